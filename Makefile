@@ -1,0 +1,59 @@
+# hotrain: `make demo` and `make test` work on a fresh machine with python3 and make; each creates what it needs.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+# A machine with a GPU keeps the PyTorch it has; elsewhere the constraints name the versions that ran.
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+ifeq ($(HAS_GPU),yes)
+VENV_FLAGS  := --system-site-packages
+CONSTRAINTS :=
+else
+VENV_FLAGS  :=
+CONSTRAINTS := -c constraints-cpu.txt
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test test-gpu demo bench docs clean
+
+help:  ## print the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with everything that demo, test and check need
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@$(PY) -m pip install -q uv || true
+	@if $(PY) -m uv --version >/dev/null 2>&1; then \
+	  UV_FIND_LINKS="$$PIP_FIND_LINKS" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[dev]' \
+	  || $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; \
+	else $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; fi
+	@touch $(STAMP)
+
+check: $(STAMP)  ## lint, types, import directions
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_import_directions.py
+
+format: $(STAMP)  ## rewrite the layout of the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: $(STAMP)  ## every test that needs no GPU (at most 10 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu"
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu
+
+demo: $(STAMP)  ## train two small models seven ways on real digits; writes runs/demo/report.html (at most 5 minutes)
+	$(PY) -m hotrain.cli.main demo
+
+bench: $(STAMP)  ## bytes kept and backward time of converted layers on this machine
+	$(PY) benchmarks/layers.py
+
+docs: $(STAMP)  ## rewrite the generated parts of the documents from their records
+	$(PY) tools/docs.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

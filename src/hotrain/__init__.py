@@ -1,0 +1,75 @@
+"""hotrain: train vision and language models with Hadamard backward passes.
+
+::
+
+    import hotrain
+    report = hotrain.convert(model)   # then train as before
+    print(report)
+
+The two gradient paths stand in `hotrain.backward`; methods are data (`hotrain.preset`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .conversion import ConversionReport, convert, converted_layers, revert
+from .draws import manual_seed
+from .method import GradInput, GradWeight, Method, Saved
+from .presets import preset, presets
+from .transform.tokens import Grid
+
+if TYPE_CHECKING:
+    from .analysis.cost import cost
+    from .analysis.fidelity import fidelity
+    from .analysis.planner import plan
+    from .analysis.saved_bytes import saved_bytes
+    from .calibration import BitSchedule, Calibration, calibrate
+
+# Questions asked of a model: imported when first asked for.
+_LAZY = {
+    "calibrate": "calibration",
+    "Calibration": "calibration",
+    "BitSchedule": "calibration",
+    "saved_bytes": "analysis.saved_bytes",
+    "cost": "analysis.cost",
+    "fidelity": "analysis.fidelity",
+    "plan": "analysis.planner",
+}
+
+__all__ = [
+    "BitSchedule",
+    "Calibration",
+    "ConversionReport",
+    "GradInput",
+    "GradWeight",
+    "Grid",
+    "Method",
+    "Saved",
+    "__version__",
+    "calibrate",
+    "convert",
+    "converted_layers",
+    "cost",
+    "fidelity",
+    "manual_seed",
+    "plan",
+    "preset",
+    "presets",
+    "revert",
+    "saved_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

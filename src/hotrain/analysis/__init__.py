@@ -1,0 +1,10 @@
+"""Questions asked of a model: what it keeps, what it costs, how far its gradients are from exact.
+
+Nothing here changes the model it looks at: modes, buffers, gradients, generators and draw counters are left as
+found (`as_found`). The answers print as tables and carry their rows as plain dicts, for figures made elsewhere.
+
+    saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
+    cost          FLOPs and bit operations of forward and both gradient paths; `paper` holds the published formulas
+    fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency; surfaces of |g_y|
+    planner       times the exact backward against a method's, layer by layer, on this device
+"""

@@ -1,0 +1,64 @@
+"""Look at a model without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..nn.state import layer_states
+
+
+@contextmanager
+def as_found(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the model's modes and buffers, all random generators and the counters of converted layers are afterwards what they were before, bit for bit.
+
+    Parameters and their ``.grad`` are not copied: what runs inside must not write to them (use
+    ``torch.autograd.grad``, which accumulates nowhere).
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    states = [state for _, state in layer_states(model)]
+    counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation) for s in states]
+    generators = _generators()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+        for state, calls, fallback, step, generation in counters:
+            state.calls, state.fallback = calls, fallback
+            state.draws.step, state.draws.generation = step, generation
+        _restore(generators)
+
+
+def _generators() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:  # data sets draw from it; torch itself does not
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _restore(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -1,0 +1,289 @@
+"""What a training step's matrix products cost: FLOPs and bit operations of forward and both gradient paths.
+
+Conventions, those of the papers where they have one: a multiply-accumulate is 2 FLOPs, and a·b bit operations
+between operands of a and b bits; any other operation on floats is 1 FLOP and float_bits² bit operations. A
+Walsh–Hadamard transform of order n is log₂ n additions an entry, a quantization 2 operations an entry (magnitude,
+scaling; 3 for LUQ's logarithm), a dequantization 1. ``float_bits=32`` counts every float as float32, so that an
+exact product costs 1024 a multiply-accumulate; give 16 for training in bf16.
+
+``mode="paper"`` repeats the formulas of the released calculator instead (`hotrain.analysis.paper`), defects
+included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
+products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that nobody asks for
+(of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain computes them:
+where patches overlap, x is lifted back and unfolded, so the rank shortens what is kept and not the product.
+
+Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
+and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..conversion import convert, revert
+from ..method import Method
+from ..nn.state import LayerState, layer_states
+from ..presets import preset
+from ..transform.hadamard import TILE
+from ..transform.tokens import Grid, Layout, layout
+from . import paper
+from .shapes import LayerShape, layer_shapes
+from .tables import count_text, table
+
+MODES = ("corrected", "paper")
+QUANTIZE, QUANTIZE_LUQ, DEQUANTIZE = 2, 3, 1
+
+
+@dataclass(frozen=True)
+class Operations:
+    """FLOPs and bit operations."""
+
+    flops: int = 0
+    bit_ops: int = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(self.flops + other.flops, self.bit_ops + other.bit_ops)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one training step's products.
+
+    forward, grad_input, grad_weight: totals over the layers. overhead: the part of both gradient paths that is not
+    a product: transforms, quantization, dequantization (the compression of x at forward belongs to grad_weight).
+    rows: one dict a layer call: name, kind, method, tokens, outputs, inputs, groups, and for each of forward,
+    grad_input, grad_weight and overhead its ``…_flops`` and ``…_bit_ops``.
+    """
+
+    mode: str
+    rows: list[dict[str, Any]]
+
+    def _sum(self, path: str) -> Operations:
+        return Operations(sum(r[f"{path}_flops"] for r in self.rows), sum(r[f"{path}_bit_ops"] for r in self.rows))
+
+    @property
+    def forward(self) -> Operations:
+        return self._sum("forward")
+
+    @property
+    def grad_input(self) -> Operations:
+        return self._sum("grad_input")
+
+    @property
+    def grad_weight(self) -> Operations:
+        return self._sum("grad_weight")
+
+    @property
+    def overhead(self) -> Operations:
+        return self._sum("overhead")
+
+    @property
+    def backward(self) -> Operations:
+        return self.grad_input + self.grad_weight
+
+    @property
+    def flops_total(self) -> int:
+        return (self.forward + self.backward).flops
+
+    @property
+    def bit_ops_total(self) -> int:
+        return (self.forward + self.backward).bit_ops
+
+    def __str__(self) -> str:
+        body = [
+            [r["name"] or "(model)", f"{r['tokens']}×{r['outputs']}×{r['inputs']}", r["method"]]
+            + [count_text(r[f"{path}_bit_ops"]) for path in ("forward", "grad_input", "grad_weight")]
+            for r in self.rows
+        ]
+        totals = [self.forward, self.grad_input, self.grad_weight]
+        body.append(["total", "", "", *(count_text(t.bit_ops) for t in totals)])
+        body.append(["total FLOPs", "", "", *(count_text(t.flops) for t in totals)])
+        title = (
+            f"bit operations ({self.mode}): {count_text(self.bit_ops_total)} a step, "
+            f"of these {count_text(self.overhead.bit_ops)} transforms and quantization"
+        )
+        return title + "\n" + table(["layer", "T×O×I", "method", "forward", "g_x", "g_w"], body)
+
+
+def cost(
+    model: nn.Module,
+    *inputs: Any,
+    mode: str = "corrected",
+    method: str | Method | None = None,
+    float_bits: int = 32,
+    **kwargs: Any,
+) -> Cost:
+    """Count the products of one training step on the batch ``model(*inputs, **kwargs)``, layer by layer.
+
+    method: None counts every layer as it is: converted layers with their own method, the others exact. A method or
+        its name asks what the model would cost with it: on a converted model its converted layers, on an exact
+        model the layers that `hotrain.convert` would choose; ``mode="paper"`` applies it to every layer, as the
+        papers do.
+    float_bits: bits of a float in a bit operation (corrected mode; the papers' is 32).
+
+    The model may live on the meta device. Raises ValueError for an unknown mode, for a method without a published
+    formula in paper mode, and for a model without layers.
+    """
+    if mode not in MODES:
+        raise ValueError(f"cost: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
+    if type(float_bits) is not int or float_bits < 1:
+        raise ValueError(f"cost: float_bits={float_bits!r} is not a positive integer (32 for float32, 16 for bf16)")
+    asked = preset(method) if isinstance(method, str) else method
+    shapes = layer_shapes(model, *inputs, **kwargs)
+    found = dict(layer_states(model))
+    exact = preset("exact")
+    if mode == "paper":
+        chosen = {s.name: asked or (found[s.name].method if s.name in found else exact) for s in shapes}
+        return Cost(mode, [paper.row(s, chosen[s.name]) for s in shapes])
+    if asked is not None:
+        states = found or _if_converted(model, asked)
+        found = {name: replace(state, method=asked) for name, state in states.items()}
+    count = _Counter(float_bits)
+    return Cost(mode, [_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
+
+
+def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
+    """What `hotrain.convert` would make of an exact model: it is asked, and undone."""
+    if method.is_exact:
+        return {}
+    convert(model, method)
+    try:
+        return dict(layer_states(model))
+    finally:
+        revert(model)
+
+
+def _in_force(shape: LayerShape, state: LayerState | None, exact: Method) -> Method:
+    """The method that a call follows: a low-rank one does not mix samples (`LayerState.step`)."""
+    if state is None:
+        return exact
+    low_rank = state.method.grad_weight.rank < state.method.grad_weight.tile
+    return exact if shape.samples_only and low_rank and shape.needs_grad_weight and not state.chosen else state.method
+
+
+def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Counter) -> dict[str, Any]:
+    grid = state.grid if state else None
+    none = (Operations(), Operations())
+    forward = count.product(shape.products, count.float_bits, count.float_bits)
+    grad_input = _grad_input(count, shape, method, grid) if shape.needs_grad_input else none
+    grad_weight = _grad_weight(count, shape, method, grid) if shape.needs_grad_weight else none
+    paths = {
+        "forward": forward,
+        "grad_input": grad_input[0] + grad_input[1],
+        "grad_weight": grad_weight[0] + grad_weight[1],
+        "overhead": grad_input[1] + grad_weight[1],
+    }
+    return describe(shape, method) | {
+        f"{path}_{unit}": getattr(operations, unit)
+        for path, operations in paths.items()
+        for unit in ("flops", "bit_ops")
+    }
+
+
+def describe(shape: LayerShape, method: Method) -> dict[str, Any]:
+    """The first fields of a row."""
+    return {
+        "name": shape.name,
+        "kind": shape.kind,
+        "method": method.name,
+        "tokens": shape.tokens,
+        "outputs": shape.outputs,
+        "inputs": shape.inputs,
+        "groups": shape.groups,
+    }
+
+
+@dataclass(frozen=True)
+class _Counter:
+    float_bits: int
+
+    def product(self, macs: int, bits_a: int, bits_b: int) -> Operations:
+        return Operations(2 * macs, macs * bits_a * bits_b)
+
+    def floats(self, entries: int) -> Operations:
+        return Operations(entries, entries * self.float_bits**2)
+
+
+def _layout(lead: tuple[int, ...], method: Method, grid: Grid | None) -> Layout:
+    """The tiles of tokens that a converted layer uses."""
+    rows, across = method.grad_weight, method.grad_input.transform != "lowpass"
+    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
+
+
+def _additions(lay: Layout) -> int:
+    """Additions for each column that a fast transform along the tokens needs."""
+    tile = lay.lines.tile
+    return lay.samples * lay.tiles * tile * (tile.bit_length() - 1)
+
+
+def _in_floats(shape: LayerShape) -> bool:
+    """Small groups of a convolution are not quantized (hotrain.convolution)."""
+    return shape.groups > 1 and shape.outputs // shape.groups < TILE
+
+
+def _grad_input(
+    count: _Counter, shape: LayerShape, method: Method, grid: Grid | None
+) -> tuple[Operations, Operations]:
+    """(product, overhead) of g_x = g_y w."""
+    path, tokens, fb = method.grad_input, shape.tokens, count.float_bits
+    if path.transform == "lowpass":
+        lay = _layout(shape.lead, method, grid)
+        if shape.unfolds:  # projected and lifted back before the convolution
+            return count.product(shape.products, fb, fb), count.floats(2 * _additions(lay) * shape.outputs)
+        transforms = count.floats(_additions(lay) * (shape.outputs + shape.columns))
+        return count.product(lay.rows * shape.outputs * shape.inputs, fb, fb), transforms
+    if path.bits is None or _in_floats(shape):
+        return count.product(shape.products, fb, fb), Operations()
+    outputs, rotation = shape.outputs, 0
+    if path.transform == "hadamard":
+        outputs = shape.groups * _round_up(shape.outputs // shape.groups, TILE)
+        rotation = TILE.bit_length() - 1
+    quantize = QUANTIZE_LUQ if path.number == "luq" else QUANTIZE
+    overhead = (
+        count.floats(tokens * outputs * (rotation + quantize))
+        + count.floats(outputs * shape.inputs * (rotation + QUANTIZE))
+        + count.floats(tokens * shape.columns * (DEQUANTIZE + shape.unfolds))  # folding adds the columns up
+    )
+    return count.product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
+
+
+def _grad_weight(
+    count: _Counter, shape: LayerShape, method: Method, grid: Grid | None
+) -> tuple[Operations, Operations]:
+    """(product, overhead) of g_w = g_yᵀ x, the compression of x at forward included."""
+    path, saved, fb = method.grad_weight, method.saved, count.float_bits
+    lay = _layout(shape.input_lead if shape.unfolds else shape.lead, method, grid)
+    kept = lay.rows * shape.channels
+    # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
+    overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))
+    if path.drop:
+        overhead += count.floats(shape.output_entries)
+    if saved.bits is not None:
+        overhead += count.floats(kept * QUANTIZE)
+    rows = shape.tokens if shape.unfolds else lay.rows
+    macs = rows * shape.outputs * shape.inputs
+    if path.bits is None or _in_floats(shape):
+        if saved.bits is not None:
+            overhead += count.floats(kept * DEQUANTIZE)
+        return count.product(macs, fb, fb), overhead
+    overhead += count.floats(rows * shape.outputs * (QUANTIZE_LUQ if path.number == "luq" else QUANTIZE))
+    overhead += count.floats(shape.weight_entries * DEQUANTIZE)
+    bits = saved.bits or path.bits
+    if not shape.unfolds:
+        if saved.bits is None:  # x is kept as it is and quantized in backward
+            overhead += count.floats(kept * QUANTIZE)
+        elif saved.scale == "row":  # folded into the rows of P g_y
+            overhead += count.floats(rows * shape.outputs)
+    elif path.number == "int" and (lay.lines.tile > 1 or saved.bits is None or saved.scale == "row"):
+        bits = max(8, path.bits)  # x̂ gets codes of its own
+        entries = math.prod(shape.input_lead) * shape.channels
+        overhead += count.floats(kept * DEQUANTIZE * (saved.bits is not None) + entries * QUANTIZE)
+    return count.product(macs, path.bits, bits), overhead
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

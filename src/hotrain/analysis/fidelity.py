@@ -1,0 +1,179 @@
+"""How far the gradients of converted layers are from exact, layer by layer.
+
+One exact forward and backward gives every layer its x and its g_y; then each layer alone computes its gradients from
+these, exactly and with its method, several times. So a layer's figures are its own: errors made elsewhere do not
+reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..transform.hadamard import TILE, rotate, sequency
+from .as_found import as_found
+from .capture import Call, exact_calls
+from .loss import LossFn
+from .tables import table
+
+PATHS = ("grad_input", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Per converted layer, its gradients against exact.
+
+    rows: one dict a layer: layer, method, and for grad_input and grad_weight (None where that gradient is not asked
+    for), with norms over the whole gradient, relative to the exact one:
+
+    - ``…_error``: L2 error, root mean square over the draws;
+    - ``…_cosine``: with the exact gradient, mean over the draws;
+    - ``…_bias``: L2 error of the mean over the draws;
+    - ``…_noise``: the bias that this many draws leave an unbiased gradient: compare ``…_bias`` with it.
+
+    ``g_y_energy`` and ``x_energy``: 16 fractions of the energy along blocks of 16 tokens, by sequency from low to high.
+    """
+
+    rows: list[dict[str, Any]]
+    draws: int
+
+    def __str__(self) -> str:
+        half = TILE // 2
+        body = []
+        for row in self.rows:
+            cells = [row["layer"], row["method"]]
+            for path in PATHS:
+                cells += [_text(row[f"{path}_{what}"]) for what in ("error", "cosine", "bias", "noise")]
+            body.append(cells + [f"{sum(row[e][:half]):.2f}" for e in ("g_y_energy", "x_energy")])
+        headers = ["layer", "method"]
+        headers += [f"{g} {what}" for g in ("g_x", "g_w") for what in ("error", "cosine", "bias", "(noise)")]
+        return f"gradients against exact, {self.draws} draws\n" + table([*headers, "low g_y", "low x"], body)
+
+
+def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws: int = 8) -> Fidelity:
+    """Measure every converted layer of `model` on one batch.
+
+    batch, loss_fn: ``loss_fn(model, batch)`` as in `hotrain.calibrate`; without it cross-entropy on (input, target).
+    draws: how often each layer's gradients are computed with its method. x and g_y of all layers are in memory at
+        once: a few samples are enough. A layer called several times is measured on its first call.
+
+    The model, its ``.grad``, the generators and the draws are left as found. Raises ValueError for a model without
+    converted layers, a bad loss, and draws < 2.
+    """
+    if type(draws) is not int or draws < 2:
+        raise ValueError(f"fidelity: draws={draws!r} is not an integer of at least 2 (the bias is that of their mean)")
+    with as_found(model):
+        first = _first_calls(exact_calls(model, batch, loss_fn))
+        return Fidelity([_row(call, draws) for call in first], draws)
+
+
+def gradient_surface(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    layers: Collection[str] | None = None,
+    tokens: int = 64,
+    channels: int = 64,
+) -> list[dict[str, Any]]:
+    """|g_y| of the batch's first sample over tokens × channels, for figures of its outliers.
+
+    layers: converted layers (default: all).  tokens, channels: larger surfaces are reduced to this many cells, each
+    the largest magnitude in it, so that no outlier is lost.
+
+    Returns one dict a layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
+    (its largest magnitude), values (rows of tokens). Left as found and errors as in `fidelity`.
+    """
+    with as_found(model):
+        surfaces = []
+        for call in _first_calls(exact_calls(model, batch, loss_fn, layers)):
+            g_y = call.grad_output[:1] if call.grad_output.dim() > 2 else call.grad_output
+            surface = call.module.token_matrix(g_y).abs().float()  # type: ignore[operator]
+            size = (min(tokens, surface.shape[0]), min(channels, surface.shape[1]))
+            values = F.adaptive_max_pool2d(surface[None, None], size)[0, 0]
+            surfaces.append(
+                {
+                    "layer": call.name,
+                    "tokens": surface.shape[0],
+                    "channels": surface.shape[1],
+                    "largest": float(surface.max()),
+                    "values": values.tolist(),
+                }
+            )
+        return surfaces
+
+
+def energy_by_sequency(tokens: Tensor) -> list[float]:
+    """The share of a matrix's energy in each of the 16 Walsh functions along blocks of 16 tokens, low to high.
+
+    tokens: (T, C); a last block is filled up with zeros. All zeros give zeros.
+    """
+    coefficients = rotate(tokens.float(), dim=0, n=TILE).view(-1, TILE, tokens.shape[1])
+    energy = coefficients.double().square().sum(dim=(0, 2))
+    by_sequency = torch.empty_like(energy)
+    by_sequency[torch.tensor(sequency(TILE), device=energy.device)] = energy
+    total = float(energy.sum())
+    return [float(e) / total if total else 0.0 for e in by_sequency]
+
+
+def _first_calls(calls: list[Call]) -> list[Call]:
+    """The first call of each layer in the order of the forward; gradients arrived in the order of the backward."""
+    first = {call.name: call for call in calls}
+    return list(reversed(first.values()))
+
+
+def _row(call: Call, draws: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"layer": call.name, "method": call.state.method.name}
+    exact = _gradients(call, converted=False)
+    drawn = [_gradients(call, converted=True) for _ in range(draws)]
+    for path in PATHS:
+        row |= _figures(path, exact[path], [gradients[path] for gradients in drawn])
+    row["g_y_energy"] = energy_by_sequency(call.token_gradient())
+    row["x_energy"] = energy_by_sequency(call.module.token_matrix(call.x))  # type: ignore[operator]
+    return row
+
+
+def _gradients(call: Call, converted: bool) -> dict[str, Tensor | None]:
+    """g_x and g_w of one call alone, None where not asked for."""
+    weight = call.module.weight
+    assert isinstance(weight, Tensor)
+    x = call.x.clone().requires_grad_(call.needs_grad_input)
+    wanted = [(path, leaf) for path, leaf in zip(PATHS, (x, weight), strict=True) if leaf.requires_grad]
+    call.module.training = converted
+    with call.same_autocast(), torch.enable_grad():
+        y = call.module.forward(x)
+    gradients = torch.autograd.grad(y, [leaf for _, leaf in wanted], call.grad_output)
+    found: dict[str, Tensor | None] = dict.fromkeys(PATHS)
+    found.update({path: g.double() for (path, _), g in zip(wanted, gradients, strict=True)})
+    return found
+
+
+def _figures(path: str, exact: Tensor | None, drawn: list[Any]) -> dict[str, float | None]:
+    if exact is None:
+        return {f"{path}_{what}": None for what in ("error", "cosine", "bias", "noise")}
+    size = exact.norm()
+    mean = torch.stack(drawn).mean(0)
+    errors = torch.stack([(g - exact).norm() for g in drawn])
+    cosines = torch.stack([F.cosine_similarity(g.flatten(), exact.flatten(), dim=0, eps=1e-300) for g in drawn])
+    variance = torch.stack([(g - mean).norm().square() for g in drawn]).sum() / (len(drawn) - 1)
+    return {
+        f"{path}_error": _relative(errors.square().mean().sqrt(), size),
+        f"{path}_cosine": float(cosines.mean()),
+        f"{path}_bias": _relative((mean - exact).norm(), size),
+        f"{path}_noise": _relative((variance / len(drawn)).sqrt(), size),
+    }
+
+
+def _relative(error: Tensor, size: Tensor) -> float:
+    if float(size) == 0:
+        return 0.0 if float(error) == 0 else float("inf")
+    return float(error / size)
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

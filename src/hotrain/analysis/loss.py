@@ -1,0 +1,103 @@
+"""One contract for the losses that calibration and fidelity are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LossFn = Callable[..., Any]
+
+
+def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar loss of one batch.
+
+    The contract is ``loss_fn(model, batch)``: it calls the model and returns a scalar. For convenience
+
+    - a criterion (an `nn.Module`, a function of `torch.nn.functional`, or any function of (output, target) that fails
+      on (model, batch) without having called the model) serves batches of (input, target):
+      ``criterion(model(input), target)``;
+    - None is cross-entropy for batches of (input, target), and ``model(**batch).loss`` for mappings, as transformers'
+      models have it.
+
+    In these two cases the batch is moved to the model's device. Raises ValueError when the batch does not fit, or when
+    the result is not one finite number that requires grad.
+    """
+    if loss_fn is None:
+        return _checked(_default(model, batch))
+    if _is_criterion(loss_fn):
+        return _checked(_criterion(model, batch, loss_fn))
+    called: list[nn.Module] = []
+    own = set(model.modules())
+
+    def note(module: nn.Module, _: Any) -> None:
+        if module in own:
+            called.append(module)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        loss = loss_fn(model, batch)
+    except (TypeError, AttributeError):
+        if called or not _is_pair(batch):
+            raise
+        loss = _criterion(model, batch, loss_fn)
+    finally:
+        handle.remove()
+    return _checked(loss)
+
+
+def _is_criterion(loss_fn: LossFn) -> bool:
+    home = getattr(loss_fn, "__module__", None) or ""
+    return isinstance(loss_fn, nn.Module) or home in ("torch.nn.functional", "torch._C._nn")
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _criterion(model: nn.Module, batch: Any, criterion: LossFn) -> Any:
+    if not _is_pair(batch):
+        raise ValueError(
+            f"a criterion of (output, target) needs batches of (input, target), got {type(batch).__name__}; "
+            "give loss_fn(model, batch) instead"
+        )
+    x, target = (_to_device(part, model) for part in batch)
+    output = model(x)
+    return criterion(getattr(output, "logits", output), target)
+
+
+def _default(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        output = model(**{name: _to_device(value, model) for name, value in batch.items()})
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}; "
+                "add its labels to the batch, or give loss_fn(model, batch)"
+            )
+        return loss
+    if _is_pair(batch):
+        return _criterion(model, batch, F.cross_entropy)
+    raise ValueError(
+        f"without a loss_fn a batch is (input, target) or a mapping with labels, got {type(batch).__name__}; "
+        "give loss_fn(model, batch)"
+    )
+
+
+def _to_device(value: Any, model: nn.Module) -> Any:
+    device = next((p.device for p in model.parameters()), None)
+    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            got += " that requires no grad"
+        raise ValueError(f"loss_fn(model, batch) must return one number that requires grad, got {got}")
+    if not torch.isfinite(loss.detach()).all():
+        raise ValueError(f"the loss is {loss.item()}: gradients of this batch say nothing; check the batch and the model")
+    return loss

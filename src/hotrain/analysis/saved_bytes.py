@@ -1,0 +1,314 @@
+"""What autograd really keeps alive between forward and backward.
+
+One forward in training mode runs under saved-tensor hooks. Every tensor that a node of the graph saves passes
+through them, whatever saved it: an ATen operator, a `torch.autograd.Function`, a checkpoint. Counted are the
+distinct storages that are still held when the forward has returned, each once and in whole, because a view keeps
+all of its storage. Parameters and buffers are left out: they are there anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from .as_found import as_found
+from .tables import bytes_text, table
+
+CHECKPOINT = "checkpoint input"
+ELSEWHERE = "outside the output's graph"
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes kept between forward and backward of one batch.
+
+    total: of all distinct storages.
+    by_module: module name ("" is the model itself) → bytes first saved in that module's own forward.
+    by_operator: operator → bytes first saved by it, in the words of PyTorch's operators (``native_layer_norm``);
+        converted layers read ``hotrain linear`` and so on.
+    rows: one dict a storage: module, operator, dtype, shape (of the tensor that was saved first), bytes.
+    device_peak: the allocator's peak over one forward and backward, above what was allocated before, or None.
+    """
+
+    total: int
+    by_module: dict[str, int]
+    by_operator: dict[str, int]
+    rows: list[dict[str, Any]]
+    device_peak: int | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"kept between forward and backward: {bytes_text(self.total)} in {len(self.rows)} storages",
+            table(["operator", "bytes", "share"], _shares(self.by_operator, self.total)),
+            "",
+            table(["module", "bytes", "share"], _shares(self.by_module, self.total)),
+        ]
+        if self.device_peak is not None:
+            lines.append(f"\npeak of the device's allocator over forward and backward: {bytes_text(self.device_peak)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two audits side by side: rows of ``operator``, ``exact``, ``converted`` (bytes) and their ``ratio``."""
+
+    exact: SavedBytes
+    converted: SavedBytes
+    rows: list[dict[str, Any]]
+
+    @property
+    def ratio(self) -> float:
+        """Bytes converted over bytes exact."""
+        return self.converted.total / self.exact.total if self.exact.total else float("nan")
+
+    def __str__(self) -> str:
+        last = {"operator": "total", "exact": self.exact.total, "converted": self.converted.total, "ratio": self.ratio}
+        return table(
+            ["operator", "exact", "converted", "ratio"],
+            [
+                [r["operator"], bytes_text(r["exact"]), bytes_text(r["converted"]), _ratio_text(r["ratio"])]
+                for r in [*self.rows, last]
+            ],
+        )
+
+
+def compare(exact: SavedBytes, converted: SavedBytes) -> Comparison:
+    """The audits of a model before and after conversion, by operator, largest first."""
+    operators = {*exact.by_operator, *converted.by_operator}
+    rows = []
+    for name in operators:
+        before, after = exact.by_operator.get(name, 0), converted.by_operator.get(name, 0)
+        ratio = after / before if before else None
+        rows.append({"operator": name, "exact": before, "converted": after, "ratio": ratio})
+    rows.sort(key=lambda row: (-max(row["exact"], row["converted"]), row["operator"]))
+    return Comparison(exact, converted, rows)
+
+
+def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwargs: Any) -> SavedBytes:
+    """Count what autograd keeps for the backward of ``model(*inputs, **kwargs)``.
+
+    A model in eval mode is put into training mode for the one forward; a model in training mode keeps the modes of
+    its parts (a frozen BatchNorm stays frozen). Call it under the autocast context that training uses. The batch
+    itself is counted when a node keeps it. Model, buffers, generators and draw counters are left as found; nothing
+    is added to ``.grad``.
+
+    device_peak: also run a second forward with a backward and read the CUDA allocator's peak, whose statistics it
+        resets.
+
+    Raises ValueError when no output requires grad, and when `device_peak` is asked for inputs that are not on CUDA.
+    """
+    device = _cuda_device(inputs, kwargs) if device_peak else None
+    with as_found(model), torch.enable_grad():
+        if not model.training:
+            model.train()
+        seen = _Seen(_storages_of_model(model))
+        with _module_stack(model, seen), saved_tensors_hooks(seen.pack, _unpack):
+            output = model(*inputs, **kwargs)
+        roots = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        if not roots:
+            raise ValueError(
+                f"saved_bytes: no output of {type(model).__name__} requires grad, so nothing is kept for a backward; "
+                "unfreeze a parameter, and call it outside torch.inference_mode()"
+            )
+        rows = seen.rows(_names_by_sequence(roots))
+        del output, roots
+        peak = _device_peak(model, inputs, kwargs, device) if device is not None else None
+    by_module: dict[str, int] = {}
+    by_operator: dict[str, int] = {}
+    for row in rows:
+        by_module[row["module"]] = by_module.get(row["module"], 0) + row["bytes"]
+        by_operator[row["operator"]] = by_operator.get(row["operator"], 0) + row["bytes"]
+    total = sum(row["bytes"] for row in rows)
+    return SavedBytes(total, _descending(by_module), _descending(by_operator), rows, peak)
+
+
+class _Kept:
+    """What the graph holds in place of a saved tensor. It dies with the node that holds it."""
+
+    __slots__ = ("__weakref__", "from_checkpoint", "module", "sequence", "tensor")
+
+    def __init__(self, tensor: Tensor, module: str, sequence: int, from_checkpoint: bool) -> None:
+        self.tensor, self.module = tensor, module
+        self.sequence, self.from_checkpoint = sequence, from_checkpoint
+
+
+def _unpack(kept: _Kept) -> Tensor:
+    return kept.tensor
+
+
+class _Seen:
+    """The pack hook and what it saw, in order."""
+
+    def __init__(self, excluded: set[int]) -> None:
+        self.excluded = excluded
+        self.stack: list[str] = [""]
+        self.packed: list[weakref.ref[_Kept]] = []
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        # A node takes its number when it is made and saves before the next one is made: the last number given is its.
+        sequence = torch.autograd._get_sequence_nr() - 1
+        kept = _Kept(tensor, self.stack[-1], sequence, _called_by_checkpoint())
+        self.packed.append(weakref.ref(kept))
+        return kept
+
+    def rows(self, operators: dict[int, str]) -> list[dict[str, Any]]:
+        """One dict for each distinct storage that is still held, largest first."""
+        rows = []
+        counted = set(self.excluded)
+        for reference in self.packed:
+            kept = reference()
+            if kept is None:  # its node is gone: autograd does not keep it
+                continue
+            operator = CHECKPOINT if kept.from_checkpoint else operators.get(kept.sequence, ELSEWHERE)
+            for key, size in _storages(kept.tensor):
+                if key in counted:
+                    continue
+                counted.add(key)
+                rows.append(
+                    {
+                        "module": kept.module,
+                        "operator": operator,
+                        "dtype": str(kept.tensor.dtype).removeprefix("torch."),
+                        "shape": tuple(kept.tensor.shape),
+                        "bytes": size,
+                    }
+                )
+        return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _called_by_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint itself is saving (its inputs): not all versions make a node for that."""
+    frame = sys._getframe(2)
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_globals.get("__name__") == (
+            "torch.utils.checkpoint"
+        ):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@contextmanager
+def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
+    """Keep `seen.stack` the names of the modules that are in their forward."""
+
+    def enter(name: str, *_: Any) -> None:
+        seen.stack.append(name)
+
+    def leave(*_: Any) -> None:
+        seen.stack.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
+    """Sequence number → operator, for every node that a backward from `roots` would run."""
+    names: dict[int, str] = {}
+    visited: set[Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        names[node._sequence_nr()] = operator_name(node)
+        todo.extend(following for following, _ in node.next_functions if following is not None)
+    return names
+
+
+def operator_name(node: Node) -> str:
+    """``AddmmBackward0`` → ``addmm``; hotrain's own Functions → ``hotrain linear``; others' keep their class name."""
+    name = re.sub(r"Backward\d*$", "", node.name().split("::")[-1])
+    function = getattr(node, "_forward_cls", None)
+    if function is None:
+        return _snake(name)
+    if function.__module__.split(".")[0] == "hotrain":
+        return "hotrain " + _snake(re.sub(r"^Hadamard|Function$", "", name)).replace("_", " ")
+    return name
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _storages_of_model(model: nn.Module) -> set[int]:
+    tensors = [*model.parameters(), *model.buffers()]
+    return {key for tensor in tensors for key, _ in _storages(tensor)}
+
+
+def _storages(tensor: Tensor) -> list[tuple[int, int]]:
+    """(identity, bytes) of the storages under a tensor: several for sparse tensors and wrapper subclasses."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner, _ = tensor.__tensor_flatten__()
+        return [pair for name in inner for pair in _storages(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        return _storages(tensor._indices()) + _storages(tensor._values())
+    storage = tensor.untyped_storage()
+    return [(storage._cdata, storage.nbytes())]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in an output: tensors, mappings, sequences and dataclasses of them, nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _cuda_device(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for tensor in _tensors([inputs, kwargs]):
+        if tensor.is_cuda:
+            return tensor.device
+    raise ValueError("saved_bytes: device_peak=True reads the CUDA allocator, but no input is on a CUDA device")
+
+
+def _device_peak(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:
+    leaves = [t for t in [*model.parameters(), *_tensors([inputs, kwargs])] if t.requires_grad]
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    outputs = [t for t in _tensors(model(*inputs, **kwargs)) if t.requires_grad]
+    loss = torch.stack([t.float().sum() for t in outputs]).sum()
+    torch.autograd.grad(loss, leaves, allow_unused=True)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
+    return [[name or "(model)", bytes_text(size), f"{size / max(total, 1):.1%}"] for name, size in sizes.items()]
+
+
+def _descending(sizes: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.3f}"

@@ -1,0 +1,167 @@
+"""The matrix products of a model: the shapes of its Linear, Conv2d and Conv1D layers, seen in one forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..convolution import Geometry
+from .as_found import as_found
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One call of one layer as the products y = x wᵀ, g_x = g_y w, g_w = g_yᵀ x, the same for each group.
+
+    lead: the axes of y that are tokens: its shape without the channels, (B, H_out, W_out) for convolutions.
+    outputs: columns of y, of all groups.  inputs: the contraction, of one group (convolutions: kernel·C_in/groups).
+    kernel: k_h·k_w of a convolution, else 1.
+    input_lead: the axes of x that are tokens; the positions of a convolution's input, before any unfolding.
+    unfolds: a convolution whose patches overlap (or have borders), so that it is no Linear layer on patches.
+    samples_only: rows that are samples rather than tokens: a 2-D input, a 1×1 image.
+    needs_grad_input, needs_grad_weight: whether a backward of this forward asks for them.
+    """
+
+    name: str
+    kind: str
+    lead: tuple[int, ...]
+    outputs: int
+    inputs: int
+    groups: int
+    kernel: int
+    input_lead: tuple[int, ...]
+    unfolds: bool
+    samples_only: bool
+    needs_grad_input: bool
+    needs_grad_weight: bool
+
+    @property
+    def tokens(self) -> int:
+        """Rows of y, the batch included."""
+        return math.prod(self.lead)
+
+    @property
+    def channels(self) -> int:
+        """Columns of x as the layer keeps it: a convolution that unfolds keeps its own channels, not the unfolded."""
+        return self.columns // self.kernel if self.unfolds else self.columns
+
+    @property
+    def columns(self) -> int:
+        """Columns of the (unfolded) x, of all groups."""
+        return self.inputs * self.groups
+
+    @property
+    def samples(self) -> int:
+        """The batch dimension; 1 where the input has none."""
+        return self.lead[0] if self.lead else 1
+
+    @property
+    def products(self) -> int:
+        """Multiply-accumulates of one of the three products."""
+        return self.tokens * self.outputs * self.inputs
+
+    @property
+    def output_entries(self) -> int:
+        return self.tokens * self.outputs
+
+    @property
+    def weight_entries(self) -> int:
+        return self.outputs * self.inputs
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """``Linear``, ``Conv2d`` or ``Conv1D`` (transformers'), converted or not; None for every other module."""
+    if isinstance(module, nn.Linear):
+        return "Linear"
+    if isinstance(module, nn.Conv2d):
+        return "Conv2d"
+    # transformers is not imported for this: its Conv1D is known by name, as are classes made from it.
+    if any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__):
+        return "Conv1D"
+    return None
+
+
+def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerShape]:
+    """The shapes of every layer call in ``model(*inputs, **kwargs)``, in the order of the calls.
+
+    The forward runs in eval mode with grad enabled (so that `needs_grad_input` is true knowledge) and keeps no
+    activation. It also runs on the meta device, where it costs nothing. The model is left as found.
+
+    Raises ValueError when the forward calls no such layer.
+    """
+    seen: list[LayerShape] = []
+    with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), _observed(model, seen):
+        model.eval()
+        model(*inputs, **kwargs)
+    if not seen:
+        raise ValueError(
+            f"{type(model).__name__}: its forward called no nn.Linear, nn.Conv2d or Conv1D, so there is no product "
+            "to count; give the model that holds them"
+        )
+    return seen
+
+
+def _nothing(_: None) -> Tensor:
+    raise RuntimeError("layer_shapes keeps no activation, but the model's forward ran a backward of its own")
+
+
+@contextmanager
+def _observed(model: nn.Module, seen: list[LayerShape]) -> Iterator[None]:
+    handles = [
+        module.register_forward_hook(partial(_observe, seen, name))
+        for name, module in model.named_modules()
+        if kind_of(module) is not None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _observe(seen: list[LayerShape], name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+    seen.append(shape_of(name, module, args[0], y))
+
+
+def shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
+    """The products of one call ``y = module(x)``."""
+    kind, weight = kind_of(module), module.weight
+    assert kind is not None and isinstance(weight, Tensor)
+    # Conv1D keeps its weight transposed: (inputs, outputs).
+    outputs = weight.shape[1] if kind == "Conv1D" else weight.shape[0]
+    inputs = weight.shape[0] if kind == "Conv1D" else weight[0].numel()
+    lead, input_lead = tuple(y.shape[:-1]), tuple(x.shape[:-1])
+    groups, kernel, unfolds = 1, 1, False
+    if isinstance(module, nn.Conv2d):
+        lead, input_lead = ((t.shape[0] if t.dim() == 4 else 1, *t.shape[-2:]) for t in (y, x))
+        geometry = geometry_of(module)
+        groups, kernel, unfolds = module.groups, math.prod(geometry.kernel), not geometry.is_patches
+    return LayerShape(
+        name,
+        kind,
+        lead=lead,
+        outputs=outputs,
+        inputs=inputs,
+        groups=groups,
+        kernel=kernel,
+        input_lead=input_lead,
+        unfolds=unfolds,
+        samples_only=x.shape[-2:].numel() == 1 if kind == "Conv2d" else x.dim() <= 2,
+        needs_grad_input=x.requires_grad,
+        needs_grad_weight=weight.requires_grad,
+    )
+
+
+def geometry_of(module: nn.Conv2d) -> Geometry:
+    """What the module says about its patches."""
+    kernel, stride, dilation = ((v[0], v[1]) for v in (module.kernel_size, module.stride, module.dilation))
+    padding = module.padding if isinstance(module.padding, str) else (module.padding[0], module.padding[1])
+    return Geometry(kernel, stride, padding, dilation, module.groups, module.padding_mode)

@@ -1,0 +1,115 @@
+"""Step 4, the paper on one page: the two gradients of ``y = x wᵀ``. Start reading here.
+
+::
+
+    exact   y = x wᵀ      g_x = g_y w                       g_w = g_yᵀ x                 saved: x
+    HOT     y = x wᵀ      g_x = Q4(g_y H) Q4(Hᵀ w)          g_w = Q8(P g_y)ᵀ Q8(P x)     saved: Q8(P x)
+
+H: block-diagonal Walsh–Hadamard of order 16 along the output channels O. It is orthogonal, so it cancels in the
+product; it spreads outliers over 16 channels before they are rounded. Nothing is lost but the rounding.
+P: r of 16 Walsh rows along the tokens T. PᵀP is a projection: what lies outside the kept rows is lost, or, with
+drawn rows, kept on average (E[PᵀP] = I). Everything is orthonormal: at r = 16 without bits both are exact.
+
+Matrices in, matrices out; no autograd context, no layer. docs/maths.md has the derivations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import draws
+from .method import GradInput, Method
+from .products import int_matmul
+from .quantize import published
+from .quantize.integer import Quantized, largest_code, quantize
+from .saved import Kept, values
+from .transform.hadamard import rotate
+from .transform.tokens import Layout, lift, project
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is computed before rounding: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def grad_input(g_y: Tensor, w: Tensor, method: Method, key: int, lay: Layout | None = None) -> Tensor:
+    """g_x = Q(g_y H) Q(Hᵀ w).
+
+    g_y: (T, O).  w: (O, I).  key: of this step's draws.  lay: of the tokens, for a low-pass g_x only.
+    Returns (T, I) in g_y's dtype. Equivalent to ``g_y @ w`` when nothing is quantized.
+    """
+    path = method.grad_input
+    if path.transform == "lowpass":
+        assert lay is not None
+        return lift(project(g_y, lay, key) @ w.to(g_y.dtype), lay, key)
+    if path.bits is None:
+        return g_y @ w.to(g_y.dtype)
+    if path.number == "luq":
+        codes, alpha = published.luq(g_y, key, draws.GRAD_INPUT)
+        weight = quantize(w.to(codes.dtype), path.bits, step=published.sawb_step(w, path.bits))
+        return ((codes @ weight.codes.to(codes.dtype)) * (alpha * weight.scale)).to(g_y.dtype)
+    grad = rotated_grad(g_y, path, key)
+    weight = rotated_weight(w, path, key)
+    product = int_matmul(grad.codes, weight.codes, largest_code(path.bits) ** 2)
+    return (product.to(grad.scale.dtype) * grad.scale * weight.scale).to(g_y.dtype)
+
+
+def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
+    """Q(g_y H): codes (T, O') with a scale a token or one for all; O' is O padded to whole blocks."""
+    assert path.bits is not None
+    g = g_y.to(wide(g_y.dtype))
+    g = rotate(g) if path.transform == "hadamard" else g
+    return quantize(g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
+
+
+def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
+    """Q(Hᵀ w): codes (O', I) with one scale, or one for each input channel."""
+    assert path.bits is not None
+    w = w.to(wide(w.dtype))
+    w = rotate(w, dim=0) if path.transform == "hadamard" else w
+    return quantize(w, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
+
+
+def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) -> Tensor:
+    """g_w = Q(P g_y)ᵀ Q(P x), with Q(P x) as forward kept it.
+
+    g_y: (..., O), tokens as `lay` describes them.  kept: P x, (lay.rows, I).  key: the one that drew P for x.
+    Returns (O, I): float32 (float64 for float64) after an integer product, else g_y's dtype.
+    """
+    path = method.grad_weight
+    if path.drop:
+        g_y = dropped(g_y, path.drop, key)
+    if path.bits is None:
+        g = project(g_y, lay, key)
+        return g.T @ values(kept, g.dtype)
+    g = project(g_y.to(wide(g_y.dtype)), lay, key)
+    return quantized_product(g, kept, method, key)
+
+
+def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor:
+    """Q(g)ᵀ Q(x) over the rows of g, (R, O), and x, (R, I): an integer product where both are integers.
+
+    A scale a row of x lies on the contraction axis and cannot leave the product; it is folded into the same row of
+    g before g is quantized.
+    """
+    path = method.grad_weight
+    assert path.bits is not None
+    if path.number == "luq":
+        codes, alpha = published.luq(g, key, draws.GRAD_WEIGHT)
+        return (codes.T @ values(kept, codes.dtype)) * alpha
+    if not isinstance(kept, Quantized):
+        kept = quantize(kept.to(g.dtype), path.bits, "tensor", path.rounding, key, draws.SAVED)
+    scale = kept.scale
+    if scale.dim() == 2:
+        g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
+    grad = quantize(g, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    limit = largest_code(path.bits) * largest_code(kept.bits)
+    product = int_matmul(grad.codes.T, kept.unpacked(), limit)
+    return product.to(g.dtype) * (grad.scale * scale)
+
+
+def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
+    """g_y with that share of its entries set to zero, drawn independently; not rescaled."""
+    noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
+    return g_y.masked_fill(noise < round(share * 2**16) - 2**15, 0.0)

@@ -1,0 +1,52 @@
+"""User mistakes end in one line on stderr and exit code 2; anything else keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+MISTAKES = (ValueError, TypeError, OSError, ModuleNotFoundError)
+"""What the library raises for bad input; ``RuntimeError`` counts where the library itself raised it."""
+
+
+class HotrainGroup(TyperGroup):
+    """The root command: every verb's errors pass here once."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; a user mistake becomes ``error: …`` and exit code 2, Ctrl-C exit code 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            typer.echo(f"interrupted{': ' if str(interrupt) else ''}{one_line(interrupt)}", err=True)
+            raise typer.Exit(130) from interrupt
+        except Exception as error:
+            if ctx.params.get("traceback") or not is_mistake(error):
+                raise
+            typer.echo(f"error: {one_line(error)}", err=True)
+            raise typer.Exit(2) from error
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether ``error`` says what its user can mend, rather than where the library or PyTorch broke."""
+    if isinstance(error, MISTAKES):
+        return not isinstance(error, BrokenPipeError)
+    if not isinstance(error, RuntimeError) or isinstance(error, (typer.Exit, typer.Abort)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return module.split(".")[0] in ("hotrain", "hotrain_recipes")
+
+
+def one_line(error: BaseException) -> str:
+    """The message on one line; an empty one becomes the error's name."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def note(text: str) -> None:
+    """A line for the reader that is no result: to stderr, so that ``--json`` output stays clean."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""The options that several verbs share, once each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Recipe = Annotated[
+    str, typer.Argument(help="A recipe's name; `hotrain recipes` lists them.", show_default=False)
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option("--method", "-m", help="A preset, or one with overrides: hot:rank=4+scale=token."),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option("--data", "-d", help="cifar10, cifar100, digits, a folder of images or .npz."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A field of the run: lr=1e-3, lora.rank=8; repeatable."),
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder the records are written to.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", "-b", min=1, help="Images in the audited batch.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
+def split_names(text: str, option: str) -> list[str]:
+    """The distinct names of a comma-separated option, in order. ``ValueError`` when none is given."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise ValueError(f"{option}: got {text!r}, give at least one, separated by commas")
+    return names
+
+
+def split_seeds(text: str) -> list[int]:
+    """``0,1,2`` as integers. ``ValueError`` naming what is no whole number from 0 up."""
+    seeds = split_names(text, "--seeds")
+    for seed in seeds:
+        if not seed.isdecimal():
+            raise ValueError(f"--seeds: got {seed!r}, accepted are whole numbers from 0, as in 0,1,2")
+    return [int(seed) for seed in seeds]
+
+
+def print_json(value: Any) -> None:
+    """``value`` as indented JSON on stdout."""
+    typer.echo(json.dumps(value, indent=1, default=str))

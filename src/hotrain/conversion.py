@@ -1,0 +1,285 @@
+"""One call: `convert` gives a model's layers the gradients of a method, `revert` takes them back.
+
+A layer is converted by changing its class: parameters, state_dict keys, hooks and isinstance checks stay. Every
+Linear and convolution of the model appears in the report, converted or kept exact with the reason.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .functional import FLOATS, as_method
+from .grids import grid_at, token_grids
+from .method import Method
+from .nn import HadamardConv2d, HadamardLinear
+from .nn.state import ATTRIBUTE, LayerState, layer_state
+from .transform.tokens import Grid
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
+
+_HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
+
+
+@dataclass(frozen=True)
+class ConvertedRow:
+    name: str
+    method: Method
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    name: str
+    reason: str
+
+
+@dataclass
+class ConversionReport:
+    """What happened to each layer. `converted` and `kept` are up to date: a layer that a training forward found
+    unsuited moves from one to the other, with its reason."""
+
+    method: Method
+    kept_rows: list[KeptRow] = field(default_factory=list)
+    layers: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
+
+    def _states(self) -> Iterator[tuple[str, LayerState]]:
+        for name, reference in self.layers:
+            module = reference()
+            state = layer_state(module) if module is not None else None
+            if state is not None:
+                yield name, state
+
+    @property
+    def converted(self) -> list[ConvertedRow]:
+        return [ConvertedRow(name, state.method) for name, state in self._states() if state.fallback is None]
+
+    @property
+    def kept(self) -> list[KeptRow]:
+        moved = [KeptRow(name, state.fallback) for name, state in self._states() if state.fallback is not None]
+        return self.kept_rows + moved
+
+    @property
+    def uncalled(self) -> list[str]:
+        """Converted layers that no training forward has reached, once others have been reached."""
+        states = list(self._states())
+        return [name for name, state in states if not state.calls] if any(s.calls for _, s in states) else []
+
+    def __str__(self) -> str:
+        uncalled = set(self.uncalled)
+        rows = [
+            (row.name, str(row.method) + ("  (not reached by any training forward)" if row.name in uncalled else ""))
+            for row in self.converted
+        ]
+        rows += [(row.name, f"exact: {row.reason}") for row in self.kept]
+        width = max((len(name) for name, _ in rows), default=0)
+        head = f"hotrain: {len(self.converted)} layers converted to {self.method.name}, {len(self.kept)} kept exact"
+        return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+
+
+def convert(
+    model: nn.Module,
+    method: str | Method = "hot-unbiased",
+    *,
+    filter_fn: FilterFn | None = None,
+    grid: Grid | tuple[int, int] | None = None,
+    prefix_tokens: int = 0,
+    dense_prefix: bool = True,
+) -> ConversionReport:
+    """Give the model's Linear and convolution layers the training gradients of `method`, in place.
+
+    method: a preset's name or a `hotrain.Method`.
+    filter_fn: (module, fully qualified name) → whether to convert; given, it replaces the default exclusions (the
+        classification head, layers under 32 channels, adapters, 2-D inputs).
+    grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens
+        precede them, for models that do not say so themselves (`hotrain.grids`).
+    dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
+    Returns a report with one row a layer. Converting again changes the method of the layers it names.
+    Raises ValueError for an unknown method, and when no layer matched.
+    """
+    method = as_method(method)
+    report = ConversionReport(method)
+    if method.is_exact:
+        report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in _layers(model)]
+        revert(model)
+        return report
+    grids = {} if grid is not None else token_grids(model)
+    everywhere = _as_grid(grid, prefix_tokens)
+    chosen: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    for name, module, reason in _layers(model):
+        if filter_fn is not None and not filter_fn(module, name):
+            reason = reason or "excluded by filter_fn"
+        elif filter_fn is None and reason is None:
+            reason = _default_reason(model, name, module)
+        if reason is None:
+            reason = _unserved(name, module, method)
+        target = _target(module)
+        if reason is not None or target is None:
+            report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
+        else:
+            chosen.append((name, module, target))
+    if not chosen:
+        why = "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
+        raise ValueError(
+            f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
+            "Pass filter_fn=lambda module, name: ... to choose layers yourself."
+        )
+    for name, module, target in chosen:
+        place = everywhere or grid_at(name, grids)
+        if place is not None and place.dense_prefix != dense_prefix:
+            place = Grid(place.height, place.width, place.prefix, dense_prefix)
+        state = layer_state(module)
+        if state is None:
+            state = LayerState(name, method, place, filter_fn is not None)
+        else:
+            state.method, state.grid, state.chosen, state.fallback = method, place, filter_fn is not None, None
+        module.__class__ = target
+        module.__dict__[ATTRIBUTE] = state
+        report.layers.append((name, weakref.ref(module)))
+    return report
+
+
+def revert(model: nn.Module) -> None:
+    """Give every converted layer its own class back. The model is as if it had never been converted."""
+    for module in model.modules():
+        if module.__dict__.pop(ATTRIBUTE, None) is not None:
+            module.__class__ = type(module).__mro__[1]
+
+
+def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
+    """(name, module, state) of every converted layer."""
+    for name, module in model.named_modules():
+        state = layer_state(module)
+        if state is not None:
+            yield name, module, state
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+
+
+def _target(module: nn.Module) -> type[nn.Module] | None:
+    """The class that the module is turned into; for a converted one, its own."""
+    if layer_state(module) is not None:
+        return type(module)
+    if type(module) is nn.Linear:
+        return HadamardLinear
+    if type(module) is nn.Conv2d:
+        return HadamardConv2d
+    if _is_conv1d(module):
+        from .nn.hf import HadamardConv1D
+
+        return HadamardConv1D
+    return None
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, reason it cannot be served or None) of every Linear and convolution, shared ones once."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, module))
+    without_call = {
+        id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield name, module, "its projections are used without calling a layer (nn.MultiheadAttention)"
+        elif isinstance(module, nn.Linear | nn.Conv2d) or _is_conv1d(module):
+            yield name, module, _hindrance(module, owners, without_call)
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            yield name, module, f"{type(module).__name__} is not served; accepted are Linear, Conv2d and Conv1D"
+
+
+def _hindrance(
+    module: nn.Module, owners: dict[int, list[tuple[str, nn.Module]]], without_call: dict[int, str]
+) -> str | None:
+    """Why a conversion would have no effect or a wrong one."""
+    if id(module) in without_call:
+        return f"its weight is used without calling it (nn.MultiheadAttention {without_call[id(module)]!r})"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return "lazy: it has no weight yet; run a forward pass, then convert"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized: its weight is computed anew in every forward; remove the parametrization, then convert"
+    if layer_state(module) is None and _target(module) is None:
+        return f"{type(module).__name__} is a subclass with a forward of its own"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        return f"weight of dtype {getattr(weight, 'dtype', type(weight).__name__)}; accepted are floating-point weights"
+    for name, other in owners.get(id(weight), []):
+        if other is not module and _target(other) is None:
+            return f"tied weight: {name!r} ({type(other).__name__}) uses it as well"
+    return None
+
+
+def _default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
+    """The exclusions that hold when no filter_fn is given."""
+    adapter = _adapter_of(model, name)
+    if adapter is not None:
+        return f"adapter of {adapter!r}: adapters stay exact"
+    if _is_head(model, name, module):
+        return "head"
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    outputs = weight.shape[1] if _is_conv1d_like(module) else weight.shape[0]
+    contraction = weight.numel() // max(1, outputs)
+    groups = getattr(module, "groups", 1)
+    if contraction * groups < SMALLEST or outputs < SMALLEST:
+        return f"too small: {contraction * groups} → {outputs} channels, under {SMALLEST}"
+    return None
+
+
+def _is_conv1d_like(module: nn.Module) -> bool:
+    return _is_conv1d(module) or _is_conv1d_like_class(type(module))
+
+
+def _is_conv1d_like_class(kind: type) -> bool:
+    return any(c.__module__ == "transformers.pytorch_utils" and c.__name__ == "Conv1D" for c in kind.__mro__)
+
+
+def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
+    classifier = getattr(model, "get_classifier", None)
+    if callable(classifier):
+        heads = classifier()
+        heads = heads if isinstance(heads, tuple | list) else (heads,)
+        if any(module is part for head in heads if isinstance(head, nn.Module) for part in head.modules()):
+            return True
+    # By name only at the outer levels: a block's inner "fc" is no head.
+    path = [part for part in name.split(".") if part not in ("base_model", "model", "module", "base_layer")]
+    return bool(path) and path[0] in _HEADS
+
+
+def _adapter_of(model: nn.Module, name: str) -> str | None:
+    """The PEFT layer whose adapter the module is, None if it is none (a base layer is none)."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:depth]))
+        is_peft = any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(parent).__mro__)
+        if is_peft and parts[depth] != "base_layer":
+            return ".".join(parts[:depth])
+    return None
+
+
+def _unserved(name: str, module: nn.Module, method: Method) -> str | None:
+    """Why this method cannot serve this layer."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        return None
+    return "weight is sparse" if weight.layout != torch.strided else None
+
+
+def _as_grid(grid: Grid | tuple[int, int] | None, prefix: int) -> Grid | None:
+    if grid is None or isinstance(grid, Grid):
+        return grid
+    if len(grid) != 2 or any(type(n) is not int or n < 1 for n in grid):
+        raise ValueError(f"hotrain.convert: grid={grid!r} is not (height, width) in patches")
+    return Grid(grid[0], grid[1], prefix)

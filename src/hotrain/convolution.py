@@ -1,0 +1,292 @@
+"""Convolutions as the matrix products of `hotrain.backward`.
+
+Tokens are positions of an image, and channels the columns. Two cases:
+
+* Patches that do not overlap (1×1 kernels, patch embeddings): the convolution *is* a Linear layer on its patches, and
+  is treated as one to the letter.
+* k×k kernels: what is kept is P x on x's own grid, never the unfolded matrix, which is k² times as large. Backward
+  lifts it, x̂ = PᵀP x, and unfolds x̂ a few samples at a time: ``g_w = Q8(g_y)ᵀ Q8(U(x̂))``. For 1×1 kernels this is the
+  formula of Linear, since g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before.
+
+A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and next to
+no arithmetic: its two products stay in floating point, and x is kept compressed all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import backward, draws
+from .method import Method
+from .products import int_matmul
+from .quantize import published
+from .quantize.integer import Quantized, largest_code, quantize
+from .saved import Kept, values
+from .transform.hadamard import TILE
+from .transform.tokens import Layout, lift, project
+
+Pair = tuple[int, int]
+
+_UNFOLDED = {"cpu": 1 << 22, "cuda": 1 << 28}  # elements of the unfolded matrix made at a time
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What `torch.nn.Conv2d` knows about itself besides its weight.
+
+    padding: as the module holds it: a pair, or ``"same"``/``"valid"``.  padding_mode: zeros, reflect, replicate or
+    circular.
+    """
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair | str = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    padding_mode: str = "zeros"
+
+    @property
+    def pads(self) -> tuple[int, int, int, int]:
+        """(left, right, top, bottom), the order of `torch.nn.functional.pad`; 'same' puts the odd one last."""
+        if self.padding == "valid":
+            return 0, 0, 0, 0
+        if isinstance(self.padding, str):
+            (vertical, horizontal) = (d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
+            return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
+        (vertical, horizontal) = self.padding
+        return horizontal, horizontal, vertical, vertical
+
+    @property
+    def is_patches(self) -> bool:
+        """Whether every pixel belongs to at most one patch: the convolution is a Linear layer on patches."""
+        return (
+            self.groups == 1
+            and not any(self.pads)
+            and (self.kernel == (1, 1) or (self.kernel == self.stride and self.dilation == (1, 1)))
+        )
+
+    def output_size(self, height: int, width: int) -> Pair:
+        left, right, top, bottom = self.pads
+        sizes = (height + top + bottom, width + left + right)
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        down, across = ((n - span) // s + 1 for n, span, s in zip(sizes, spans, self.stride, strict=True))
+        return down, across
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """The product as `torch.nn.Conv2d` computes it, to the bit."""
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self.pads, mode=self.padding_mode)
+            return F.conv2d(x, w, b, self.stride, 0, self.dilation, self.groups)
+        return F.conv2d(x, w, b, self.stride, self.padding, self.dilation, self.groups)
+
+    def pad(self, x: Tensor) -> Tensor:
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, self.pads, mode=mode) if any(self.pads) else x
+
+    def pad_transposed(self, g: Tensor, height: int, width: int) -> Tensor:
+        """The transpose of `pad`: gradients of the padded image to gradients of the image."""
+        if not any(self.pads):
+            return g
+        if self.padding_mode == "zeros":
+            left, _, top, _ = self.pads
+            return g[:, :, top : top + height, left : left + width]
+        with torch.enable_grad():
+            image = torch.zeros(*g.shape[:2], height, width, dtype=g.dtype, device=g.device, requires_grad=True)
+            return torch.autograd.grad(self.pad(image), image, g)[0]
+
+
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """The patches of a convolution whose patches do not overlap: (B, C, H, W) to (B, H', W', C·kh·kw)."""
+    (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
+    down, across = geometry.output_size(*x.shape[2:])
+    if (kh, kw) == (1, 1):
+        return x[:, :, ::sh, ::sw].permute(0, 2, 3, 1)
+    x = x[:, :, : down * kh, : across * kw].unflatten(3, (across, kw)).unflatten(2, (down, kh))
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3)
+
+
+def patches_transposed(g: Tensor, shape: tuple[int, int, int, int], geometry: Geometry) -> Tensor:
+    """The transpose of `patches`: (B, H', W', C·kh·kw) to (B, C, H, W); pixels of no patch get zero."""
+    (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
+    batch, down, across, _ = g.shape
+    if (kh, kw) == (1, 1) == (sh, sw):
+        return g.permute(0, 3, 1, 2)
+    out = g.new_zeros(shape)
+    if (kh, kw) == (1, 1):
+        out[:, :, ::sh, ::sw] = g.permute(0, 3, 1, 2)
+    else:
+        blocks = g.view(batch, down, across, shape[1], kh, kw).permute(0, 3, 1, 4, 2, 5)
+        out[:, :, : down * kh, : across * kw] = blocks.reshape(batch, shape[1], down * kh, across * kw)
+    return out
+
+
+def unfold(x: Tensor, geometry: Geometry) -> Tensor:
+    """Patches of a padded image of any dtype: (B, C, H, W) to (groups, B·H'·W', C/groups·kh·kw)."""
+    (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
+    windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)[..., ::dh, ::dw]
+    windows = windows.unflatten(1, (geometry.groups, -1)).permute(1, 0, 3, 4, 2, 5, 6)
+    return windows.reshape(geometry.groups, -1, windows[0, 0, 0, 0].numel())
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """(B, C, H, W) as a view (B, H, W, C): positions are tokens."""
+    return t.permute(0, 2, 3, 1)
+
+
+def _chunks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
+    """Samples a few at a time, so that `elements` a sample stay within bounds."""
+    size = max(1, _UNFOLDED.get(device.type, 1 << 24) // max(1, elements))
+    return (slice(i, i + size) for i in range(0, batch, size))
+
+
+def _in_floats(w: Tensor, geometry: Geometry) -> bool:
+    return w.shape[0] // geometry.groups < TILE and geometry.groups > 1
+
+
+def _exact(g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, of_input: bool) -> Tensor:
+    """A gradient of the convolution of an already padded x, by PyTorch's own kernels."""
+    grads = torch.ops.aten.convolution_backward(
+        g_y, x, w, None, geometry.stride, (0, 0), geometry.dilation, False, (0, 0), geometry.groups,
+        [of_input, not of_input, False],
+    )  # fmt: skip
+    return grads[0] if of_input else grads[1]
+
+
+def _padded_shape(shape: tuple[int, int, int, int], geometry: Geometry) -> tuple[int, int, int, int]:
+    left, right, top, bottom = geometry.pads
+    return shape[0], shape[1], shape[2] + top + bottom, shape[3] + left + right
+
+
+def grad_input(
+    g_y: Tensor, w: Tensor, shape: tuple[int, int, int, int], geometry: Geometry, method: Method, key: int, lay: Layout
+) -> Tensor:
+    """g_x of a convolution: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
+
+    lay: of the output's positions, for a low-pass g_x.  Equivalent to the exact gradient when nothing is quantized.
+    """
+    if geometry.is_patches:
+        tokens = channels_last(g_y)
+        g_x = backward.grad_input(tokens.reshape(-1, w.shape[0]), w.flatten(1), method, key, lay)
+        return patches_transposed(g_x.view(*tokens.shape[:3], -1), shape, geometry)
+    path = method.grad_input
+    padded = _padded_shape(shape, geometry)
+    if path.transform == "lowpass":
+        low = lift(project(channels_last(g_y), lay, key), lay, key)
+        g_y = low.view(channels_last(g_y).shape).permute(0, 3, 1, 2)
+    if path.bits is None or _in_floats(w, geometry):
+        g_x = _exact(g_y, g_y.new_empty(1).expand(padded), w.to(g_y.dtype), geometry, of_input=True)
+    elif path.number == "luq":
+        codes, alpha = published.luq(g_y, key, draws.GRAD_INPUT)
+        weight = quantize(w.flatten(1).to(codes.dtype), path.bits, step=published.sawb_step(w, path.bits))
+        w_codes = weight.codes.view(w.shape).to(codes.dtype)
+        g_x = _exact(codes, codes.new_empty(1).expand(padded), w_codes, geometry, of_input=True)
+        g_x = (g_x * (alpha * weight.scale)).to(g_y.dtype)
+    else:
+        g_x = _integer_grad_input(g_y, w, padded, geometry, method, key)
+    return geometry.pad_transposed(g_x, *shape[2:])
+
+
+def _integer_grad_input(
+    g_y: Tensor, w: Tensor, padded: tuple[int, int, int, int], geometry: Geometry, method: Method, key: int
+) -> Tensor:
+    """Q(g_y H) Q(Hᵀ w) as columns of patches, a few samples at a time, folded back into the padded image."""
+    path, groups = method.grad_input, geometry.groups
+    assert path.bits is not None
+    batch, positions = g_y.shape[0], g_y.shape[2] * g_y.shape[3]
+    out = g_y.new_empty(padded)
+    matrix = channels_last(g_y).reshape(batch * positions, groups, -1)
+    limit = largest_code(path.bits) ** 2
+    inputs = w.shape[1]
+    for group in range(groups):
+        grad = backward.rotated_grad(matrix[:, group], path, draws.mix(key, group))
+        weight = backward.rotated_weight(w.flatten(1).unflatten(0, (groups, -1))[group], path, draws.mix(key, group))
+        for part in _chunks(batch, positions * weight.codes.shape[1], g_y.device):
+            rows = slice(part.start * positions, min(part.stop, batch) * positions)
+            columns = int_matmul(grad.codes[rows], weight.codes, limit).to(grad.scale.dtype)
+            columns *= grad.scale[rows] if grad.scale.dim() else grad.scale
+            columns *= weight.scale
+            columns = columns.view(-1, positions, columns.shape[1]).transpose(1, 2)
+            image = F.fold(columns, padded[2:], geometry.kernel, geometry.dilation, 0, geometry.stride)
+            out[part, group * inputs : (group + 1) * inputs] = image.to(out.dtype)
+    return out
+
+
+def grad_weight(
+    g_y: Tensor,
+    kept: Kept,
+    w: Tensor,
+    shape: tuple[int, int, int, int],
+    geometry: Geometry,
+    lay: Layout,
+    method: Method,
+    key: int,
+) -> Tensor:
+    """g_w of a convolution, shaped as w.
+
+    g_y: (B, O, H', W').  kept: P of x's positions, (lay.rows, C), or of the patches where they do not overlap.
+    w: only its shape counts.  shape: of x.
+    """
+    if geometry.is_patches:
+        return backward.grad_weight(channels_last(g_y), kept, lay, method, key).view(w.shape)
+    path = method.grad_weight
+    if path.drop:
+        g_y = backward.dropped(g_y, path.drop, key)
+    if path.bits is not None and path.number == "int" and not _in_floats(w, geometry):
+        return _integer_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
+    if path.number == "luq" and path.bits is not None:
+        g_y, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
+    else:
+        alpha = None
+    x = _image(values(kept, g_y.dtype), shape, lay, key)
+    g_w = _exact(g_y, geometry.pad(x), w.to(g_y.dtype), geometry, of_input=False)
+    return g_w if alpha is None else g_w * alpha
+
+
+def _image(rows: Tensor, shape: tuple[int, int, int, int], lay: Layout, key: int) -> Tensor:
+    """x̂ = Pᵀ rows as an image (B, C, H, W)."""
+    batch, channels, height, width = shape
+    return lift(rows, lay, key).view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _integer_grad_weight(
+    g_y: Tensor,
+    kept: Kept,
+    w: Tensor,
+    shape: tuple[int, int, int, int],
+    geometry: Geometry,
+    lay: Layout,
+    method: Method,
+    key: int,
+) -> Tensor:
+    """Q(g_y)ᵀ U(Q(x̂)): codes are unfolded, a few samples at a time, and multiplied as integers."""
+    path, groups = method.grad_weight, geometry.groups
+    assert path.bits is not None
+    batch, outputs, down, across = g_y.shape
+    matrix = channels_last(g_y).reshape(-1, outputs).to(backward.wide(g_y.dtype))
+    grad = quantize(matrix, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
+        codes = kept  # x itself was kept in codes: no second rounding
+    else:
+        x = lift(values(kept, matrix.dtype), lay, key)
+        codes = quantize(x, max(8, path.bits), "tensor", method.saved.rounding, key, draws.LIFTED)
+    image = codes.unpacked().view(batch, shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    limit = largest_code(path.bits) * largest_code(codes.bits)
+    total = torch.zeros(groups, outputs // groups, w[0].numel(), dtype=torch.int64, device=g_y.device)
+    positions = down * across
+    for part in _chunks(batch, positions * w[0].numel() * groups, g_y.device):
+        columns = unfold(_pad_codes(image[part], geometry), geometry)
+        rows = grad.codes[part.start * positions : min(part.stop, batch) * positions]
+        for group, g in enumerate(rows.view(-1, groups, outputs // groups).unbind(1)):
+            total[group] += int_matmul(g.T, columns[group], limit)
+    return (total.to(matrix.dtype) * (grad.scale * codes.scale)).view(w.shape)
+
+
+def _pad_codes(codes: Tensor, geometry: Geometry) -> Tensor:
+    if geometry.padding_mode == "zeros":
+        return geometry.pad(codes)
+    return geometry.pad(codes.to(torch.float32)).to(torch.int8)  # PyTorch's other modes take no int8; codes stay exact

@@ -1,0 +1,265 @@
+"""A method as data: the two gradient paths of a layer, and what is kept between forward and backward.
+
+::
+
+    exact   y = x wᵀ      g_x = g_y w                       g_w = g_yᵀ x                 saved: x
+    HOT     y = x wᵀ      g_x = Q4(g_y H) Q4(Hᵀ w)          g_w = Q8(P g_y)ᵀ Q8(P x)     saved: Q8(P x)
+
+`GradInput` describes the first gradient, `GradWeight` the second, `Saved` the last column; `Method` is the
+row. Values are frozen and check themselves when built; nothing here computes anything. The two formulas
+stand in `hotrain.backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+ROUNDINGS = ("stochastic", "nearest", "pseudo")
+SCALES = ("tensor", "token", "auto")
+ORDERS = ("lp_l1", "sequency", "auto")
+BITS = (4, 8, None)
+TILES = (1, 16, 64)
+
+
+def _require(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed` (compared with its type: True is not 1)."""
+    if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+        raise ValueError(f"{owner}: {name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _require_int(owner: str, name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{owner}: {name}={value!r} is not an integer from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class GradInput:
+    """The path of ``g_x = g_y w``.
+
+    transform: ``"hadamard"`` rotates the output channels of both operands before they are quantized (without
+        bits the rotation cancels in the product and is skipped); ``"lowpass"`` keeps `GradWeight`'s rows of
+        the tokens of g_y and lifts the product back (LBP-WHT); None leaves both operands as they are.
+    bits: of the codes of g_y and w; None is not quantized.
+    number: ``"int"`` symmetric integers; ``"luq"`` signed powers of two for g_y, SAWB integers for w.
+    scale: one scale for the whole of g_y (``"tensor"``) or one a token (``"token"``); ``"auto"`` is a scale a
+        token until a calibration decides.
+    rounding: of g_y.  weight_rounding: of w.
+    weight_scale: one scale for the whole of w, or one for each input channel (``"column"``).
+    """
+
+    transform: str | None = None
+    bits: int | None = None
+    number: str = "int"
+    scale: str = "auto"
+    rounding: str = "stochastic"
+    weight_scale: str = "tensor"
+    weight_rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        _require("grad_input", "transform", self.transform, (None, "hadamard", "lowpass"))
+        _require("grad_input", "bits", self.bits, BITS)
+        _require("grad_input", "number", self.number, ("int", "luq"))
+        _require("grad_input", "scale", self.scale, SCALES)
+        _require("grad_input", "rounding", self.rounding, ROUNDINGS)
+        _require("grad_input", "weight_scale", self.weight_scale, ("tensor", "column"))
+        _require("grad_input", "weight_rounding", self.weight_rounding, ROUNDINGS)
+        if self.transform == "lowpass" and self.bits is not None:
+            raise ValueError("grad_input: the low-pass transform is not combined with bits; use bits=None")
+
+    @property
+    def is_exact(self) -> bool:
+        return self.bits is None and self.transform != "lowpass"
+
+    @property
+    def scale_axis(self) -> str:
+        """The scale in force: what ``"auto"`` means without a calibration is a scale a token."""
+        return "token" if self.scale == "auto" else self.scale
+
+    def __str__(self) -> str:
+        if self.transform == "lowpass":
+            return "g_x:lowpass"
+        if self.bits is None:
+            return "g_x:exact"
+        rotated = "H16·" if self.transform == "hadamard" else ""
+        number = "luq" if self.number == "luq" else f"int{self.bits}/{self.scale}"
+        return f"g_x:{rotated}{number}"
+
+
+@dataclass(frozen=True)
+class GradWeight:
+    """The path of ``g_w = g_yᵀ x``.
+
+    tile, rank: P keeps `rank` of the `tile` Walsh rows of every block of `tile` tokens (tile 1: no transform).
+    sampled: how many of the `rank` rows are drawn anew for every block from the rows that are not fixed, and
+        scaled so that E[PᵀP] is the identity. 0 is the fixed low-pass of the papers.
+    order: which rows count as low: ``"lp_l1"`` by v+h on 2-D tiles of a token grid, ``"sequency"`` in one
+        dimension, ``"auto"`` the first where a grid is known and the second elsewhere.
+    bits: of the codes of P g_y; with `Saved.bits` also an integer product. None is a product in floating point.
+    number: as in `GradInput`.  rounding: of P g_y.
+    drop: the fraction of the entries of g_y set to zero at random (EVMT's dropout control).
+    """
+
+    tile: int = 1
+    rank: int = 1
+    sampled: int = 0
+    order: str = "auto"
+    bits: int | None = None
+    number: str = "int"
+    rounding: str = "stochastic"
+    drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("grad_weight", "tile", self.tile, TILES)
+        _require_int("grad_weight", "rank", self.rank, 1, self.tile)
+        _require_int("grad_weight", "sampled", self.sampled, 0, self.rank)
+        _require("grad_weight", "order", self.order, ORDERS)
+        _require("grad_weight", "bits", self.bits, BITS)
+        _require("grad_weight", "number", self.number, ("int", "luq"))
+        _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
+        if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
+            raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
+
+    @property
+    def fixed(self) -> int:
+        """How many of the rows are the same in every block."""
+        return self.rank - self.sampled
+
+    @property
+    def is_exact(self) -> bool:
+        return self.tile == 1 and self.bits is None and self.drop == 0.0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.tile > 1:
+            rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
+            parts.append(f"P{rows}of{self.tile}" if self.rank < self.tile else f"H{self.tile}")
+        if self.bits is not None:
+            parts.append("luq" if self.number == "luq" else f"int{self.bits}")
+        if self.drop:
+            parts.append(f"drop{self.drop:g}")
+        return "g_w:" + ("·".join(parts) or "exact")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What forward leaves for ``g_w``: P x, in these codes.
+
+    bits: 8, 4 (two codes a byte), or None for P x in the precision of x.
+    number: ``"int"`` scales by the largest magnitude; ``"sawb"`` clips as LUQ's forward operands do.
+    scale: one scale for all of P x, or one a row (a token-frequency), which backward folds into that row of g_y.
+    rounding: of P x.
+    """
+
+    bits: int | None = None
+    number: str = "int"
+    scale: str = "tensor"
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        _require("saved", "bits", self.bits, BITS)
+        _require("saved", "number", self.number, ("int", "sawb"))
+        _require("saved", "scale", self.scale, ("tensor", "row"))
+        _require("saved", "rounding", self.rounding, ROUNDINGS)
+
+    def __str__(self) -> str:
+        if self.bits is None:
+            return "saved:x"
+        return f"saved:{'sawb' if self.number == 'sawb' else 'int'}{self.bits}/{self.scale}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a layer computes its two gradients and what it keeps for them.
+
+    Build one with `hotrain.preset`, vary it with `override`. `knobs` are the overrides that concern it.
+    """
+
+    name: str
+    grad_input: GradInput = field(default_factory=GradInput)
+    grad_weight: GradWeight = field(default_factory=GradWeight)
+    saved: Saved = field(default_factory=Saved)
+    knobs: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
+            raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
+
+    @property
+    def is_exact(self) -> bool:
+        return self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step of this method draws random numbers."""
+        g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
+        return bool(
+            g_w.sampled
+            or g_w.drop
+            or (g_x.bits and "stochastic" in (g_x.rounding, g_x.weight_rounding))
+            or (g_w.bits and g_w.rounding == "stochastic")
+            or (saved.bits and saved.rounding == "stochastic")
+        )
+
+    def override(self, **overrides: Any) -> Method:
+        """This method with some of its knobs turned.
+
+        rank, sampled, order: of the rows kept along the tokens. A new rank without `sampled` keeps the share of
+            drawn rows.
+        grad_input_bits, grad_weight_bits, saved_bits: 4, 8, or None for not quantized.
+        scale: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
+        rounding: of g_y on both paths and of the kept x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+
+        Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
+        the message names the field, the value and what is allowed.
+        """
+        for name in overrides:
+            if name not in KNOBS:
+                raise ValueError(f"{self.name}: unknown override {name!r}; known: {', '.join(sorted(KNOBS))}")
+            if name not in self.knobs:
+                known = ", ".join(sorted(self.knobs)) or "none"
+                raise ValueError(f"{self.name}: {name}={overrides[name]!r} does not concern it; its overrides: {known}")
+        g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
+        if "rank" in overrides:
+            rank = overrides["rank"]
+            _require_int(self.name, "rank", rank, 1, g_w.tile)
+            share = g_w.sampled / g_w.rank
+            g_w = replace(g_w, rank=rank, sampled=round(share * rank) if "sampled" not in overrides else 0)
+        if "sampled" in overrides:
+            _require_int(self.name, "sampled", overrides["sampled"], 0, g_w.rank)
+            g_w = replace(g_w, sampled=overrides["sampled"])
+        if "order" in overrides:
+            _require(self.name, "order", overrides["order"], ORDERS)
+            g_w = replace(g_w, order=overrides["order"])
+        if "grad_input_bits" in overrides:
+            _require(self.name, "grad_input_bits", overrides["grad_input_bits"], BITS)
+            g_x = replace(g_x, bits=overrides["grad_input_bits"])
+        if "grad_weight_bits" in overrides:
+            _require(self.name, "grad_weight_bits", overrides["grad_weight_bits"], BITS)
+            g_w = replace(g_w, bits=overrides["grad_weight_bits"])
+        if "saved_bits" in overrides:
+            bits = overrides["saved_bits"]
+            _require(self.name, "saved_bits", bits, BITS)
+            # Four bits hold a tensor of unequal rows only with a scale a row and unbiased rounding (measured.md).
+            four = {"scale": "row", "rounding": "stochastic"} if bits == 4 and saved.number == "int" else {}
+            saved = replace(saved, bits=bits, **four)
+        if "scale" in overrides:
+            _require(self.name, "scale", overrides["scale"], SCALES)
+            g_x = replace(g_x, scale=overrides["scale"])
+        if "rounding" in overrides:
+            rounding = overrides["rounding"]
+            _require(self.name, "rounding", rounding, ROUNDINGS)
+            g_x, g_w = replace(g_x, rounding=rounding), replace(g_w, rounding=rounding)
+            saved = replace(saved, rounding=rounding)
+        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved)
+
+    def __str__(self) -> str:
+        if self.is_exact:
+            return f"{self.name}  exact"
+        return f"{self.name}  {self.grad_input}  {self.grad_weight}  {self.saved}"
+
+
+KNOBS = frozenset(
+    {"rank", "sampled", "order", "grad_input_bits", "grad_weight_bits", "saved_bits", "scale", "rounding"}
+)

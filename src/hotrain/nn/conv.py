@@ -1,0 +1,47 @@
+"""`torch.nn.Conv2d` with the gradients of a method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional
+from ..convolution import Geometry
+from ..method import Method
+from .state import ATTRIBUTE, LayerState
+
+
+class HadamardConv2d(nn.Conv2d):
+    """A Conv2d whose training backward follows `method`; eval mode and no_grad run `torch.nn.Conv2d`'s forward.
+
+    Every stride, padding (also 'same' and the non-zero modes), dilation and number of groups.
+    """
+
+    _hotrain: LayerState
+
+    def __init__(self, *args: Any, method: str | Method = "hot-unbiased", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__[ATTRIBUTE] = LayerState("conv2d", functional.as_method(method), chosen=True)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What the layer does besides its weight."""
+        padding = self.padding if isinstance(self.padding, str) else (self.padding[0], self.padding[1])
+        kernel, stride, dilation = ((p[0], p[1]) for p in (self.kernel_size, self.stride, self.dilation))
+        return Geometry(kernel, stride, padding, dilation, self.groups, self.padding_mode)
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = self._hotrain
+        functional.check_input(state.name, input, self.in_channels, -3)
+        step = state.step(self, input, samples_only=input.shape[-2:].numel() == 1)
+        if step is None:
+            return super().forward(input)
+        return functional.convolve(input, self.weight, self.bias, self.geometry, step)
+
+    def token_matrix(self, t: Tensor) -> Tensor:
+        """An output-shaped tensor, (B, O, H, W), as positions × channels."""
+        return t.movedim(-3, -1).reshape(-1, t.shape[-3])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, method={self._hotrain.method}"

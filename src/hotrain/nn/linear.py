@@ -1,0 +1,43 @@
+"""`torch.nn.Linear` with the gradients of a method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import functional
+from ..method import Method
+from ..transform.tokens import Grid
+from .state import ATTRIBUTE, LayerState
+
+
+class HadamardLinear(nn.Linear):
+    """A Linear whose training backward follows `method`; eval mode and no_grad run `torch.nn.Linear`'s forward.
+
+    `hotrain.convert` turns existing layers into this class in place; parameters and state_dict keys are the same.
+    Arguments are those of `torch.nn.Linear`, then `method`, a preset's name or a `hotrain.Method`, and `grid`.
+    """
+
+    _hotrain: LayerState
+
+    def __init__(
+        self, *args: Any, method: str | Method = "hot-unbiased", grid: Grid | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = self._hotrain
+        functional.check_input(state.name, input, self.in_features, -1)
+        step = state.step(self, input, samples_only=input.dim() <= 2)
+        if step is None:
+            return super().forward(input)
+        return functional.linear_step(input, self.weight, self.bias, step)
+
+    def token_matrix(self, t: Tensor) -> Tensor:
+        """An output-shaped tensor, (*, O), as tokens × channels."""
+        return t.reshape(-1, t.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, method={self._hotrain.method}"

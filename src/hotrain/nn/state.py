@@ -1,0 +1,72 @@
+"""What a converted module carries besides its parameters: its method, its draws, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import Step
+from ..draws import Draws
+from ..method import Method
+from ..transform.tokens import Grid
+
+ATTRIBUTE = "_hotrain"
+
+
+@dataclass
+class LayerState:
+    """One converted layer.
+
+    name: in its model.  method: assignable; the next forward follows it.  grid: of its tokens.  chosen: asked for by
+    a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
+    calls: training forwards that followed the method.
+    """
+
+    name: str
+    method: Method
+    grid: Grid | None = None
+    chosen: bool = False
+    fallback: str | None = None
+    calls: int = 0
+    draws: Draws = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.draws is None:
+            self.draws = Draws.of(self.name)
+
+    def step(self, module: nn.Module, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
+        """The step of this forward, or None where the exact path runs.
+
+        samples_only: whether the rows of x are samples rather than tokens (a 2-D input, a 1×1 image). A low-rank
+        step would mix them, so the layer runs exact unless it was chosen by name.
+        """
+        if not module.training:
+            return None
+        key = self.draws.next()
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+            return None
+        low_rank = self.method.grad_weight.rank < self.method.grad_weight.tile
+        if samples_only and low_rank and weight.requires_grad and not self.chosen:
+            self.fallback = "2-D input: its rows are samples, not tokens"
+            return None
+        self.fallback = None
+        self.calls += 1
+        return Step(self.method, key, self.grid, transposed, self.name)
+
+
+def layer_state(module: nn.Module) -> LayerState | None:
+    """The state of a converted module, None for another."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def layer_states(model: nn.Module) -> Iterator[tuple[str, LayerState]]:
+    """(fully qualified name, state) of every converted layer of a model, once each."""
+    for name, module in model.named_modules():
+        state = layer_state(module)
+        if state is not None:
+            yield name, state

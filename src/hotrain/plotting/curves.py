@@ -1,0 +1,63 @@
+"""Test accuracy and training loss over epochs, one line a method (mean of the seeds), one panel a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from hotrain.plotting.style import drawing, look, new_figure, stand_in, tag, to_svg
+
+
+def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> str:
+    """SVG of one model's curves. ``quantity`` is ``accuracy`` (percent) or ``loss`` (mean over the epoch)."""
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for curve in curves:
+        by_method.setdefault(curve["method"], []).append(curve)
+    with drawing():
+        figure = new_figure(2.7)
+        axes = figure.subplots()
+        lowest: list[float] = []
+        for method, runs in by_method.items():
+            epochs, values = _mean_over_seeds(runs, quantity)
+            if not epochs:
+                continue
+            style = look(method)
+            axes.plot(
+                epochs,
+                values,
+                color=stand_in(method),
+                linestyle=style.dash,
+                linewidth=style.width,
+                marker="o" if len(epochs) == 1 else None,
+                markersize=3,
+                solid_capstyle="round",
+                gid=tag(method),
+                zorder=3 if style.dash == "-" else 2,
+            )
+            lowest.append(min(values))
+        axes.set_title(title)
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.margins(x=0.02)
+        if quantity == "accuracy":
+            axes.set_ylabel("test accuracy (%)")
+        else:
+            axes.set_ylabel("training loss")
+            if lowest and min(lowest) > 0:
+                axes.set_yscale("log")
+                axes.grid(axis="y", which="minor", linewidth=0.3)
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("")
+        return to_svg(figure, f"{title}: {quantity} over epochs for {', '.join(by_method)}")
+
+
+def _mean_over_seeds(runs: Sequence[dict[str, Any]], quantity: str) -> tuple[list[int], list[float]]:
+    """Epochs that every run of the method reached, and the mean of ``quantity`` there."""
+    tables = [
+        {e: v for e, v in zip(run["epoch"], run[quantity], strict=True) if v is not None} for run in runs
+    ]
+    epochs = sorted(set.intersection(*(set(table) for table in tables)))
+    return epochs, [fmean(table[epoch] for table in tables) for epoch in epochs]

@@ -1,0 +1,128 @@
+"""One line a model and method out of the rows of every seed: the table, on the terminal and in the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """Means over the seeds of one model and method.
+
+    ``accuracy`` in percent, ``spread`` its sample standard deviation (None for one seed), ``gap`` the mean
+    difference to exact paired by seed in points (None for exact itself or without it), ``saved_bytes`` and
+    ``bit_ops`` of one batch, ``step_ms`` the median over the seeds. ``*_ratio`` divides by exact.
+    ``failed`` counts seeds without an accuracy. None stands for what was not measured.
+    """
+
+    model: str
+    method: str
+    seeds: int
+    failed: int
+    accuracy: float | None
+    spread: float | None
+    gap: float | None
+    saved_bytes: float | None
+    bit_ops: float | None
+    step_ms: float | None
+    saved_ratio: float | None
+    bit_ops_ratio: float | None
+    step_ratio: float | None
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> list[Line]:
+    """The lines of ``rows`` in their order of first appearance."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["method"]), []).append(row)
+    return [
+        _line(model, method, runs, groups.get((model, "exact"), []))
+        for (model, method), runs in groups.items()
+    ]
+
+
+def noise(rows: Sequence[dict[str, Any]], model: str) -> float | None:
+    """Seed-to-seed standard deviation of exact's accuracy on ``model``, in points; None below two seeds."""
+    values = _known(_of(rows, model, "exact"), "accuracy")
+    return stdev(values) if len(values) > 1 else None
+
+
+def _of(rows: Sequence[dict[str, Any]], model: str, method: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["model"] == model and row["method"] == method]
+
+
+def _line(model: str, method: str, runs: list[dict[str, Any]], exact: list[dict[str, Any]]) -> Line:
+    accuracies = _known(runs, "accuracy")
+    exact_by_seed = {row["seed"]: row["accuracy"] for row in exact if row["accuracy"] is not None}
+    pairs = [
+        row["accuracy"] - exact_by_seed[row["seed"]]
+        for row in runs
+        if row["accuracy"] is not None and row["seed"] in exact_by_seed
+    ]
+    saved, ops, step = (_middle(runs, field) for field in ("saved_bytes", "bit_ops", "step_ms"))
+    return Line(
+        model=model,
+        method=method,
+        seeds=len(runs),
+        failed=len(runs) - len(accuracies),
+        accuracy=fmean(accuracies) if accuracies else None,
+        spread=stdev(accuracies) if len(accuracies) > 1 else None,
+        gap=fmean(pairs) if pairs and method != "exact" else None,
+        saved_bytes=saved,
+        bit_ops=ops,
+        step_ms=step,
+        saved_ratio=_ratio(saved, _middle(exact, "saved_bytes")),
+        bit_ops_ratio=_ratio(ops, _middle(exact, "bit_ops")),
+        step_ratio=_ratio(step, _middle(exact, "step_ms")),
+    )
+
+
+def _known(rows: Sequence[dict[str, Any]], field: str) -> list[float]:
+    return [float(row[field]) for row in rows if row[field] is not None]
+
+
+def _middle(rows: Sequence[dict[str, Any]], field: str) -> float | None:
+    values = _known(rows, field)
+    return median(values) if values else None
+
+
+def _ratio(value: float | None, exact: float | None) -> float | None:
+    return value / exact if value is not None and exact else None
+
+
+def bytes_text(value: float | None) -> str:
+    """``1.25 MiB``; ``–`` when not measured."""
+    if value is None:
+        return "–"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{_three(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def operations_text(value: float | None) -> str:
+    """``17.3 T`` bit operations; ``–`` when not measured."""
+    if value is None:
+        return "–"
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{_three(value / size)} {unit}"
+    return f"{value:.0f}"
+
+
+def milliseconds_text(value: float | None) -> str:
+    """``31.4 ms``; ``–`` when not measured."""
+    return "–" if value is None else f"{_three(value)} ms"
+
+
+def ratio_text(value: float | None) -> str:
+    """``0.31 ×``; empty when there is nothing to divide by."""
+    return "" if value is None else f"{value:.2f} ×"
+
+
+def _three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,123 @@
+"""What a demo or a comparison leaves on disk, and all that the figures read.
+
+Two files lie in one folder. ``summary.json`` is the interface others rely on: ``{"rows": [...], ...}`` with
+the conditions of the measurement beside the rows. ``records.json`` holds the rest of what the report draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "summary.json"
+RECORDS = "records.json"
+
+ROW_FIELDS = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "step_ms")
+"""The fields of a row: accuracy in percent; bytes kept between forward and backward of one batch; bit
+operations and median milliseconds of one training step. Where the run failed they are ``None``."""
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "rows": ROW_FIELDS,
+    "curves": ("model", "method", "seed", "epoch", "accuracy", "loss"),
+    "memory": ("model", "method", "total", "by_operator"),
+    "spectrum": ("model", "layer", "tensor", "energy"),
+    "calibration": ("model", "layer", "choice", "ratio"),
+    "surfaces": ("model", "layer", "choice", "ratio", "values"),
+}
+
+
+@dataclass(frozen=True)
+class Records:
+    """Everything one report shows.
+
+    ``meta``: conditions (device, versions, commit, command, seeds, …) and ``models``: name → label and sizes.
+    ``rows``: one per model, method and seed (``ROW_FIELDS``).
+    ``curves``: per run, lists over epochs: test accuracy in percent and mean training loss.
+    ``memory``: bytes autograd keeps, per model and method: ``total`` and ``by_operator`` (name → bytes).
+    ``spectrum``: per layer, 16 fractions: energy of ``tensor`` (``g_y`` or ``x``) by sequency.
+    ``calibration``: per layer, the scale that LQS chose (``token`` or ``tensor``) and its error ratio.
+    ``surfaces``: |g_y| of chosen layers, tokens × channels, already down-sampled.
+
+    Raises ``ValueError`` when a record lacks a field.
+    """
+
+    meta: Mapping[str, Any]
+    rows: list[dict[str, Any]]
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    spectrum: list[dict[str, Any]] = field(default_factory=list)
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+    surfaces: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for kind, fields in REQUIRED.items():
+            for index, record in enumerate(getattr(self, kind)):
+                missing = [name for name in fields if name not in record]
+                if missing:
+                    raise ValueError(
+                        f"{kind}[{index}] lacks {', '.join(missing)}; a record has {', '.join(fields)}"
+                    )
+
+    def models(self) -> list[str]:
+        """Model names in the order of the rows."""
+        return _distinct(row["model"] for row in self.rows)
+
+    def methods(self) -> list[str]:
+        """Method names in the order of the rows."""
+        return _distinct(row["method"] for row in self.rows)
+
+    def label(self, model: str) -> str:
+        """What a reader calls ``model``."""
+        return str(self.meta.get("models", {}).get(model, {}).get("label", model))
+
+    def save(self, folder: Path) -> None:
+        """Write both files into ``folder``, each in one step: a reader never sees half of one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rest = {kind: getattr(self, kind) for kind in REQUIRED if kind != "rows"}
+        _write_json(folder / RECORDS, rest)
+        _write_json(folder / SUMMARY, {"rows": self.rows, **self.meta})
+
+
+def load_records(folder: Path | str) -> Records:
+    """The records of ``folder``. ``records.json`` may be absent: the report then lacks its sections.
+
+    Raises ``ValueError`` when ``summary.json`` is missing, is not JSON or lacks fields.
+    """
+    folder = Path(folder)
+    summary = _read_json(folder / SUMMARY)
+    if not isinstance(summary.get("rows"), list):
+        raise ValueError(
+            f"{folder / SUMMARY}: no list under 'rows'; write it with `hotrain compare` or `hotrain demo`"
+        )
+    rest = _read_json(folder / RECORDS) if (folder / RECORDS).exists() else {}
+    kinds = {kind: rest.get(kind, []) for kind in REQUIRED if kind != "rows"}
+    meta = {key: value for key, value in summary.items() if key != "rows"}
+    return Records(meta=meta, rows=summary["rows"], **kinds)
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing; run `hotrain demo` or `hotrain compare` first, or name its folder"
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); delete it and measure again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; an object with 'rows' is accepted")
+    return value

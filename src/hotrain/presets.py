@@ -1,0 +1,183 @@
+"""The methods by name. Each function is one preset; its docstring cites the source and says what it costs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from .method import KNOBS, GradInput, GradWeight, Method, Saved
+
+_PRESETS: dict[str, Callable[[], Method]] = {}
+
+
+def _register(make: Callable[[], Method]) -> Callable[[], Method]:
+    _PRESETS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` accepts."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str, **overrides: Any) -> Method:
+    """The method of that name, with `Method.override`'s overrides applied.
+
+    >>> print(preset("hot", rank=4))
+    hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
+
+    Raises ValueError for an unknown name or a bad override, naming what is allowed.
+    """
+    if name not in _PRESETS:
+        near = difflib.get_close_matches(str(name), _PRESETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown preset {name!r}.{hint} Known presets: {', '.join(_PRESETS)}")
+    return _PRESETS[name]().override(**overrides)
+
+
+def describe(name: str) -> str:
+    """The docstring of a preset: its source, and what it loses."""
+    preset(name)
+    return (_PRESETS[name].__doc__ or "").strip()
+
+
+@_register
+def exact() -> Method:
+    """Backpropagation as PyTorch does it. The control of every comparison."""
+    return Method("exact")
+
+
+@_register
+def hot() -> Method:
+    """HOT: "Hadamard-based Optimized Training", CVPR 2025, arXiv 2503.21261 (abstract and supplement B–G).
+
+    g_x: output channels rotated by H16, int4, stochastic rounding of g_y, one scale a token or one for the tensor
+    as LQS chooses. g_w: 8 of 16 low-pass rows along the tokens, int8. Kept: the int8 codes of P x, an eighth of
+    fp32. The low-pass loses the energy of the other 8 rows: g_w is biased.
+    """
+    return Method(
+        "hot",
+        GradInput("hadamard", bits=4),
+        GradWeight(tile=16, rank=8, bits=8),
+        Saved(bits=8),
+        KNOBS,
+    )
+
+
+@_register
+def hot_unbiased() -> Method:
+    """Ours: HOT with an unbiased low-rank step and unbiased rounding of every operand (docs/maths.md).
+
+    4 low-pass rows are fixed; 4 of the other 12 are drawn for every block of 16 tokens and scaled by √3, so that
+    E[PᵀP] = I and E[g_w] is exact; w is rounded stochastically too, so that E[g_x] is exact. Same bytes and same
+    product sizes as HOT.
+    """
+    return Method(
+        "hot-unbiased",
+        GradInput("hadamard", bits=4, weight_scale="column", weight_rounding="stochastic"),
+        GradWeight(tile=16, rank=8, sampled=4, bits=8),
+        Saved(bits=8, rounding="stochastic"),
+        KNOBS,
+    )
+
+
+@_register
+def hla() -> Method:
+    """HLA of EVMT-HLA ("Efficient vision model training by Hadamard low-rank adaptation", blog and ESL-HLA).
+
+    g_x exact (its rotation without quantization is the identity, so it is skipped); g_w from 8 of 16 low-pass rows
+    in floating point. Kept: P x, half of x. Biased as HOT is.
+    """
+    return Method(
+        "hla",
+        GradInput("hadamard"),
+        GradWeight(tile=16, rank=8),
+        Saved(),
+        KNOBS,
+    )
+
+
+@_register
+def hq() -> Method:
+    """HOT without its low-rank step (HOT, Table 2, r = 16): full rank, g_x int4, g_w int8, x kept in int8."""
+    return Method(
+        "hq",
+        GradInput("hadamard", bits=4),
+        GradWeight(tile=16, rank=16, bits=8),
+        Saved(bits=8),
+        KNOBS,
+    )
+
+
+@_register
+def hq4() -> Method:
+    """Ours: full rank, x kept rotated along the tokens in packed int4, a scale a row, stochastic rounding.
+
+    The bytes of HOT (r = 8 in int8) without discarding a row; backward folds the row scales into g_y, so that the
+    product along the tokens stays an integer product.
+    """
+    return Method(
+        "hq4",
+        GradInput("hadamard", bits=4),
+        GradWeight(tile=16, rank=16, bits=8),
+        Saved(bits=4, scale="row", rounding="stochastic"),
+        KNOBS,
+    )
+
+
+@_register
+def lbp_wht() -> Method:
+    """LBP-WHT (NeurIPS 2023; read from SLDGroup/LBP-WHT's description): both gradients low-rank.
+
+    Tiles of 8×8 tokens, the 21 Walsh bases with v+h < 6 (LP_L1), floating point. Border tiles are padded with
+    zeros, not reflected: reflection counts border tokens twice in g_w.
+    """
+    return Method(
+        "lbp-wht",
+        GradInput("lowpass"),
+        GradWeight(tile=64, rank=21),
+        Saved(),
+        frozenset({"rank", "order"}),
+    )
+
+
+@_register
+def luq() -> Method:
+    """LUQ: logarithmic unbiased quantization of gradients to 4 bits (Chmiel et al., ICLR 2023, OpenReview yTbNYYcopd).
+
+    g_y as a sign and one of 8 powers of two, unbiased (stochastic underflow and log rounding); w and the kept x in
+    SAWB int4 with the clip guarded by the largest magnitude. The largest |g_y| sets the scale (the published code
+    takes the largest g_y, which is wrong for negative outliers). The forward product stays exact here.
+    """
+    return Method(
+        "luq",
+        GradInput(None, bits=4, number="luq", scale="tensor"),
+        GradWeight(bits=4, number="luq"),
+        Saved(bits=4, number="sawb"),
+    )
+
+
+@_register
+def int4() -> Method:
+    """Naive int4: every operand of both products in int4, one scale a tensor, no transform, rounded to nearest.
+
+    The control of HOT's Table 4 (which does not state its rounding; `rounding="stochastic"` gives the other reading).
+    """
+    return Method(
+        "int4",
+        GradInput(None, bits=4, scale="tensor", rounding="nearest"),
+        GradWeight(bits=4, rounding="nearest"),
+        Saved(bits=4),
+        frozenset({"grad_input_bits", "grad_weight_bits", "saved_bits", "scale", "rounding"}),
+    )
+
+
+@_register
+def dropout() -> Method:
+    """EVMT-HLA's control: half of the entries of g_y, drawn at random, are missing from g_w; not rescaled.
+
+    The blog does not say where entries are dropped. Here it is the path that HLA halves, and, as HLA, it does not
+    make up for what it discards. x is kept whole.
+    """
+    return Method("dropout", grad_weight=GradWeight(drop=0.5))

@@ -1,0 +1,54 @@
+"""Integer matrix products with int32 accumulation, on whatever the device offers for them; always exact.
+
+CUDA and CPUs with VNNI have `torch._int_mm`. Elsewhere float32 carries the same integers: a partial sum below 2²⁴ is
+exact, so the contraction is cut into pieces that cannot exceed it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_EXACT_IN_FLOAT32 = 1 << 24
+_INT32 = (1 << 31) - 1
+
+
+@functools.cache
+def has_int8_units(device_type: str) -> bool:
+    """Whether `torch._int_mm` runs on int8 units there and is exact (checked once on full-range codes)."""
+    if device_type == "cuda":
+        return True
+    if device_type != "cpu" or not torch.cpu._is_vnni_supported():
+        return False
+    a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8)
+    want = (a.double() @ a.double().T).to(torch.int32)
+    return bool(torch.equal(torch._int_mm(a, a.T.contiguous()), want))
+
+
+def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
+    """a @ b of int8 codes: (M, K) by (K, N) to (M, N), exact: int32, or int64 where int32 could overflow.
+
+    limit: the largest |a|·|b| that can occur (49 for two int4 operands); it bounds the partial sums.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    longest = _INT32 // limit
+    if k > longest:
+        pieces = [slice(i, i + longest) for i in range(0, k, longest)]
+        return torch.stack([int_matmul(a[:, p], b[p], limit).to(torch.int64) for p in pieces]).sum(0)
+    if 0 in (m, n, k):
+        return torch.zeros(m, n, dtype=torch.int32, device=a.device)
+    if has_int8_units(a.device.type):
+        if a.device.type == "cuda":
+            # cuBLAS asks for more than 16 rows and multiples of 8 elsewhere; zeros change nothing.
+            a = F.pad(a, (0, -k % 8, 0, max(0, 17 - m))).contiguous()
+            b = F.pad(b, (0, -n % 8, 0, -k % 8))
+        return torch._int_mm(a, b)[:m, :n]
+    piece = max(1, _EXACT_IN_FLOAT32 // limit)
+    total = torch.zeros(m, n, dtype=torch.int32, device=a.device)
+    for first in range(0, k, piece):
+        part = a[:, first : first + piece].to(torch.float32) @ b[first : first + piece].to(torch.float32)
+        total += part.to(torch.int32)
+    return total

@@ -1,0 +1,117 @@
+"""Symmetric integer codes: value ≈ scale × code, codes from −(2^(b−1)−1) to 2^(b−1)−1, so zero is exact.
+
+One scale for the tensor, for each row (a token, or a token-frequency) or for each column. Edge cases are part of
+the definition: zeros give zero codes; a scale never falls below the smallest normal number, so denormals round to
+zero; one NaN or infinity makes the scale it falls under non-finite, and with it everything that scale multiplies:
+a non-finite gradient is never quantized away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import draws
+from . import packing
+from .rounding import round_
+
+# On a CPU the passes of a quantizer run block after block of rows, each small enough to stay in the L2 cache.
+_BLOCK = 1 << 15
+
+
+def largest_code(bits: int) -> int:
+    """7 for 4 bits, 127 for 8: the magnitude of the largest code."""
+    return (1 << (bits - 1)) - 1
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Integer codes and what one step is worth.
+
+    codes: int8, (R, C); 4-bit codes are packed two a byte, uint8, (R, ⌈C/2⌉), when `packed`.
+    scale: float32 (float64 for float64 input): () for the tensor, (R, 1) for rows, (1, C) for columns.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+    columns: int
+    packed: bool = False
+
+    def unpacked(self) -> Tensor:
+        """The codes as int8, (R, C)."""
+        return packing.unpack(self.codes, self.columns) if self.packed else self.codes
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """scale × codes, (R, C), in the scale's dtype or the one given."""
+        value = self.unpacked().to(self.scale.dtype) * self.scale
+        return value if dtype is None else value.to(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def pack(self) -> Quantized:
+        """The same numbers with 4-bit codes two a byte; 8-bit codes unchanged."""
+        if self.bits != 4 or self.packed:
+            return self
+        return Quantized(packing.pack(self.codes), self.scale, 4, self.columns, packed=True)
+
+
+def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
+    """The step so that the largest magnitude is the largest code; `axis` is tensor, token (a row) or column.
+
+    t: (R, C), floating. Returns float32 (float64 for float64), shaped as `Quantized.scale`.
+    """
+    if axis == "token":
+        low, high = torch.aminmax(t, dim=1, keepdim=True) if t.shape[1] else (t.new_zeros(t.shape[0], 1),) * 2
+    elif axis == "column":
+        low, high = torch.aminmax(t, dim=0, keepdim=True) if t.shape[0] else (t.new_zeros(1, t.shape[1]),) * 2
+    elif axis == "tensor":
+        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2
+    else:
+        raise ValueError(f"scale axis {axis!r} is not one of tensor, token, column")
+    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    largest = torch.maximum(low.neg(), high).to(wide)
+    return largest.div_(largest_code(bits)).clamp_(min=torch.finfo(wide).tiny)
+
+
+def quantize(
+    t: Tensor,
+    bits: int,
+    scale: str = "tensor",
+    rounding: str = "nearest",
+    key: int | None = None,
+    stream: int = draws.SAVED,
+    step: Tensor | None = None,
+) -> Quantized:
+    """Quantize a matrix.
+
+    t: (R, C), floating point.  bits: 4 or 8.  scale: ``"tensor"``, ``"token"`` (one a row) or ``"column"``.
+    rounding: ``"nearest"``, ``"stochastic"`` (needs `key`) or ``"pseudo"``.  step: use this scale instead of the
+    one of the largest magnitude; codes are clamped to their range.
+    Equivalent to ``codes = round(t / scale)`` with ``scale = max|t| / largest_code(bits)``.
+    """
+    if rounding == "stochastic" and key is None:
+        raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
+    step = scale_of(t, bits, scale) if step is None else step
+    limit = largest_code(bits)
+    codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
+    inverse = step.reciprocal()
+
+    def block(rows: slice) -> None:
+        per_row = inverse[rows] if inverse.dim() == 2 and inverse.shape[0] == t.shape[0] else inverse
+        v = t[rows].to(step.dtype) * per_row
+        round_(v, rounding, key or 0, stream, start=(rows.start or 0) * t.shape[1])
+        codes[rows].copy_(v.clamp_(-limit, limit))
+
+    # An even number of rows a block: pairs of neighbours share a hash (draws.noise16).
+    height = max(2, _BLOCK // max(1, t.shape[1]) // 2 * 2)
+    if t.device.type != "cpu" or t.shape[0] <= height:
+        block(slice(0, t.shape[0]))
+    else:
+        for first in range(0, t.shape[0], height):
+            block(slice(first, min(first + height, t.shape[0])))
+    return Quantized(codes, step, bits, t.shape[1])

@@ -1,0 +1,37 @@
+"""The trainer: a run as data, one loop, records. Importing it makes timm importable beside a CPU-only PyTorch."""
+
+from hotrain.train.torchvision_shim import ensure_torchvision
+
+ensure_torchvision()
+
+from hotrain.train.checkpoint import saved_run  # noqa: E402 (timm must be importable first)
+from hotrain.train.compare import Comparison, compare  # noqa: E402
+from hotrain.train.data import load_data  # noqa: E402
+from hotrain.train.loop import Diverged, Interrupted, Result, train  # noqa: E402
+from hotrain.train.progress import Progress, progress_bar, silent  # noqa: E402
+from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_settings  # noqa: E402
+from hotrain.train.setup import Setup, build, training_batches  # noqa: E402
+
+__all__ = [
+    "Comparison",
+    "Diverged",
+    "Grokfast",
+    "Interrupted",
+    "Lora",
+    "Progress",
+    "Result",
+    "Setup",
+    "TrainRun",
+    "build",
+    "compare",
+    "ensure_torchvision",
+    "load_data",
+    "parse_method",
+    "progress_bar",
+    "replace",
+    "saved_run",
+    "silent",
+    "train",
+    "training_batches",
+    "with_settings",
+]

@@ -1,0 +1,175 @@
+"""Several methods under the same seeds, initial weights and batches: one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hotrain.method import Method
+from hotrain.train.loop import Result, train
+from hotrain.train.progress import OnProgress
+from hotrain.train.run import TrainRun, parse_method, replace
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CONTROL = "exact"
+
+
+@dataclass
+class Comparison:
+    """The outcome of :func:`compare`.
+
+    Args:
+        rows: a row a finished cell: model, method, seed, accuracy (percent), saved_bytes, bit_ops, step_ms.
+        failures: a row a cell that raised: model, method, seed, error.
+        results: the finished cells in full, without their models.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """A row a model and method: mean accuracy, its standard deviation over seeds, the gap to exact, costs.
+
+        ``gap`` is the mean of the differences to exact with the same seed, ``gap_spread`` their standard deviation
+        (None with one seed); both are None without a finished exact run of a common seed.
+        """
+        out = []
+        for model, method in dict.fromkeys((r["model"], r["method"]) for r in [*self.rows, *self.failures]):
+            mine = self._by_seed(model, method)
+            control = self._by_seed(model, CONTROL)
+            gaps = [mine[s]["accuracy"] - control[s]["accuracy"] for s in mine if s in control]
+            accuracies = [r["accuracy"] for r in mine.values()]
+            some = next(iter(mine.values()), {})
+            out.append(
+                {
+                    "model": model,
+                    "method": method,
+                    "seeds": len(mine),
+                    "failed": sum((f["model"], f["method"]) == (model, method) for f in self.failures),
+                    "accuracy": statistics.fmean(accuracies) if accuracies else None,
+                    "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+                    "gap": statistics.fmean(gaps) if gaps else None,
+                    "gap_spread": statistics.stdev(gaps) if len(gaps) > 1 else None,
+                    "saved_bytes": some.get("saved_bytes"),
+                    "bit_ops": some.get("bit_ops"),
+                    "step_ms": statistics.median(r["step_ms"] for r in mine.values()) if mine else None,
+                }
+            )
+        return out
+
+    def _by_seed(self, model: str, method: str) -> dict[int, dict[str, Any]]:
+        return {r["seed"]: r for r in self.rows if (r["model"], r["method"]) == (model, method)}
+
+    def table(self) -> Table:
+        """The summary as a rich table."""
+        from rich.table import Table
+
+        table = Table(title="accuracy: mean ± standard deviation over seeds; gap: to exact with the same seed")
+        table.add_column("model")
+        table.add_column("method")
+        for column in ("accuracy %", "gap", "seeds", "kept MB", "bit operations", "step ms"):
+            table.add_column(column, justify="right")
+        for r in self.summary():
+            table.add_row(
+                r["model"],
+                r["method"],
+                _with_spread(r["accuracy"], r["spread"]),
+                "" if r["method"] == CONTROL else _with_spread(r["gap"], r["gap_spread"], sign="+"),
+                f"{r['seeds']}" + (f" ({r['failed']} failed)" if r["failed"] else ""),
+                "" if r["saved_bytes"] is None else f"{r['saved_bytes'] / 1e6:.2f}",
+                "" if r["bit_ops"] is None else f"{r['bit_ops']:.3g}",
+                "" if r["step_ms"] is None else f"{r['step_ms']:.1f}",
+            )
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table())
+            for f in self.failures:
+                console.print(f"failed: {f['model']} {f['method']} seed {f['seed']}: {f['error']}", highlight=False)
+        return capture.get()
+
+    def to_json(self) -> str:
+        """Rows, failures and summary as JSON text."""
+        return json.dumps(
+            {"rows": self.rows, "failures": self.failures, "summary": self.summary()}, indent=1, allow_nan=False
+        )
+
+
+def _with_spread(value: float | None, spread: float | None, sign: str = "") -> str:
+    if value is None:
+        return ""
+    return f"{value:{sign}.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+
+
+def compare(
+    run: TrainRun,
+    methods: Iterable[str | Method],
+    seeds: Sequence[int] = (0,),
+    *,
+    on_progress: OnProgress | None = None,
+    on_result: Callable[[Result], None] | None = None,
+) -> Comparison:
+    """Train ``run`` with every method under every seed.
+
+    Within a seed all methods start from the same weights and see the same images. A cell that raises is reported in
+    ``failures`` and the others go on; only Ctrl-C stops the comparison.
+
+    Args:
+        methods: presets, ``"name:field=value+field=value"`` strings (see :func:`parse_method`) or Methods. The
+            run's own ``method`` and ``method_overrides`` are not used.
+        seeds: one run a method and seed.
+        on_progress: as for :func:`train`.
+        on_result: called after each finished cell.
+
+    Raises:
+        ValueError: no method, no seed, a method named twice, or one that is unknown or badly overridden (before
+            any training).
+    """
+    variants = [_variant(run, method) for method in methods]
+    labels = [v.method_label for v in variants]
+    if not variants or not seeds:
+        raise ValueError("compare: give at least one method and one seed")
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
+    comparison = Comparison()
+    for seed in seeds:
+        for variant in variants:
+            cell = replace(variant, seed=seed)
+            key = {"model": cell.model, "method": cell.method_label, "seed": seed}
+            try:
+                result = train(cell, on_progress=on_progress)
+            except Exception as error:
+                comparison.failures.append({**key, "error": f"{type(error).__name__}: {error}"})
+                continue
+            comparison.results.append(dataclasses.replace(result, model=None))
+            comparison.rows.append(
+                {
+                    **key,
+                    "accuracy": result.accuracy,
+                    "saved_bytes": result.saved_bytes,
+                    "bit_ops": result.bit_ops,
+                    "step_ms": result.step_ms,
+                }
+            )
+            if on_result is not None:
+                on_result(result)
+    return comparison
+
+
+def _variant(run: TrainRun, method: str | Method) -> TrainRun:
+    if isinstance(method, Method):
+        return replace(run, method=method, method_overrides={})
+    name, overrides = parse_method(method)
+    return replace(run, method=name, method_overrides=overrides)

@@ -1,0 +1,260 @@
+"""Batches of a run in a reproducible order.
+
+The order of an epoch and every random crop and flip are functions of ``(seed, epoch, batch)``, not of a generator's
+state: a run resumed in the middle of an epoch sees exactly the batches that the uninterrupted one would have seen,
+and two methods compared under one seed see the same images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hotrain.train.data import ArrayData, FolderData, open_image
+from hotrain.train.rng import isolated_rng
+from hotrain.train.run import TrainRun
+
+Batch = tuple[Tensor, Tensor]  # images float32 (B, C, H, W), labels int64 (B,)
+
+
+class Feed:
+    """The training and test batches of one process.
+
+    Args:
+        run: batch size, accumulation, augmentation, seed.
+        data: what :func:`hotrain.train.data.load_data` returned.
+        image_size: side of the images that the model sees, in pixels.
+        mean, std: a number a channel; None: those of the training images (arrays) or of ImageNet (folders).
+        device: where batches are put.
+        rank, world: this process and how many there are; each sees its own part of an epoch.
+
+    Raises:
+        ValueError: fewer training images than one update needs.
+    """
+
+    def __init__(
+        self,
+        run: TrainRun,
+        data: ArrayData | FolderData,
+        *,
+        image_size: int,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        device: torch.device | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.run, self.data, self.rank, self.world = run, data, rank, world
+        self.device = device or torch.device("cpu")
+        share = data.train_size // world
+        # An incomplete last batch is dropped unless it is the only one.
+        self.batches_per_epoch = max(1, share // run.batch_size)
+        self.updates_per_epoch = self.batches_per_epoch // run.accumulation
+        if share == 0 or self.updates_per_epoch == 0:
+            raise ValueError(
+                f"data: {data.train_size} training images are fewer than one update needs "
+                f"(batch_size {run.batch_size} × accumulation {run.accumulation} × processes {world})"
+            )
+        kind = _Arrays if isinstance(data, ArrayData) else _Folder
+        self._images: _Arrays | _Folder = kind(run, data, image_size, mean, std, self.device)  # type: ignore[arg-type]
+
+    @property
+    def skipped(self) -> int:
+        """Image files left out so far because they cannot be decoded (``corrupt="skip"``)."""
+        return self._images.skipped
+
+    def order(self, epoch: int) -> Tensor:
+        """This process's training indices of ``epoch``, int64 ``(share,)``."""
+        generator = torch.Generator().manual_seed(_key(self.run.seed, epoch))
+        order = torch.randperm(self.data.train_size, generator=generator)
+        share = self.data.train_size // self.world
+        return order[: share * self.world][self.rank :: self.world]
+
+    def updates(self, epoch: int, first: int = 0) -> Iterator[list[Batch]]:
+        """The batches of each update of ``epoch`` from update ``first`` on: ``accumulation`` batches an update."""
+        size, group = self.run.batch_size, self.run.accumulation
+        order = self.order(epoch)
+        chosen = [order[i * size : (i + 1) * size] for i in range(self.updates_per_epoch * group)]
+        keys = [_key(self.run.seed, epoch, self.rank, i) for i in range(len(chosen))]
+        batches = self._images.training(chosen[first * group :], keys[first * group :])
+        pending: list[Batch] = []
+        for batch in batches:
+            pending.append(batch)
+            if len(pending) == group:
+                yield pending
+                pending = []
+
+    def test_batches(self) -> Iterator[Batch]:
+        """Every test image once over all processes, without augmentation."""
+        size = len(self.data.y_test if isinstance(self.data, ArrayData) else self.data.test)
+        indices = torch.arange(size)[self.rank :: self.world]
+        return self._images.testing(list(indices.split(self.run.eval_batch_size)))
+
+    def example(self) -> Batch:
+        """The first training batch of the run; taking it changes nothing."""
+        return next(self.updates(0))[0]
+
+
+def _key(*words: int) -> int:
+    """A 63-bit seed that depends on every word."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class _Arrays:
+    """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
+
+    skipped = 0
+
+    def __init__(
+        self,
+        run: TrainRun,
+        data: ArrayData,
+        image_size: int,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        device: torch.device,
+    ) -> None:
+        self.run, self.image_size = run, image_size
+        self.x_train, self.y_train = data.x_train.to(device), data.y_train.to(device)
+        self.x_test, self.y_test = data.x_test.to(device), data.y_test.to(device)
+        own_mean, own_std = channel_statistics(data.x_train)
+        shape = (1, data.channels, 1, 1)
+        self.mean = (own_mean if mean is None else torch.tensor(mean)).view(shape).to(device)
+        self.std = (own_std if std is None else torch.tensor(std)).view(shape).to(device)
+
+    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
+        for indices, key in zip(chosen, keys, strict=True):
+            generator = torch.Generator().manual_seed(key)
+            indices = indices.to(self.x_train.device)
+            x = self.x_train[indices]
+            if self.run.crop_padding:
+                x = random_crop(x, self.run.crop_padding, generator)
+            if self.run.flip:
+                x = random_flip(x, generator)
+            yield self._finish(x), self.y_train[indices]
+
+    def testing(self, chosen: list[Tensor]) -> Iterator[Batch]:
+        for indices in chosen:
+            indices = indices.to(self.x_test.device)
+            yield self._finish(self.x_test[indices]), self.y_test[indices]
+
+    def _finish(self, x: Tensor) -> Tensor:
+        x = (x.float().div_(255.0) - self.mean) / self.std
+        if x.shape[-2:] != (self.image_size, self.image_size):
+            x = F.interpolate(x, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
+        return x
+
+
+def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of uint8 images (N, C, H, W) by channel, in units of 255; float32 (C,) each.
+
+    Counted from the 256 grey levels, so that no floating-point copy of the images is made.
+    """
+    levels = torch.arange(256, dtype=torch.float64) / 255.0
+    counts = torch.stack([torch.bincount(x[:, c].flatten(), minlength=256) for c in range(x.shape[1])]).double()
+    weights = counts.cpu() / counts.sum(1, keepdim=True).cpu()
+    mean = weights @ levels
+    variance = (weights * (levels - mean[:, None]) ** 2).sum(1)
+    return mean.float(), variance.sqrt().clamp_min(1 / 255.0).float()
+
+
+def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
+    """Shift every image of ``x`` (B, C, H, W) by up to ``padding`` pixels each way; what enters is zero."""
+    b, _, h, w = x.shape
+    padded = F.pad(x, (padding,) * 4)
+    top, left = torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator).to(x.device)
+    rows = top + torch.arange(h, device=x.device)  # (B, H)
+    columns = left + torch.arange(w, device=x.device)  # (B, W)
+    images = torch.arange(b, device=x.device)[:, None, None]
+    return padded[images, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Mirror every image of ``x`` (B, C, H, W) left to right with probability one half."""
+    flip = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
+    return torch.where(flip[:, None, None, None], x.flip(3), x)
+
+
+class _Folder:
+    """Images of a :class:`FolderData`, decoded and augmented by worker processes with timm's transforms."""
+
+    def __init__(
+        self,
+        run: TrainRun,
+        data: FolderData,
+        image_size: int,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        device: torch.device,
+    ) -> None:
+        from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
+
+        common = {
+            "input_size": image_size,
+            "mean": tuple(mean or IMAGENET_DEFAULT_MEAN),
+            "std": tuple(std or IMAGENET_DEFAULT_STD),
+            "interpolation": "bicubic",
+        }
+        augment = create_transform(
+            **common, is_training=True, hflip=0.5 if run.flip else 0.0, auto_augment=run.auto_augment
+        )
+        self.run, self.device, self.skipped = run, device, data.skipped
+        self.train = _Files(data.train, augment, run.corrupt)
+        self.test = _Files(data.test, create_transform(**common, is_training=False), run.corrupt)
+
+    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
+        # One seed an image: what an image looks like does not depend on which worker decodes it.
+        plan = [
+            [(int(i), _key(key, j)) for j, i in enumerate(indices)]
+            for indices, key in zip(chosen, keys, strict=True)
+        ]
+        return self._load(self.train, plan)
+
+    def testing(self, chosen: list[Tensor]) -> Iterator[Batch]:
+        return self._load(self.test, [[(int(i), 0) for i in indices] for indices in chosen])
+
+    def _load(self, files: _Files, plan: list[list[tuple[int, int]]]) -> Iterator[Batch]:
+        loader: DataLoader[Any] = DataLoader(
+            files,
+            batch_sampler=plan,  # type: ignore[arg-type]
+            num_workers=self.run.num_workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # else the loader draws from PyTorch's own generator
+        )
+        for x, y, skipped in loader:
+            self.skipped += skipped
+            if not len(y):
+                raise ValueError(f"data: none of the {skipped} images of a batch can be decoded")
+            yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+
+class _Files(Dataset[tuple[Tensor, int] | None]):
+    def __init__(self, items: Sequence[tuple[str, int]], transform: Callable[[Any], Tensor], corrupt: str) -> None:
+        self.items, self.transform, self.corrupt = items, transform, corrupt
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
+        index, seed = key
+        path, label = self.items[index]
+        image = open_image(path, self.corrupt)
+        if image is None:
+            return None
+        with isolated_rng(seed):
+            return self.transform(image), label
+
+
+def _collate(items: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+    kept = [item for item in items if item is not None]
+    if not kept:
+        return torch.empty(0), torch.empty(0, dtype=torch.int64), len(items)
+    images = torch.stack([image for image, _ in kept])
+    return images, torch.tensor([label for _, label in kept]), len(items) - len(kept)

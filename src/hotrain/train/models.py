@@ -1,0 +1,180 @@
+"""Models by name: timm's own, and four small variants of timm's classes for 16 and 32 pixels."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotrain.train.run import Lora
+from hotrain.train.torchvision_shim import ensure_torchvision
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A timm model with other sizes.
+
+    Args:
+        base: timm's name of the architecture.
+        image_size: side in pixels that it is meant for.
+        args: keyword arguments of ``timm.create_model``.
+        small_stem: replace a ResNet's 7×7 stride-2 stem and its pooling by a 3×3 stride-1 convolution, as usual
+            for images of 32 pixels.
+    """
+
+    base: str
+    image_size: int
+    args: dict[str, Any] = field(default_factory=dict)
+    small_stem: bool = False
+
+
+_NO_CLASS_TOKEN = {"class_token": False, "global_pool": "avg"}
+
+SMALL = {
+    # 7 blocks of width 256 on 8×8 tokens: the network of the accuracy study in docs/maths.md.
+    "small_vit": SmallModel(
+        "vit_tiny_patch16_224",
+        32,
+        {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN},
+    ),
+    "small_resnet18": SmallModel("resnet18", 32, small_stem=True),
+    # 8×8 tokens of 2×2 pixels, and 3×3 convolutions on 16×16 to 2×2: the demo on digits.
+    "demo_vit": SmallModel(
+        "vit_tiny_patch16_224",
+        16,
+        {"patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 2, **_NO_CLASS_TOKEN},
+    ),
+    "demo_resnet": SmallModel(
+        "resnet18", 16, {"layers": (1, 1, 1, 1), "channels": (32, 48, 64, 96)}, small_stem=True
+    ),
+}
+
+
+def default_image_size(name: str, data_size: int) -> int:
+    """The side in pixels for a model when the run leaves it open: a small model's own, else the data's."""
+    return SMALL[name].image_size if name in SMALL else data_size
+
+
+def create_model(
+    name: str,
+    *,
+    classes: int,
+    channels: int,
+    image_size: int,
+    pretrained: bool = False,
+    args: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Build a model of ``SMALL`` or of timm.
+
+    Args:
+        name: a key of ``SMALL`` or a timm model name (with or without a tag of pretrained weights).
+        classes, channels: outputs, and channels of the input.
+        image_size: side of the input in pixels; given to architectures that need it (ViT, DeiT, Swin).
+        pretrained: load timm's published weights, from the local cache or the hub.
+        args: further keyword arguments of ``timm.create_model``.
+
+    Raises:
+        ValueError: an unknown name, arguments that the architecture does not take, or pretrained weights that it
+            does not have.
+        RuntimeError: pretrained weights that cannot be reached.
+    """
+    ensure_torchvision()
+    import timm
+
+    small = SMALL.get(name)
+    base = small.base if small else name
+    if not timm.is_model(base):
+        near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"model: unknown name {name!r}, accepted are {', '.join(SMALL)} and timm's models{hint}")
+    if pretrained and (small or not timm.models.is_model_pretrained(base)):
+        raise ValueError(f"model {name!r} has no published weights; use pretrained=False")
+    settings = {**(small.args if small else {}), **(args or {})}
+    if _takes_image_size(base):
+        settings.setdefault("img_size", image_size)
+    try:
+        model: nn.Module = timm.create_model(
+            base, pretrained=pretrained, num_classes=classes, in_chans=channels, **settings
+        )
+    except (OSError, RuntimeError) as error:
+        if not pretrained:
+            raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+        raise RuntimeError(
+            f"model {name!r}: its pretrained weights are neither cached nor reachable ({_first_line(error)}). "
+            "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
+        ) from error
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+    if small and small.small_stem:
+        stem = model.conv1
+        model.conv1 = nn.Conv2d(channels, stem.out_channels, 3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+        model.maxpool = nn.Identity()
+    return model
+
+
+def _takes_image_size(base: str) -> bool:
+    """Whether the architecture is built for one size: its class has an ``img_size`` argument."""
+    return base.split(".")[0].startswith(("vit_", "deit", "swin", "beit", "cait", "mixer", "eva"))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def normalization(model: nn.Module, pretrained: bool, channels: int) -> tuple[Sequence[float] | None, ...]:
+    """Mean and standard deviation that pretrained weights expect; ``(None, None)``: those of the data."""
+    config = getattr(model, "pretrained_cfg", {})
+    if not pretrained or channels != 3:
+        return None, None
+    return config["mean"], config["std"]
+
+
+def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
+    """Freeze ``model``, add low-rank adapters to the linear layers named in ``lora.targets``, train the classifier.
+
+    Raises:
+        ValueError: no linear layer has one of these names.
+        RuntimeError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
+    if not targets:
+        known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        raise ValueError(f"lora.targets: got {lora.targets}, linear layers here are named {', '.join(known)}")
+    head = model.get_classifier()  # type: ignore[operator]
+    heads = [name for name, m in model.named_modules() if m is head]
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=heads,
+    )
+    adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+    return adapted
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ValueError: a CUDA device that this machine or PyTorch build does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: got {name!r}, but this PyTorch ({torch.__version__}) finds no CUDA device; use cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device: got {name!r}, there are {torch.cuda.device_count()} CUDA devices")
+    return device

@@ -1,0 +1,91 @@
+"""Optimizer and learning-rate schedule of a run, from timm and torch; the rate is a function of the update count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hotrain.train.run import TrainRun
+from hotrain.train.torchvision_shim import ensure_torchvision
+
+
+def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
+    """timm's optimizer of that name; biases and one-dimensional parameters have no weight decay.
+
+    Raises:
+        ValueError: a name that timm does not have, or a model without trainable parameters.
+    """
+    ensure_torchvision()
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if run.optimizer not in list_optimizers():
+        raise ValueError(f"optimizer: got {run.optimizer!r}, accepted are {', '.join(list_optimizers())}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model {run.model!r} has no trainable parameter")
+    optimizer: Optimizer = create_optimizer_v2(
+        model, opt=run.optimizer, lr=run.lr, weight_decay=run.weight_decay, momentum=run.momentum
+    )
+    return optimizer
+
+
+class Schedule:
+    """The learning rate of every update, by timm's schedulers (cosine, multistep, constant) or torch's OneCycleLR.
+
+    Args:
+        run: schedule, warm-up and the rates.
+        optimizer: whose groups get the rate.
+        updates: of the whole run.
+        updates_per_epoch: the unit of ``run.warmup_epochs``.
+    """
+
+    def __init__(self, run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> None:
+        ensure_torchvision()
+        from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
+
+        self.updates = updates
+        warmup = min(round(run.warmup_epochs * updates_per_epoch), updates)
+        common: dict[str, Any] = {
+            "warmup_t": warmup,
+            "warmup_lr_init": min(run.warmup_lr, run.lr),
+            "t_in_epochs": False,
+        }
+        self._onecycle: torch.optim.lr_scheduler.OneCycleLR | None = None
+        self._timm: Any = None
+        if run.schedule == "cosine":
+            self._timm = CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
+        elif run.schedule == "multistep":
+            drops = [round(m * updates) for m in run.milestones]
+            self._timm = MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=run.decay_rate, **common)
+        elif run.schedule == "constant":
+            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
+        else:
+            share = warmup / updates if warmup else 0.3  # 0.3 is torch's default
+            self._onecycle = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=run.lr, total_steps=max(2, updates), pct_start=min(share, 1.0)
+            )
+
+    def step(self, update: int) -> None:
+        """Set the rate for the update that follows ``update`` finished ones."""
+        if self._timm is not None:
+            self._timm.step_update(update)
+        elif self._onecycle is not None and update < self.updates:
+            self._onecycle.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only. timm's schedules are functions of the update count and need none."""
+        if self._onecycle is None:
+            return {}
+        return {"last_epoch": self._onecycle.last_epoch, "step_count": self._onecycle._step_count}
+
+    def load_state_dict(self, state: dict[str, Any], update: int) -> None:
+        """Continue after ``update`` finished updates (the optimizer's own state holds the rate in force)."""
+        if self._onecycle is None:
+            self._timm.step_update(update)
+        else:
+            self._onecycle.last_epoch = state["last_epoch"]
+            self._onecycle._step_count = state["step_count"]
+
+

@@ -1,0 +1,81 @@
+"""What the loop reports while it runs, and a progress bar that shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run after an update, or after an epoch's evaluation (then ``accuracy`` is set).
+
+    Rates are since the start of this process's run; ``peak_bytes`` is PyTorch's peak on a CUDA device.
+    """
+
+    epoch: int
+    epochs: int
+    update: int
+    updates: int
+    loss: float
+    lr: float
+    images_per_second: float
+    eta_seconds: float
+    peak_bytes: int | None = None
+    accuracy: float | None = None
+
+    def __str__(self) -> str:
+        parts = [f"epoch {self.epoch}/{self.epochs}", f"loss {self.loss:.4f}"]
+        if self.accuracy is not None:
+            parts.append(f"accuracy {self.accuracy:.2f} %")
+        parts.append(f"{self.images_per_second:,.0f} img/s")
+        if self.peak_bytes is not None:
+            parts.append(f"peak {self.peak_bytes / 2**30:.2f} GiB")
+        return " · ".join(parts)
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[OnProgress]:
+    """A bar with throughput, time left, loss and peak memory on a terminal; elsewhere a line an epoch on stderr."""
+    if not sys.stderr.isatty():
+
+        def line(progress: Progress) -> None:
+            if progress.accuracy is not None:
+                print(f"{title} · {progress}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[eta]} · {task.fields[text]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=1, text="", eta="")
+
+        def update(progress: Progress) -> None:
+            minutes, seconds = divmod(round(progress.eta_seconds), 60)
+            bar.update(
+                task,
+                completed=progress.update,
+                total=progress.updates,
+                text=str(progress),
+                eta=f"{minutes}:{seconds:02d} left",
+            )
+
+        yield update
+
+
+def silent(progress: Progress) -> None:
+    """Show nothing."""

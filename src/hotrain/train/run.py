@@ -1,0 +1,371 @@
+"""TrainRun: the complete description of a training run, as plain data.
+
+A run is built by a recipe, varied with :func:`replace` or with ``field=value`` strings (:func:`with_settings`),
+written to JSON in every record and checkpoint, and checks itself when built: a bad value never reaches the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hotrain.method import GradInput, GradWeight, Method, Saved
+from hotrain.presets import preset
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters through peft; the classifier is trained too.
+
+    Args:
+        rank, alpha, dropout: as in ``peft.LoraConfig`` (the papers use 16, 32 and 0.1).
+        targets: last names of the linear layers that get an adapter (timm's names).
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    dropout: float = 0.1
+    targets: tuple[str, ...] = ("qkv",)
+
+
+@dataclass(frozen=True)
+class Grokfast:
+    """Settings of :class:`hotrain.optim.GrokfastEMA`."""
+
+    alpha: float = 0.98
+    lamb: float = 2.0
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """Everything that decides what a training run computes, and where it writes.
+
+    Lengths are in epochs unless the name says otherwise; a rate is per optimizer update. One *update* is one
+    optimizer step over ``batch_size × accumulation × processes`` images.
+
+    Raises:
+        ValueError: a field out of range, naming the field, the value and what is accepted.
+    """
+
+    # What is trained, and on what
+    name: str = "run"
+    task: Literal["classification"] = "classification"
+    model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
+    model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
+    pretrained: bool = False
+    data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file
+    data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
+    image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
+    corrupt: Literal["refuse", "skip"] = "refuse"  # what to do with an image file that cannot be decoded
+    num_workers: int = 4  # processes that decode image files; arrays need none
+
+    # How gradients are computed
+    method: str | Method = "exact"
+    method_overrides: dict[str, Any] = field(default_factory=dict)
+    bit_warmup_epochs: int = 0  # int8 gradients for the first epochs (hotrain.BitSchedule)
+    calibrate_batches: int = 0  # training batches for LQS; 0: no calibration
+    calibrate_at: int = 0  # the epoch before which it runs
+    calibration_file: str | None = None  # a saved calibration instead
+    lora: Lora | None = None
+
+    # How long, how much at once
+    epochs: int = 10
+    steps: int | None = None  # optimizer updates; given, it replaces epochs
+    batch_size: int = 128  # images in one forward of one process
+    accumulation: int = 1
+    eval_batch_size: int = 256
+
+    # Optimizer and schedule
+    optimizer: str = "adamw"  # a name of timm.optim
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    momentum: float = 0.9
+    schedule: Literal["cosine", "multistep", "onecycle", "constant"] = "cosine"
+    warmup_epochs: float = 0.0
+    warmup_lr: float = 1e-6
+    min_lr: float = 0.0
+    milestones: tuple[float, ...] = (0.5, 0.75)  # multistep: fractions of the run at which the rate drops
+    decay_rate: float = 0.1
+    clip: float | None = None  # largest gradient norm
+    ema: float | None = None  # decay of the averaged weights
+    grokfast: Grokfast | None = None
+
+    # Augmentation and targets
+    crop_padding: int = 4  # arrays: random crop after padding this many pixels; 0: none
+    flip: bool = True
+    auto_augment: str | None = None  # image folders: timm's policy, such as rand-m9-mstd0.5-inc1
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_prob: float = 1.0
+    mix_switch_prob: float = 0.5
+    smoothing: float = 0.0
+    random_erase: float = 0.0
+
+    # Numerics and machine
+    amp: Literal["bf16", "fp16"] | None = None
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    compile: bool = False
+    grad_checkpointing: bool = False
+    deterministic: bool = False  # deterministic algorithms only: needed for a bit-exact resume on CUDA
+    seed: int = 0
+
+    # What is written
+    out_dir: str = "runs"
+    checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every epoch anyway
+    audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
+
+    def __post_init__(self) -> None:
+        _freeze_json(self)
+        _check_types(self)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}: got {value}, accepted are values from {low} to {high}")
+        if (self.mixup or self.cutmix) and self.batch_size % 2:
+            raise ValueError(f"batch_size: got {self.batch_size}, mixup and cutmix need an even number")
+        if self.schedule == "multistep" and not all(0.0 < m < 1.0 for m in self.milestones):
+            raise ValueError(f"milestones: got {self.milestones}, accepted are fractions between 0 and 1")
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ValueError(f"device: got {self.device!r}, accepted are auto, cpu, cuda and cuda:N")
+        if self.amp == "fp16" and self.device == "cpu":
+            raise ValueError("amp: got 'fp16' with device 'cpu', use 'bf16' there")
+        if self.calibration_file is not None and self.calibrate_batches:
+            raise ValueError("calibration_file: got both a file and calibrate_batches, give one of them")
+        self.resolve_method()
+
+    def resolve_method(self) -> Method:
+        """The method as a value: the preset of that name with the overrides, or the given value with them.
+
+        Raises:
+            ValueError: unknown preset or override, or a value that is not allowed.
+        """
+        if isinstance(self.method, Method):
+            return self.method.override(**self.method_overrides) if self.method_overrides else self.method
+        return preset(self.method, **self.method_overrides)
+
+    @property
+    def method_label(self) -> str:
+        """Short name of the method in tables: the preset, with its overrides if any."""
+        base = self.method if isinstance(self.method, str) else self.method.name
+        extra = "+".join(f"{k}={v}" for k, v in self.method_overrides.items())
+        return f"{base}:{extra}" if extra else base
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; :meth:`from_dict` is its inverse."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            out[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        plain: dict[str, Any] = json.loads(json.dumps(out, default=sorted))  # a Method's knobs are a set
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainRun:
+        """The run that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: an unknown field (with the nearest known one) or a bad value.
+        """
+        for name in data:
+            _check_field(name)
+        values = dict(data)
+        for name, kind in _NESTED.items():
+            if isinstance(values.get(name), dict):
+                values[name] = kind(**values[name])
+        if isinstance(values.get("method"), dict):
+            m = dict(values["method"])
+            m |= {
+                "grad_input": GradInput(**m["grad_input"]),
+                "grad_weight": GradWeight(**m["grad_weight"]),
+                "saved": Saved(**m["saved"]),
+                "knobs": frozenset(m["knobs"]),
+            }
+            values["method"] = Method(**m)
+        return cls(**values)
+
+
+_NESTED: dict[str, Any] = {"lora": Lora, "grokfast": Grokfast}
+_INF = float("inf")
+_RANGES: dict[str, tuple[float, float]] = {
+    "image_size": (1, 16384),
+    "num_workers": (0, 1024),
+    "bit_warmup_epochs": (0, _INF),
+    "calibrate_batches": (0, _INF),
+    "calibrate_at": (0, _INF),
+    "epochs": (1, _INF),
+    "steps": (1, _INF),
+    "batch_size": (1, _INF),
+    "accumulation": (1, _INF),
+    "eval_batch_size": (1, _INF),
+    "lr": (0.0, _INF),
+    "weight_decay": (0.0, _INF),
+    "momentum": (0.0, 1.0),
+    "warmup_epochs": (0.0, _INF),
+    "warmup_lr": (0.0, _INF),
+    "min_lr": (0.0, _INF),
+    "decay_rate": (0.0, 1.0),
+    "clip": (0.0, _INF),
+    "ema": (0.0, 1.0),
+    "crop_padding": (0, 1024),
+    "mixup": (0.0, _INF),
+    "cutmix": (0.0, _INF),
+    "mix_prob": (0.0, 1.0),
+    "mix_switch_prob": (0.0, 1.0),
+    "smoothing": (0.0, 1.0),
+    "random_erase": (0.0, 1.0),
+    "seed": (0, 2**63 - 1),
+    "checkpoint_every": (0, _INF),
+}
+
+
+def replace(run: TrainRun, **fields: Any) -> TrainRun:
+    """A variant of ``run`` with some fields changed, checked like any other run.
+
+    Raises:
+        ValueError: an unknown field (with the nearest known one) or a bad value.
+    """
+    for name in fields:
+        _check_field(name)
+    return dataclasses.replace(run, **fields)
+
+
+def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
+    """A variant of ``run`` from ``field=value`` strings, as on the command line.
+
+    A value is read by the field's type: ``epochs=3``, ``lr=1e-3``, ``amp=none``, ``flip=false``,
+    ``milestones=0.5,0.75``, ``model_args={"drop_path_rate": 0.1}``, ``lora.rank=8``, ``method_overrides.rank=4``.
+
+    Raises:
+        ValueError: a string without ``=``, an unknown field or a value that its type does not accept.
+    """
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"setting {setting!r}: write it as field=value")
+        name, dot, key = path.strip().partition(".")
+        _check_field(name)
+        current = changes.get(name, getattr(run, name))
+        if not dot:
+            changes[name] = parse_value(name, _hints()[name], text.strip())
+        elif name in _NESTED:
+            nested = current or _NESTED[name]()
+            hints = typing.get_type_hints(type(nested))
+            if key not in hints:
+                raise ValueError(f"{path}: unknown field, {name} has {', '.join(hints)}")
+            changes[name] = dataclasses.replace(nested, **{key: parse_value(path, hints[key], text.strip())})
+        elif isinstance(current, dict):
+            changes[name] = {**current, key: parse_json(text.strip())}
+        else:
+            raise ValueError(f"{path}: {name} has no parts, write {name}=value")
+    return replace(run, **changes)
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """Split ``name[:field=value[+field=value…]]`` into a preset's name and overrides: ``"hot:rank=4+scale=token"``.
+
+    Raises:
+        ValueError: an override without ``=``.
+    """
+    name, _, rest = text.strip().partition(":")
+    overrides = {}
+    for part in filter(None, rest.split("+")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"method {text!r}: write overrides as name:field=value+field=value")
+        overrides[key.strip()] = parse_json(value.strip())
+    return name, overrides
+
+
+def parse_json(text: str) -> Any:
+    """``text`` as a JSON value where it is one, ``none`` as None, else the string itself."""
+    if text.lower() == "none":
+        return None
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parse_value(name: str, kind: Any, text: str) -> Any:
+    """``text`` read as the type ``kind`` of the field ``name``.
+
+    Raises:
+        ValueError: naming the field, the text and the accepted form.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if text.lower() == "none" and type(None) in args:
+            return None
+        return parse_value(name, next(a for a in args if a is not type(None)), text)
+    if origin is Literal:
+        if text not in args:
+            raise ValueError(f"{name}: got {text!r}, accepted are {', '.join(args)}")
+        return text
+    if origin is tuple:
+        return tuple(parse_value(name, args[0], part.strip()) for part in text.split(",") if part.strip())
+    if kind is str:
+        return text
+    value = parse_json(text)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    expected = dict if origin is dict else kind
+    if type(value) is expected:
+        return value
+    raise ValueError(f"{name}: got {text!r}, accepted is a value of type {getattr(expected, '__name__', expected)}")
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(TrainRun)
+
+
+def _check_field(name: str) -> None:
+    known = [f.name for f in dataclasses.fields(TrainRun)]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f", known are {', '.join(known)}"
+        raise ValueError(f"unknown field {name!r} of a run{hint}")
+
+
+def _freeze_json(run: TrainRun) -> None:
+    """Lists that came from JSON become the tuples that the fields declare; whole floats stay floats."""
+    for obj in (run, run.lora):
+        if obj is None:
+            continue
+        for name, kind in typing.get_type_hints(type(obj)).items():
+            value = getattr(obj, name)
+            if isinstance(value, list) and typing.get_origin(kind) is tuple:
+                object.__setattr__(obj, name, tuple(value))
+
+
+def _check_types(run: TrainRun) -> None:
+    for name, kind in _hints().items():
+        value = getattr(run, name)
+        if not _is_a(value, kind):
+            accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
+            accepted = getattr(accepted, "__name__", accepted)
+            if name == "task":
+                accepted = "'classification' (contrastive learning and text follow)"
+            raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_a(value, a) for a in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(v, args[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)

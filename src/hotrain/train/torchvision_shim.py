@@ -1,0 +1,50 @@
+"""Make torchvision, and with it timm, importable beside a CPU-only PyTorch.
+
+The registries carry torchvision only as a CUDA build. Beside a CPU-only PyTorch its compiled operators do not load,
+and its Python part then fails at import because it registers a fake kernel for ``torchvision::nms``, an operator
+that nobody has defined. timm imports torchvision unconditionally and fails with it. Declaring the operators'
+signatures first is enough: everything written in Python works, and calling ``nms`` itself still raises.
+
+On a machine with a working torchvision the real import succeeds and nothing is declared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+
+# Operators that torchvision's Python files refer to at import time.
+_SIGNATURE = "{}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_OPERATORS = ("nms", "qnms")
+# A library's definitions live as long as the object: it must not be collected.
+_declared: list[torch.library.Library] = []
+
+
+def ensure_torchvision() -> bool:
+    """Import torchvision, declaring its missing operators when its compiled part cannot load.
+
+    Returns:
+        False where torchvision is not installed, else True.
+
+    Raises:
+        RuntimeError: torchvision fails for another reason than a missing operator.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        return False
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator in _OPERATORS:
+            library.define(_SIGNATURE.format(operator))
+        _declared.append(library)
+        importlib.import_module("torchvision")
+    return True

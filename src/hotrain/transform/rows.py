@@ -1,0 +1,83 @@
+"""Which Walsh rows of a tile are kept: the low ones, and the ones drawn from the rest so that nothing is lost on average.
+
+`order` ranks the rows of a tile by frequency. `Rows.pick` chooses `rank` of them for every tile: the first
+`rank − sampled` are the same in each tile, the others are drawn. With m rows left to draw from and s drawn, every
+one of the m is drawn with probability s/m and multiplied by √(m/s), on x and on g_y alike, so that
+E[PᵀP] = fixed + (m/s)·(s/m)·rest = I.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import draws
+from . import hadamard
+
+
+@functools.cache
+def order(n: int, kind: str) -> tuple[int, ...]:
+    """The natural row indices of H_n from low to high frequency.
+
+    ``"sequency"``: by sign changes along the n entries. ``"lp_l1"``: the tile is a√n×√n square, row by row, and a
+    row's key is v+h, then max(v, h), then its 1-D sequency (algorithms.md §1.5 resolves the ties so).
+    Raises ValueError for another kind, or for lp_l1 on a tile that is not square.
+    """
+    line = hadamard.sequency(n)
+    if kind == "sequency":
+        return tuple(sorted(range(n), key=lambda i: line[i]))
+    if kind != "lp_l1":
+        raise ValueError(f"row order {kind!r} is not one of lp_l1, sequency")
+    side = math.isqrt(n)
+    if side * side != n:
+        raise ValueError(f"lp_l1 needs a square tile, got {n} tokens; use order='sequency'")
+    axis = hadamard.sequency(side)
+
+    def key(i: int) -> tuple[int, int, int]:
+        v, h = axis[i // side], axis[i % side]
+        return v + h, max(v, h), line[i]
+
+    return tuple(sorted(range(n), key=key))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`rank` of `tile` Walsh rows, `sampled` of them drawn for every tile anew; `kind` as in `order`."""
+
+    tile: int
+    rank: int
+    sampled: int
+    kind: str
+
+    @property
+    def gain(self) -> float:
+        """What a drawn row is multiplied by: √(rows to draw from / rows drawn)."""
+        return math.sqrt((self.tile - self.rank + self.sampled) / self.sampled) if self.sampled else 1.0
+
+    @property
+    def fixed(self) -> int:
+        """How many of the rows are the same in every tile."""
+        return self.rank - self.sampled
+
+    def fixed_rows(self, device: torch.device) -> Tensor:
+        """The natural indices of the rows that every tile keeps, shape (fixed,), int64."""
+        return torch.tensor(order(self.tile, self.kind)[: self.fixed], dtype=torch.int64, device=device)
+
+    def drawn(self, tiles: int, key: int, device: torch.device) -> Tensor:
+        """The natural indices of the rows drawn for each tile, shape (tiles, sampled), int64.
+
+        Stratified: m/gcd(m, s) neighbouring tiles walk through one random permutation of the m rows, so together
+        they hold each of them equally often, while a tile by itself holds a uniformly random s of m.
+        """
+        rest = torch.tensor(order(self.tile, self.kind)[self.fixed :], device=device)
+        m, s = rest.numel(), self.sampled
+        walk = m // math.gcd(m, s)  # tiles until the permutation has been walked through a whole number of times
+        groups = -(-tiles // walk)
+        hashes = draws.hash_bits(groups * m, key, draws.ROWS, device).view(groups, m)
+        permutation = rest[hashes.argsort(dim=1, stable=True)]
+        steps = torch.arange(walk * s, device=device) % m
+        return permutation[:, steps].view(groups * walk, s)[:tiles]

@@ -1,0 +1,243 @@
+"""Which tokens form which tile: a rule for every length, and the projection onto the kept rows.
+
+A layer sees x of shape (..., C); its leading axes are tokens. `Layout` orders them into slots: first square tiles
+of the token grid where one is known, then tiles of consecutive tokens, then the tokens that stay as they are
+(`dense`: class and register tokens, and a remainder shorter than the rank). A dense token is its own row of P, an
+identity, so one product serves them all. No length is left out: what does not fill a tile is dense or padded with
+zeros, and where a sample by itself wastes more than an eighth, the batch is flattened into the tokens. At full
+rank every case is exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import hadamard
+from .rows import Rows
+
+_WASTE = 1.125  # rows kept over rows wanted, beyond which samples are flattened into one line of tokens
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where the tokens of a sample lie in the image: `prefix` class or register tokens, then height × width patches.
+
+    dense_prefix: keep the prefix tokens out of the tiles (exact in g_w); else they join the tiles of the rest.
+    """
+
+    height: int
+    width: int
+    prefix: int = 0
+    dense_prefix: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.height * self.width
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`samples` sequences of `tokens` tokens, each cut into `square` + `line` tiles and `dense` single tokens.
+
+    `slots[i]` is the token that goes to slot i of a sample, −1 for a slot of zeros.
+    """
+
+    samples: int
+    tokens: int
+    square: int
+    line: int
+    dense: int
+    slots: tuple[int, ...]
+    squares: Rows
+    lines: Rows
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of one sample."""
+        return self.square + self.line
+
+    @property
+    def rows(self) -> int:
+        """Rows of P over the whole batch: what the contraction of g_w, and what is kept, shrinks to."""
+        return self.samples * (self.tiles * self.lines.rank + self.dense)
+
+    @property
+    def kept_fraction(self) -> float:
+        return self.rows / max(1, self.samples * self.tokens)
+
+    @functools.cached_property
+    def in_place(self) -> bool:
+        """Whether the slots are the tokens in their own order."""
+        return self.slots == tuple(range(self.tokens))
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(
+    lead: tuple[int, ...], tile: int, rank: int, sampled: int, order: str, grid: Grid | None, across: bool
+) -> Layout:
+    """The layout of x of shape (*lead, C) for `rank` of `tile` rows.
+
+    grid: of the model, used when its number of tokens is this input's; an input with at least four axes,
+        (B, H, W, C), is its own grid.
+    order: ``"lp_l1"``, ``"sequency"``, or ``"auto"``: lp_l1 on square tiles where a grid is known, else sequency.
+    across: whether a tile may hold tokens of two samples. False pads each sample's grid instead (LBP-WHT, whose
+        g_x must not mix samples).
+    """
+    *outer, length = lead or (1,)
+    if len(lead) >= 3:
+        *outer, height, width = lead
+        length, grid = height * width, Grid(height, width)
+    samples = math.prod(outer)
+    if grid is not None and (grid.tokens != length or order == "sequency" or math.isqrt(tile) ** 2 != tile):
+        grid = None
+    squares = Rows(tile, rank, sampled, "lp_l1" if tile > 1 else "sequency")
+    lines = Rows(tile, rank, sampled, "sequency" if order == "auto" or tile == 1 else order)
+    if tile == 1:
+        return Layout(samples, length, 0, length, 0, tuple(range(length)), squares, lines)
+    built = _cut(samples, length, grid, squares, lines, pad_grid=not across)
+    if across and samples > 1 and built.kept_fraction > _WASTE * rank / tile:
+        flat = _cut(1, samples * length, None, squares, lines, pad_grid=False)
+        if flat.rows < built.rows:
+            return flat
+    return built
+
+
+def _cut(samples: int, length: int, grid: Grid | None, squares: Rows, lines: Rows, pad_grid: bool) -> Layout:
+    tile, rank = lines.tile, lines.rank
+    slots: list[int] = []
+    rest = list(range(length))
+    dense: list[int] = []
+    if grid is not None:
+        side = math.isqrt(tile)
+        if grid.dense_prefix:
+            dense = rest[: grid.prefix]
+        slots, border = _square_tiles(grid, side, pad_grid)
+        rest = [] if grid.dense_prefix else rest[: grid.prefix]
+        rest += border
+    square = len(slots) // tile
+    whole = len(rest) // tile * tile
+    remainder = rest[whole:]
+    slots += rest[:whole]
+    if len(remainder) > rank:
+        slots += remainder + [-1] * (tile - len(remainder))
+        whole += tile
+    else:
+        dense = remainder + dense
+    slots += dense
+    return Layout(samples, length, square, whole // tile, len(dense), tuple(slots), squares, lines)
+
+
+def _square_tiles(grid: Grid, side: int, pad: bool) -> tuple[list[int], list[int]]:
+    """The slots of the grid's side×side tiles, and the tokens outside them in strips `side` wide at most.
+
+    With `pad` the grid is filled up with zeros so that every token lies in a tile, unless it is smaller than one.
+    """
+    height, width = grid.height, grid.width
+    down, across = height // side, width // side
+    if pad:
+        down, across = -(-height // side), -(-width // side)
+
+    def token(v: int, h: int) -> int:
+        return grid.prefix + v * width + h if v < height and h < width else -1
+
+    slots = [
+        token(i * side + v, j * side + h)
+        for i in range(down)
+        for j in range(across)
+        for v in range(side)
+        for h in range(side)
+    ]
+    # The strip on the right row by row, then the strip below column by column: neighbours stay neighbours.
+    border = [token(v, h) for v in range(min(down * side, height)) for h in range(across * side, width)]
+    border += [token(v, h) for h in range(width) for v in range(down * side, height)]
+    return slots, border
+
+
+@functools.lru_cache(maxsize=256)
+def _index(slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """(token of every filled slot, position of every filled slot or None when all are filled)."""
+    filled = [i for i, token in enumerate(slots) if token >= 0]
+    tokens = torch.tensor([slots[i] for i in filled], device=device, dtype=torch.int64)
+    return tokens, None if len(filled) == len(slots) else torch.tensor(filled, device=device)
+
+
+def gather(t: Tensor, lay: Layout) -> Tensor:
+    """Tokens to slots: (samples, tokens, C) to (samples, slots, C)."""
+    if lay.in_place:
+        return t
+    tokens, filled = _index(lay.slots, t.device)
+    if filled is None:
+        return t.index_select(1, tokens)
+    out = t.new_zeros(t.shape[0], len(lay.slots), t.shape[2])
+    return out.index_copy_(1, filled, t.index_select(1, tokens))
+
+
+def scatter(t: Tensor, lay: Layout) -> Tensor:
+    """Slots back to tokens; slots of zeros are dropped: (samples, slots, C) to (samples, tokens, C)."""
+    if lay.in_place:
+        return t
+    tokens, filled = _index(lay.slots, t.device)
+    if filled is not None:
+        t = t.index_select(1, filled)
+    return torch.empty_like(t).index_copy_(1, tokens, t)
+
+
+def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
+    """The natural row of H kept at each place: (samples·tiles, rank), int64. Drawn rows come last."""
+    per_sample = torch.empty(lay.tiles, lay.lines.rank, dtype=torch.int64, device=device)
+    fixed = lay.lines.fixed
+    per_sample[: lay.square, :fixed] = lay.squares.fixed_rows(device)
+    per_sample[lay.square :, :fixed] = lay.lines.fixed_rows(device)
+    index = per_sample.repeat(lay.samples, 1)
+    if lay.lines.sampled:
+        every = index.view(lay.samples, lay.tiles, lay.lines.rank)
+        for rows, place in ((lay.squares, slice(None, lay.square)), (lay.lines, slice(lay.square, None))):
+            part = every[:, place, fixed:]
+            part.copy_(rows.drawn(part.shape[0] * part.shape[1], key, device).view(part.shape))
+    return index
+
+
+def matrices(lay: Layout, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """P of every tile, drawn rows scaled: (samples·tiles, rank, tile)."""
+    rows = lay.lines
+    p = hadamard.matrix(rows.tile, dtype, device)[row_indices(lay, key, device)]
+    if rows.sampled:
+        p[:, rows.fixed :] *= rows.gain
+    return p
+
+
+def project(t: Tensor, lay: Layout, key: int) -> Tensor:
+    """P t: the kept coefficients along the tokens.
+
+    t: (*lead, C) as given to `layout`. Returns (lay.rows, C) in t's dtype: the tiles' rows, sample after sample,
+    then the dense tokens. `key` chooses the drawn rows; x and g_y must be projected with the same.
+    """
+    t = t.reshape(lay.samples, lay.tokens, t.shape[-1])
+    if lay.lines.tile == 1:
+        return t.reshape(lay.samples * lay.tokens, t.shape[-1])
+    slots = gather(t, lay)
+    body = slots[:, : lay.tiles * lay.lines.tile].reshape(lay.samples * lay.tiles, lay.lines.tile, t.shape[-1])
+    z = torch.bmm(matrices(lay, key, t.dtype, t.device), body).flatten(0, 1)
+    if lay.dense:
+        single = slots[:, lay.tiles * lay.lines.tile :]
+        z = torch.cat((z, single.reshape(lay.samples * lay.dense, t.shape[-1])))
+    return z
+
+
+def lift(z: Tensor, lay: Layout, key: int) -> Tensor:
+    """Pᵀ z: coefficients back to tokens, the transpose of `project`. (lay.rows, C) to (samples·tokens, C)."""
+    if lay.lines.tile == 1:
+        return z
+    rank, channels = lay.lines.rank, z.shape[-1]
+    count = lay.samples * lay.tiles
+    p = matrices(lay, key, z.dtype, z.device)
+    body = torch.bmm(p.transpose(1, 2), z[: count * rank].view(count, rank, channels))
+    slots = body.reshape(lay.samples, lay.tiles * lay.lines.tile, channels)
+    if lay.dense:
+        slots = torch.cat((slots, z[count * rank :].view(lay.samples, lay.dense, channels)), dim=1)
+    return scatter(slots, lay).reshape(lay.samples * lay.tokens, channels)

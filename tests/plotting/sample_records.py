@@ -1,0 +1,78 @@
+"""Records of the shape a demo leaves, made up to test the drawing: the numbers mean nothing."""
+
+from __future__ import annotations
+
+import math
+
+from hotrain.plotting import Records
+
+METHODS = ("exact", "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4")
+MODELS = ("vit", "resnet")
+LAYERS = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2")
+
+
+def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
+    """A full set of records: every section of the report has something to draw."""
+    rows, curves, memory, spectrum, calibration = [], [], [], [], []
+    for m, model in enumerate(MODELS):
+        for k, method in enumerate(METHODS):
+            kept = 3_000_000 if method == "exact" else 1_100_000 + 90_000 * k
+            operators = {
+                "hotrain linear": kept // 3,
+                "gelu": 400_000,
+                "softmax": 300_000,
+                "layer_norm": 200_000,
+            }
+            operators |= {f"small {i}": 9_000 + i for i in range(6)}
+            memory.append({"model": model, "method": method, "total": kept, "by_operator": operators})
+            for seed in seeds:
+                top = 97.5 - 0.6 * k - m + 0.2 * seed
+                accuracy = [top * (1 - math.exp(-1.1 * (epoch + 1))) for epoch in range(epochs)]
+                loss = [2.3 * math.exp(-(0.9 - 0.07 * k) * epoch) for epoch in range(epochs)]
+                rows.append(
+                    {
+                        "model": model, "method": method, "seed": seed, "accuracy": accuracy[-1],
+                        "saved_bytes": kept, "bit_ops": 4.2e12 / (1 + k), "step_ms": 31.0 + 9 * k,
+                    }
+                )  # fmt: skip
+                curves.append(
+                    {
+                        "model": model, "method": method, "seed": seed, "epoch": list(range(1, epochs + 1)),
+                        "accuracy": accuracy, "loss": loss,
+                    }
+                )  # fmt: skip
+        for i, layer in enumerate(LAYERS):
+            for tensor, fall in (("g_y", 0.12), ("x", 0.35)):
+                energy = [math.exp(-fall * s * (1 + 0.3 * i)) for s in range(16)]
+                total = sum(energy)
+                spectrum.append(
+                    {"model": model, "layer": layer, "tensor": tensor, "energy": [e / total for e in energy]}
+                )
+            ratio = 0.2 + 0.22 * i
+            calibration.append(
+                {
+                    "model": model,
+                    "layer": layer,
+                    "choice": "token" if ratio < 0.5 else "tensor",
+                    "ratio": ratio,
+                }
+            )
+    surfaces = [
+        {
+            "model": "vit", "layer": LAYERS[i], "choice": choice, "ratio": 0.2 + 0.22 * i,
+            "values": [[abs(math.sin(0.9 * t * (c + 1))) ** (3 + 9 * i) for c in range(48)] for t in range(60)]
+        }
+        for i, choice in ((0, "token"), (3, "tensor"))
+    ]  # fmt: skip
+    meta = {
+        "title": "Seven backward passes on real digits",
+        "models": {
+            "vit": {"label": "small ViT", "description": "64 tokens, batch 64"},
+            "resnet": {"label": "small ResNet", "description": "3×3 convolutions, batch 64"},
+        },
+        "device": "cpu", "threads": 2, "versions": {"hotrain": "0.1.0", "torch": "2.13.0"},
+        "commit": "abc1234",
+        "command": "hotrain demo --seeds 0,1", "seeds": list(seeds), "epochs": epochs, "batch_size": 64,
+        "seconds": 201.4, "notes": ["A note with <angle brackets> & an ampersand."],
+    }  # fmt: skip
+    return Records(meta, rows, curves, memory, spectrum, calibration, surfaces)
