@@ -45,7 +45,8 @@ class Step:
 
     def keep(self, x: Tensor) -> tuple[Tensor, ...]:
         """What x, (*lead, C), leaves for grad_weight."""
-        rows = project(x if self.method.saved.bits is None else x.to(backward.wide(x.dtype)), self.layout(x.shape[:-1]), self.key)
+        wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
+        rows = project(wide, self.layout(x.shape[:-1]), self.key)
         return self.format(x.shape[-1], x.dtype).keep(rows, self.key)
 
     def pack_key(self) -> tuple[Tensor, ...]:
@@ -59,10 +60,11 @@ class Step:
         return int(saved.pop(0)) & ((1 << 64) - 1) if self.method.draws else 0
 
 
-def cast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a product of x runs in: autocast's where it is on, else x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def autocast(t: Tensor) -> Tensor:
+    """The tensor as autocast hands it to a product: in its dtype where it is on, float64 excepted."""
+    if t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def _outside_autocast(x: Tensor) -> torch.autocast:
@@ -100,17 +102,19 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, step: Step) -> Tensor:
-        dtype = cast_dtype(x)
+        x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
         with _outside_autocast(x):
-            x_cast, w_cast, b_cast = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
-            if step.transposed:
-                y = _conv1d(x_cast, w_cast, b_cast)
-            else:
-                y = F.linear(x_cast, w_cast, b_cast)
+            y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
             kept = step.keep(x_cast) if ctx.needs_input_grad[1] else ()
         weight = (w,) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(*step.pack_key(), *weight, *kept)
-        ctx.step, ctx.shape, ctx.dtype, ctx.x_dtype, ctx.w_dtype = step, x.shape, dtype, x.dtype, w.dtype
+        ctx.step, ctx.shape, ctx.dtype, ctx.x_dtype, ctx.w_dtype = (
+            step,
+            x.shape,
+            x_cast.dtype,
+            x.dtype,
+            w.dtype,
+        )
         return y
 
     @staticmethod
@@ -145,9 +149,8 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry, step: Step) -> Tensor:
-        dtype = cast_dtype(x)
+        x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
         with _outside_autocast(x):
-            x_cast, w_cast, b_cast = x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
             y = geometry.forward(x_cast, w_cast, b_cast)
             kept: tuple[Tensor, ...] = ()
             if ctx.needs_input_grad[1]:
@@ -155,7 +158,13 @@ class Conv2d(torch.autograd.Function):
                 kept = step.keep(tokens)
         weight = (w,) if ctx.needs_input_grad[0] else ()
         ctx.save_for_backward(*step.pack_key(), *weight, *kept)
-        ctx.step, ctx.geometry, ctx.dtype, ctx.x_dtype, ctx.w_dtype = step, geometry, dtype, x.dtype, w.dtype
+        ctx.step, ctx.geometry, ctx.dtype, ctx.x_dtype, ctx.w_dtype = (
+            step,
+            geometry,
+            x_cast.dtype,
+            x.dtype,
+            w.dtype,
+        )
         ctx.shape, ctx.w_shape = x.shape, w.shape
         return y
 
@@ -168,7 +177,9 @@ class Conv2d(torch.autograd.Function):
             key = step.unpack_key(saved)
             positions = step.layout((batch, *g_y.shape[2:]))
             if ctx.needs_input_grad[0]:
-                g_x = convolution.grad_input(g_y, saved.pop(0), shape, geometry, step.method, key, positions).to(ctx.x_dtype)
+                g_x = convolution.grad_input(g_y, saved.pop(0), shape, geometry, step.method, key, positions).to(
+                    ctx.x_dtype
+                )
             if ctx.needs_input_grad[1]:
                 lay = positions if geometry.is_patches else step.layout((batch, *shape[2:]))
                 like_w = g_y.new_empty(1).expand(ctx.w_shape)  # grad_weight asks w for its shape alone

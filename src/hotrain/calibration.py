@@ -170,7 +170,9 @@ def calibrate(
         raise ValueError("calibrate: no batch was given; pass at least one training batch")
     silent = [name for name, pairs in errors.items() if not pairs]
     if silent:
-        raise ValueError(f"calibrate: no gradient reached {_some(silent)}; exclude them from the conversion (filter_fn)")
+        raise ValueError(
+            f"calibrate: no gradient reached {_some(silent)}; exclude them from the conversion (filter_fn)"
+        )
     return Calibration({name: _choose(errors[name], threshold) for name in names}, statistic, threshold)
 
 

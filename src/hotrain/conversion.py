@@ -73,7 +73,10 @@ class ConversionReport:
     def __str__(self) -> str:
         uncalled = set(self.uncalled)
         rows = [
-            (row.name, str(row.method) + ("  (not reached by any training forward)" if row.name in uncalled else ""))
+            (
+                row.name,
+                str(row.method) + ("  (not reached by any training forward)" if row.name in uncalled else ""),
+            )
             for row in self.converted
         ]
         rows += [(row.name, f"exact: {row.reason}") for row in self.kept]
@@ -117,14 +120,16 @@ def convert(
         elif filter_fn is None and reason is None:
             reason = _default_reason(model, name, module)
         if reason is None:
-            reason = _unserved(name, module, method)
+            reason = "weight is sparse" if module.weight.layout != torch.strided else None
         target = _target(module)
         if reason is not None or target is None:
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
             chosen.append((name, module, target))
     if not chosen:
-        why = "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
+        why = (
+            "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
+        )
         raise ValueError(
             f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
             "Pass filter_fn=lambda module, name: ... to choose layers yourself."
@@ -137,7 +142,12 @@ def convert(
         if state is None:
             state = LayerState(name, method, place, filter_fn is not None)
         else:
-            state.method, state.grid, state.chosen, state.fallback = method, place, filter_fn is not None, None
+            state.method, state.grid, state.chosen, state.fallback = (
+                method,
+                place,
+                filter_fn is not None,
+                None,
+            )
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, weakref.ref(module)))
@@ -160,7 +170,9 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerSt
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+    """Whether it is transformers' Conv1D, converted or not, told without importing transformers."""
+    kind = type(module).__mro__[1] if layer_state(module) is not None else type(module)
+    return kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
 
 
 def _target(module: nn.Module) -> type[nn.Module] | None:
@@ -194,7 +206,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         elif isinstance(module, nn.Linear | nn.Conv2d) or _is_conv1d(module):
             yield name, module, _hindrance(module, owners, without_call)
         elif isinstance(module, nn.modules.conv._ConvNd):
-            yield name, module, f"{type(module).__name__} is not served; accepted are Linear, Conv2d and Conv1D"
+            yield (
+                name,
+                module,
+                f"{type(module).__name__} is not served; accepted are Linear, Conv2d and Conv1D",
+            )
 
 
 def _hindrance(
@@ -229,20 +245,12 @@ def _default_reason(model: nn.Module, name: str, module: nn.Module) -> str | Non
         return "head"
     weight = module.weight
     assert isinstance(weight, Tensor)
-    outputs = weight.shape[1] if _is_conv1d_like(module) else weight.shape[0]
+    outputs = weight.shape[1] if _is_conv1d(module) else weight.shape[0]
     contraction = weight.numel() // max(1, outputs)
     groups = getattr(module, "groups", 1)
     if contraction * groups < SMALLEST or outputs < SMALLEST:
         return f"too small: {contraction * groups} → {outputs} channels, under {SMALLEST}"
     return None
-
-
-def _is_conv1d_like(module: nn.Module) -> bool:
-    return _is_conv1d(module) or _is_conv1d_like_class(type(module))
-
-
-def _is_conv1d_like_class(kind: type) -> bool:
-    return any(c.__module__ == "transformers.pytorch_utils" and c.__name__ == "Conv1D" for c in kind.__mro__)
 
 
 def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
@@ -266,15 +274,6 @@ def _adapter_of(model: nn.Module, name: str) -> str | None:
         if is_peft and parts[depth] != "base_layer":
             return ".".join(parts[:depth])
     return None
-
-
-def _unserved(name: str, module: nn.Module, method: Method) -> str | None:
-    """Why this method cannot serve this layer."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if weight.is_meta:
-        return None
-    return "weight is sparse" if weight.layout != torch.strided else None
 
 
 def _as_grid(grid: Grid | tuple[int, int] | None, prefix: int) -> Grid | None:

@@ -9,7 +9,8 @@ Tokens are positions of an image, and channels the columns. Two cases:
   formula of Linear, since g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before.
 
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and next to
-no arithmetic: its two products stay in floating point, and x is kept compressed all the same.
+no arithmetic: the two products stay in floating point, of unrounded g_y and w where the method rotates, and x is kept
+compressed all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backward, draws
-from .method import Method
+from .method import GradInput, Method
 from .products import int_matmul
 from .quantize import published
 from .quantize.integer import Quantized, largest_code, quantize
@@ -144,7 +145,7 @@ def _chunks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, batch, size))
 
 
-def _in_floats(w: Tensor, geometry: Geometry) -> bool:
+def _small_groups(w: Tensor, geometry: Geometry) -> bool:
     return w.shape[0] // geometry.groups < TILE and geometry.groups > 1
 
 
@@ -163,7 +164,13 @@ def _padded_shape(shape: tuple[int, int, int, int], geometry: Geometry) -> tuple
 
 
 def grad_input(
-    g_y: Tensor, w: Tensor, shape: tuple[int, int, int, int], geometry: Geometry, method: Method, key: int, lay: Layout
+    g_y: Tensor,
+    w: Tensor,
+    shape: tuple[int, int, int, int],
+    geometry: Geometry,
+    method: Method,
+    key: int,
+    lay: Layout,
 ) -> Tensor:
     """g_x of a convolution: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
 
@@ -178,17 +185,27 @@ def grad_input(
     if path.transform == "lowpass":
         low = lift(project(channels_last(g_y), lay, key), lay, key)
         g_y = low.view(channels_last(g_y).shape).permute(0, 3, 1, 2)
-    if path.bits is None or _in_floats(w, geometry):
-        g_x = _exact(g_y, g_y.new_empty(1).expand(padded), w.to(g_y.dtype), geometry, of_input=True)
-    elif path.number == "luq":
+    if path.number == "luq":
         codes, alpha = published.luq(g_y, key, draws.GRAD_INPUT)
-        weight = quantize(w.flatten(1).to(codes.dtype), path.bits, step=published.sawb_step(w, path.bits))
+        weight = quantize(w.flatten(1).to(codes.dtype), 4, step=published.sawb_step(w))
         w_codes = weight.codes.view(w.shape).to(codes.dtype)
         g_x = _exact(codes, codes.new_empty(1).expand(padded), w_codes, geometry, of_input=True)
         g_x = (g_x * (alpha * weight.scale)).to(g_y.dtype)
+    elif path.bits is None or _small_groups(w, geometry):
+        if path.bits is not None and path.transform is None:
+            g_y, w = _rounded(g_y, w, path, key)
+        g_x = _exact(g_y, g_y.new_empty(1).expand(padded), w.to(g_y.dtype), geometry, of_input=True)
     else:
         g_x = _integer_grad_input(g_y, w, padded, geometry, method, key)
     return geometry.pad_transposed(g_x, *shape[2:])
+
+
+def _rounded(g_y: Tensor, w: Tensor, path: GradInput, key: int) -> tuple[Tensor, Tensor]:
+    """g_y and w with the values of their codes, where no product of codes is made."""
+    tokens = channels_last(g_y)
+    grad = backward.rotated_grad(tokens.reshape(-1, tokens.shape[-1]), path, key).dequantize(g_y.dtype)
+    weight = backward.rotated_weight(w.flatten(1), path, key).dequantize(w.dtype)
+    return grad.view(tokens.shape).permute(0, 3, 1, 2), weight.view(w.shape)
 
 
 def _integer_grad_input(
@@ -236,12 +253,14 @@ def grad_weight(
     path = method.grad_weight
     if path.drop:
         g_y = backward.dropped(g_y, path.drop, key)
-    if path.bits is not None and path.number == "int" and not _in_floats(w, geometry):
+    if path.bits is not None and path.number == "int" and not _small_groups(w, geometry):
         return _integer_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
-    if path.number == "luq" and path.bits is not None:
+    alpha = None
+    if path.bits is not None and path.number == "luq":
         g_y, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
-    else:
-        alpha = None
+    elif path.bits is not None and method.grad_input.transform is None:
+        codes = quantize(g_y.flatten(1), path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+        g_y = codes.dequantize(g_y.dtype).view(g_y.shape)
     x = _image(values(kept, g_y.dtype), shape, lay, key)
     g_w = _exact(g_y, geometry.pad(x), w.to(g_y.dtype), geometry, of_input=False)
     return g_w if alpha is None else g_w * alpha

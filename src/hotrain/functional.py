@@ -1,4 +1,4 @@
-"""``linear`` and ``conv2d`` as in `torch.nn.functional`, with a method for their gradients. Arguments are checked here."""
+"""``linear`` and ``conv2d`` as in `torch.nn.functional`, with a method for their gradients; arguments are checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def check_input(name: str, x: Tensor, channels: int, axis: int) -> None:
             "Convert the input, or leave the layer exact with filter_fn."
         )
     if x.dim() == 0 or x.dim() < -axis or x.shape[axis] != channels:
-        raise ValueError(f"{name}: the input has shape {tuple(x.shape)}; accepted are {channels} channels on axis {axis}")
+        raise ValueError(
+            f"{name}: the input has shape {tuple(x.shape)}; accepted are {channels} channels on axis {axis}"
+        )
 
 
 def linear(
@@ -106,5 +108,3 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry,
 
 def _pair(value: int | Pair) -> Pair:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-

@@ -29,9 +29,7 @@ class GrokfastEMA:
         ValueError: ``alpha`` or ``lamb`` out of range.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], alpha: float = 0.98, lamb: float = 2.0
-    ) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], alpha: float = 0.98, lamb: float = 2.0) -> None:
         if not 0.0 <= alpha < 1.0:
             raise ValueError(f"alpha: got {alpha}, accepted are numbers in [0, 1)")
         if lamb < 0.0:
@@ -66,6 +64,4 @@ class GrokfastEMA:
         unknown = sorted(set(state["means"]) - set(self.parameters))
         if unknown:
             raise ValueError(f"gradient filter: no parameter {unknown[0]!r} here; the state is of another model")
-        self.means = {
-            name: mean.to(self.parameters[name], copy=True) for name, mean in state["means"].items()
-        }
+        self.means = {name: mean.to(self.parameters[name], copy=True) for name, mean in state["means"].items()}

@@ -20,7 +20,7 @@ _INT32 = (1 << 31) - 1
 def has_int8_units(device_type: str) -> bool:
     """Whether `torch._int_mm` runs on int8 units there and is exact (checked once on full-range codes)."""
     if device_type == "cuda":
-        return True
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 5)
     if device_type != "cpu" or not torch.cpu._is_vnni_supported():
         return False
     a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8)

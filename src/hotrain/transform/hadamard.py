@@ -7,6 +7,7 @@ back and products of rotated operands need no further factor. Rows are in Sylves
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ def signs(n: int) -> tuple[tuple[int, ...], ...]:
 @functools.cache
 def sequency(n: int) -> tuple[int, ...]:
     """How often each natural row of H_n changes its sign: its frequency. A permutation of 0..n−1."""
-    return tuple(sum(a != b for a, b in zip(row, row[1:], strict=False)) for row in signs(n))
+    return tuple(sum(a != b for a, b in itertools.pairwise(row)) for row in signs(n))
 
 
 @functools.lru_cache(maxsize=64)

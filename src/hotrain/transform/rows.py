@@ -1,4 +1,4 @@
-"""Which Walsh rows of a tile are kept: the low ones, and the ones drawn from the rest so that nothing is lost on average.
+"""Which Walsh rows of a tile are kept: the low ones, and ones drawn from the rest so that nothing is lost on average.
 
 `order` ranks the rows of a tile by frequency. `Rows.pick` chooses `rank` of them for every tile: the first
 `rank − sampled` are the same in each tile, the others are drawn. With m rows left to draw from and s drawn, every
