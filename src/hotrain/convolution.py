@@ -33,7 +33,7 @@ from .transform.tokens import Layout, lift, project
 
 Pair = tuple[int, int]
 
-_UNFOLDED = {"cpu": 1 << 22, "cuda": 1 << 28}  # elements of the unfolded matrix made at a time
+_UNFOLDED = {"cpu": 1 << 20, "cuda": 1 << 28}  # elements of the unfolded matrix made at a time
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,29 @@ def patches_transposed(g: Tensor, shape: tuple[int, int, int, int], geometry: Ge
     return out
 
 
-def unfold(x: Tensor, geometry: Geometry) -> Tensor:
-    """Patches of a padded image of any dtype: (B, C, H, W) to (groups, B·H'·W', C/groups·kh·kw)."""
+def _taps(geometry: Geometry, down: int, across: int) -> Iterator[tuple[slice, slice]]:
+    """For every entry of the kernel, row by row, the pixels of a padded image that it meets."""
     (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
-    windows = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)[..., ::dh, ::dw]
-    windows = windows.unflatten(1, (geometry.groups, -1)).permute(1, 0, 3, 4, 2, 5, 6)
-    return windows.reshape(geometry.groups, -1, windows[0, 0, 0, 0].numel())
+    for i in range(kh):
+        for j in range(kw):
+            top, left = i * dh, j * dw
+            yield slice(top, top + (down - 1) * sh + 1, sh), slice(left, left + (across - 1) * sw + 1, sw)
+
+
+def unfold(image: Tensor, geometry: Geometry, size: Pair) -> Tensor:
+    """Patches of a padded image of any dtype: (B, H, W, C) to (B, H', W', kh·kw, C), `size` = (H', W')."""
+    columns = image.new_empty(image.shape[0], *size, geometry.kernel[0] * geometry.kernel[1], image.shape[3])
+    for tap, (rows, cols) in enumerate(_taps(geometry, *size)):
+        columns[..., tap, :] = image[:, rows, cols]
+    return columns
+
+
+def fold(columns: Tensor, geometry: Geometry, size: Pair) -> Tensor:
+    """The transpose of `unfold`: (B, H', W', kh·kw, C) to a padded image (B, H, W, C), `size` = (H, W)."""
+    image = columns.new_zeros(columns.shape[0], *size, columns.shape[4])
+    for tap, (rows, cols) in enumerate(_taps(geometry, *columns.shape[1:3])):
+        image[:, rows, cols] += columns[..., tap, :]
+    return image
 
 
 def channels_last(t: Tensor) -> Tensor:
@@ -179,7 +196,7 @@ def grad_input(
     if geometry.is_patches:
         tokens = channels_last(g_y)
         g_x = backward.grad_input(tokens.reshape(-1, w.shape[0]), w.flatten(1), method, key, lay)
-        return patches_transposed(g_x.view(*tokens.shape[:3], -1), shape, geometry)
+        return patches_transposed(g_x.view(*tokens.shape[:3], g_x.shape[1]), shape, geometry)
     path = method.grad_input
     padded = _padded_shape(shape, geometry)
     if path.transform == "lowpass":
@@ -211,26 +228,27 @@ def _rounded(g_y: Tensor, w: Tensor, path: GradInput, key: int) -> tuple[Tensor,
 def _integer_grad_input(
     g_y: Tensor, w: Tensor, padded: tuple[int, int, int, int], geometry: Geometry, method: Method, key: int
 ) -> Tensor:
-    """Q(g_y H) Q(Hᵀ w) as columns of patches, a few samples at a time, folded back into the padded image."""
+    """Q(g_y H) Q(Hᵀ w) as patches, a few samples at a time, folded back into the padded image."""
     path, groups = method.grad_input, geometry.groups
     assert path.bits is not None
-    batch, positions = g_y.shape[0], g_y.shape[2] * g_y.shape[3]
-    out = g_y.new_empty(padded)
-    matrix = channels_last(g_y).reshape(batch * positions, groups, -1)
+    batch, outputs, down, across = g_y.shape
+    positions, inputs, taps = down * across, w.shape[1], w[0, 0].numel()
+    out = torch.empty(padded[0], *padded[2:], padded[1], dtype=g_y.dtype, device=g_y.device)
+    matrix = channels_last(g_y).reshape(batch * positions, groups, outputs // groups)
+    kernels = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, taps * inputs)
     limit = largest_code(path.bits) ** 2
-    inputs = w.shape[1]
     for group in range(groups):
-        grad = backward.rotated_grad(matrix[:, group], path, draws.mix(key, group))
-        weight = backward.rotated_weight(w.flatten(1).unflatten(0, (groups, -1))[group], path, draws.mix(key, group))
-        for part in _chunks(batch, positions * weight.codes.shape[1], g_y.device):
+        own = draws.mix(key, group)
+        grad = backward.rotated_grad(matrix[:, group], path, own)
+        weight = backward.rotated_weight(kernels[group], path, own)
+        for part in _chunks(batch, positions * taps * inputs, g_y.device):
             rows = slice(part.start * positions, min(part.stop, batch) * positions)
-            columns = int_matmul(grad.codes[rows], weight.codes, limit).to(grad.scale.dtype)
-            columns *= grad.scale[rows] if grad.scale.dim() else grad.scale
-            columns *= weight.scale
-            columns = columns.view(-1, positions, columns.shape[1]).transpose(1, 2)
-            image = F.fold(columns, padded[2:], geometry.kernel, geometry.dilation, 0, geometry.stride)
-            out[part, group * inputs : (group + 1) * inputs] = image.to(out.dtype)
-    return out
+            scale = grad.scale[rows] if grad.scale.dim() else grad.scale
+            product = int_matmul(grad.codes[rows], weight.codes, limit)
+            columns = (product * (scale * weight.scale)).view(-1, down, across, taps, inputs)
+            image = fold(columns, geometry, (padded[2], padded[3]))
+            out[part, :, :, group * inputs : (group + 1) * inputs] = image
+    return out.permute(0, 3, 1, 2)
 
 
 def grad_weight(
@@ -293,19 +311,26 @@ def _integer_grad_weight(
     else:
         x = lift(values(kept, matrix.dtype), lay, key)
         codes = quantize(x, max(8, path.bits), "tensor", method.saved.rounding, key, draws.LIFTED)
-    image = codes.unpacked().view(batch, shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    image = codes.unpacked().view(batch, shape[2], shape[3], shape[1])
     limit = largest_code(path.bits) * largest_code(codes.bits)
-    total = torch.zeros(groups, outputs // groups, w[0].numel(), dtype=torch.int64, device=g_y.device)
-    positions = down * across
-    for part in _chunks(batch, positions * w[0].numel() * groups, g_y.device):
-        columns = unfold(_pad_codes(image[part], geometry), geometry)
+    inputs, taps, positions = w.shape[1], w[0, 0].numel(), down * across
+    total = torch.zeros(groups, outputs // groups, taps * inputs, dtype=torch.int64, device=g_y.device)
+    for part in _chunks(batch, positions * taps * shape[1], g_y.device):
+        columns = unfold(_pad_codes(image[part], geometry), geometry, (down, across))
         rows = grad.codes[part.start * positions : min(part.stop, batch) * positions]
-        for group, g in enumerate(rows.view(-1, groups, outputs // groups).unbind(1)):
-            total[group] += int_matmul(g.T, columns[group], limit)
-    return (total.to(matrix.dtype) * (grad.scale * codes.scale)).view(w.shape)
+        for group in range(groups):
+            g = rows[:, group * (outputs // groups) : (group + 1) * (outputs // groups)]
+            x_codes = columns[..., group * inputs : (group + 1) * inputs].reshape(-1, taps * inputs)
+            total[group] += int_matmul(g.T, x_codes, limit)
+    g_w = total.to(matrix.dtype) * (grad.scale * codes.scale)
+    return g_w.view(outputs, *w.shape[2:], inputs).permute(0, 3, 1, 2)
 
 
 def _pad_codes(codes: Tensor, geometry: Geometry) -> Tensor:
+    """`Geometry.pad` of an image of codes, (B, H, W, C)."""
+    if not any(geometry.pads):
+        return codes
     if geometry.padding_mode == "zeros":
-        return geometry.pad(codes)
-    return geometry.pad(codes.to(torch.float32)).to(torch.int8)  # PyTorch's other modes take no int8; codes stay exact
+        return F.pad(codes, (0, 0, *geometry.pads))
+    # PyTorch's other modes take no int8 and no channels-last; the codes stay exact on the way.
+    return channels_last(geometry.pad(codes.permute(0, 3, 1, 2).to(torch.float32)).to(torch.int8))

@@ -17,8 +17,8 @@ from .. import draws
 from . import packing
 from .rounding import round_
 
-# On a CPU the passes of a quantizer run block after block of rows, each small enough to stay in the L2 cache.
-_BLOCK = 1 << 15
+# On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
+_BLOCK = 1 << 15  # entries a thread
 
 
 def largest_code(bits: int) -> int:
@@ -108,7 +108,7 @@ def quantize(
         codes[rows].copy_(v.clamp_(-limit, limit))
 
     # An even number of rows a block: pairs of neighbours share a hash (draws.noise16).
-    height = max(2, _BLOCK // max(1, t.shape[1]) // 2 * 2)
+    height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
     if t.device.type != "cpu" or t.shape[0] <= height:
         block(slice(0, t.shape[0]))
     else:

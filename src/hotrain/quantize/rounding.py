@@ -40,7 +40,11 @@ def pseudo(v: Tensor) -> Tensor:
 
 
 def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> Tensor:
-    """Round v in place by the rule of that name."""
+    """Round v in place by the rule of that name. Raises ValueError for another name."""
     if rounding == "stochastic":
         return stochastic(v, key, stream, start)
-    return nearest(v) if rounding == "nearest" else pseudo(v)
+    if rounding == "nearest":
+        return nearest(v)
+    if rounding == "pseudo":
+        return pseudo(v)
+    raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")

@@ -55,4 +55,4 @@ def rotate(t: Tensor, dim: int = -1, n: int = TILE) -> Tensor:
     t = t.reshape(*lead, size, tail.numel())
     if pad:
         t = F.pad(t, (0, 0, 0, pad))
-    return (h @ t.view(*lead, -1, n, tail.numel())).view(*lead, size + pad, *tail)
+    return (h @ t.view(*lead, (size + pad) // n, n, tail.numel())).view(*lead, size + pad, *tail)

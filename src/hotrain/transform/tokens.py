@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import draws
 from . import hadamard
 from .rows import Rows
 
@@ -71,9 +72,44 @@ class Layout:
         return self.rows / max(1, self.samples * self.tokens)
 
     @functools.cached_property
-    def in_place(self) -> bool:
-        """Whether the slots are the tokens in their own order."""
-        return self.slots == tuple(range(self.tokens))
+    def _on(self) -> dict[torch.device, Places]:
+        return {}
+
+    def places(self, device: torch.device) -> Places:
+        """The slots as index tensors on that device, made once."""
+        if device not in self._on:
+            self._on[device] = Places.of(self, device)
+        return self._on[device]
+
+
+@dataclass(frozen=True)
+class Places:
+    """A layout's slots as int64 index tensors.
+
+    tokens: the token of every filled slot of the tiles.  filled: those slots, None when all are.  singles: the dense
+    tokens.  fixed: the natural row of H that each tile of a sample keeps at each place, (tiles, fixed).
+    """
+
+    tokens: Tensor
+    filled: Tensor | None
+    singles: Tensor
+    fixed: Tensor
+
+    @classmethod
+    def of(cls, lay: Layout, device: torch.device) -> Places:
+        end = lay.tiles * lay.lines.tile
+        filled = [i for i, token in enumerate(lay.slots[:end]) if token >= 0]
+        rows = [lay.squares.fixed_rows(device)] * lay.square + [lay.lines.fixed_rows(device)] * lay.line
+
+        def index(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return cls(
+            index([lay.slots[i] for i in filled]),
+            None if len(filled) == end else index(filled),
+            index(list(lay.slots[end:])),
+            torch.stack(rows) if rows else index([]).view(0, lay.lines.fixed),
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,7 +152,9 @@ def _cut(samples: int, length: int, grid: Grid | None, squares: Rows, lines: Row
         side = math.isqrt(tile)
         if grid.dense_prefix:
             dense = rest[: grid.prefix]
-        slots, border = _square_tiles(grid, side, pad_grid)
+        # A grid so small that its padded tiles would keep more rows than it has tokens is not padded.
+        filled = -(-grid.height // side) * -(-grid.width // side)
+        slots, border = _square_tiles(grid, side, pad_grid and filled * rank < grid.height * grid.width)
         rest = [] if grid.dense_prefix else rest[: grid.prefix]
         rest += border
     square = len(slots) // tile
@@ -135,7 +173,7 @@ def _cut(samples: int, length: int, grid: Grid | None, squares: Rows, lines: Row
 def _square_tiles(grid: Grid, side: int, pad: bool) -> tuple[list[int], list[int]]:
     """The slots of the grid's side×side tiles, and the tokens outside them in strips `side` wide at most.
 
-    With `pad` the grid is filled up with zeros so that every token lies in a tile, unless it is smaller than one.
+    With `pad` the grid is filled up with zeros so that every token lies in a tile.
     """
     height, width = grid.height, grid.width
     down, across = height // side, width // side
@@ -158,48 +196,18 @@ def _square_tiles(grid: Grid, side: int, pad: bool) -> tuple[list[int], list[int
     return slots, border
 
 
-@functools.lru_cache(maxsize=256)
-def _index(slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """(token of every filled slot, position of every filled slot or None when all are filled)."""
-    filled = [i for i, token in enumerate(slots) if token >= 0]
-    tokens = torch.tensor([slots[i] for i in filled], device=device, dtype=torch.int64)
-    return tokens, None if len(filled) == len(slots) else torch.tensor(filled, device=device)
-
-
-def gather(t: Tensor, lay: Layout) -> Tensor:
-    """Tokens to slots: (samples, tokens, C) to (samples, slots, C)."""
-    if lay.in_place:
-        return t
-    tokens, filled = _index(lay.slots, t.device)
-    if filled is None:
-        return t.index_select(1, tokens)
-    out = t.new_zeros(t.shape[0], len(lay.slots), t.shape[2])
-    return out.index_copy_(1, filled, t.index_select(1, tokens))
-
-
-def scatter(t: Tensor, lay: Layout) -> Tensor:
-    """Slots back to tokens; slots of zeros are dropped: (samples, slots, C) to (samples, tokens, C)."""
-    if lay.in_place:
-        return t
-    tokens, filled = _index(lay.slots, t.device)
-    if filled is not None:
-        t = t.index_select(1, filled)
-    return torch.empty_like(t).index_copy_(1, tokens, t)
-
-
 def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
     """The natural row of H kept at each place: (samples·tiles, rank), int64. Drawn rows come last."""
-    per_sample = torch.empty(lay.tiles, lay.lines.rank, dtype=torch.int64, device=device)
-    fixed = lay.lines.fixed
-    per_sample[: lay.square, :fixed] = lay.squares.fixed_rows(device)
-    per_sample[lay.square :, :fixed] = lay.lines.fixed_rows(device)
-    index = per_sample.repeat(lay.samples, 1)
-    if lay.lines.sampled:
-        every = index.view(lay.samples, lay.tiles, lay.lines.rank)
-        for rows, place in ((lay.squares, slice(None, lay.square)), (lay.lines, slice(lay.square, None))):
-            part = every[:, place, fixed:]
-            part.copy_(rows.drawn(part.shape[0] * part.shape[1], key, device).view(part.shape))
-    return index
+    fixed = lay.places(device).fixed.repeat(lay.samples, 1)
+    if not lay.lines.sampled:
+        return fixed
+    drawn = torch.empty(lay.samples, lay.tiles, lay.lines.sampled, dtype=torch.int64, device=device)
+    square, line = slice(None, lay.square), slice(lay.square, None)
+    # Keys of their own: a square tile and a line tile must not walk through the same permutation.
+    for rows, place, own in ((lay.squares, square, draws.mix(key, 1)), (lay.lines, line, key)):
+        part = drawn[:, place]
+        part.copy_(rows.drawn(part.shape[0] * part.shape[1], own, device).view(part.shape))
+    return torch.cat((fixed, drawn.flatten(0, 1)), dim=1)
 
 
 def matrices(lay: Layout, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -217,27 +225,36 @@ def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     t: (*lead, C) as given to `layout`. Returns (lay.rows, C) in t's dtype: the tiles' rows, sample after sample,
     then the dense tokens. `key` chooses the drawn rows; x and g_y must be projected with the same.
     """
-    t = t.reshape(lay.samples, lay.tokens, t.shape[-1])
-    if lay.lines.tile == 1:
-        return t.reshape(lay.samples * lay.tokens, t.shape[-1])
-    slots = gather(t, lay)
-    body = slots[:, : lay.tiles * lay.lines.tile].reshape(lay.samples * lay.tiles, lay.lines.tile, t.shape[-1])
-    z = torch.bmm(matrices(lay, key, t.dtype, t.device), body).flatten(0, 1)
+    channels = t.shape[-1]
+    t = t.reshape(lay.samples, lay.tokens, channels)
+    tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
+    if tile == 1:
+        return t.reshape(lay.samples * lay.tokens, channels)
+    places = lay.places(t.device)
+    body = t.index_select(1, places.tokens)
+    if places.filled is not None:
+        body = t.new_zeros(lay.samples, lay.tiles * tile, channels).index_copy_(1, places.filled, body)
+    z = t.new_empty(lay.rows, channels)
+    p = matrices(lay, key, t.dtype, t.device)
+    torch.bmm(p, body.view(count, tile, channels), out=z[: count * rank].view(count, rank, channels))
     if lay.dense:
-        single = slots[:, lay.tiles * lay.lines.tile :]
-        z = torch.cat((z, single.reshape(lay.samples * lay.dense, t.shape[-1])))
+        z[count * rank :].view(lay.samples, lay.dense, channels).copy_(t.index_select(1, places.singles))
     return z
 
 
 def lift(z: Tensor, lay: Layout, key: int) -> Tensor:
     """Pᵀ z: coefficients back to tokens, the transpose of `project`. (lay.rows, C) to (samples·tokens, C)."""
-    if lay.lines.tile == 1:
+    tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
+    if tile == 1:
         return z
-    rank, channels = lay.lines.rank, z.shape[-1]
-    count = lay.samples * lay.tiles
+    channels = z.shape[-1]
+    places = lay.places(z.device)
     p = matrices(lay, key, z.dtype, z.device)
     body = torch.bmm(p.transpose(1, 2), z[: count * rank].view(count, rank, channels))
-    slots = body.reshape(lay.samples, lay.tiles * lay.lines.tile, channels)
+    body = body.view(lay.samples, lay.tiles * tile, channels)
+    if places.filled is not None:
+        body = body.index_select(1, places.filled)
+    t = z.new_empty(lay.samples, lay.tokens, channels).index_copy_(1, places.tokens, body)
     if lay.dense:
-        slots = torch.cat((slots, z[count * rank :].view(lay.samples, lay.dense, channels)), dim=1)
-    return scatter(slots, lay).reshape(lay.samples * lay.tokens, channels)
+        t.index_copy_(1, places.singles, z[count * rank :].view(lay.samples, lay.dense, channels))
+    return t.view(lay.samples * lay.tokens, channels)
