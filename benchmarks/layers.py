@@ -4,8 +4,8 @@
 
 `--shared`, for a machine that others use: one thread, and its processor time instead of the clock on the wall.
 
-Subjects: the four Linear layers of a ViT-S block at 197 tokens, with the model's own token grid, and 3×3 convolutions of
-ResNet-18, in float32 and bfloat16, on random data. Every variant's gradients are checked against exact ones before it
+Subjects: the four Linear layers of a ViT-S block at 197 tokens, with the model's own token grid, and 3×3 convolutions
+of ResNet-18, in float32 and bfloat16, on random data. Every variant's gradients are checked against exact ones before it
 is timed; repeats are interleaved, so a ratio compares neighbours in time. One JSON object a line.
 """
 
@@ -39,11 +39,7 @@ RESNET = {"layer1.conv": (64, 64, 56), "layer3.conv": (256, 256, 14)}
 def layer(kind: str, shape: tuple[int, ...], variant: str, dtype: torch.dtype) -> nn.Module:
     """A fresh layer with the same weights for every variant."""
     torch.manual_seed(0)
-    module: nn.Module
-    if kind == "linear":
-        module = nn.Linear(shape[0], shape[1])
-    else:
-        module = nn.Conv2d(shape[0], shape[1], 3, padding=1)
+    module = nn.Linear(shape[0], shape[1]) if kind == "linear" else nn.Conv2d(shape[0], shape[1], 3, padding=1)
     module = module.to(dtype)
     hotrain.convert(
         module,
@@ -125,7 +121,8 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
-        "command": "python benchmarks/layers.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("--out")),
+        "command": f"python benchmarks/layers.py --repeats {args.repeats} --batch {args.batch}"
+        + (" --shared" if args.shared else ""),
     }
     records: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -161,9 +158,8 @@ def totals(subject: str, records: list[dict[str, Any]], members: list[str]) -> l
 
 def table(records: list[dict[str, Any]]) -> None:
     exact = {r["subject"]: r for r in records if r["variant"] == "exact"}
-    print(
-        f"{'subject':<34} {'variant':<14} {'backward ms':>12} {'÷ exact':>8} {'forward ms':>11} {'÷ exact':>8} {'bytes ÷ exact':>14}"
-    )
+    columns = f"{'backward ms':>12} {'÷ exact':>8} {'forward ms':>11} {'÷ exact':>8} {'bytes ÷ exact':>14}"
+    print(f"{'subject':<34} {'variant':<14} {columns}")
     for r in records:
         base = exact[r["subject"]]
         print(

@@ -6,17 +6,19 @@ Linear and convolution of the model appears in the report, converted or kept exa
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
 from .method import Method
-from .nn import HadamardConv2d, HadamardLinear
+from .nn import HadamardLinear
+from .nn.activation import BitReLU
+from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, LayerState, layer_state
 from .transform.tokens import Grid
 
@@ -24,6 +26,9 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
+_ROOM = f"{__package__}.nn."  # where the classes of converted layers live
+_UNCALLED = "no training forward has called it (its weight may be used without calling the layer)"
+_WRAPPERS = ("base_model", "model", "module", "base_layer", "_orig_mod", "_fsdp_wrapped_module")
 _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
 
 
@@ -42,46 +47,40 @@ class KeptRow:
 @dataclass
 class ConversionReport:
     """What happened to each layer. `converted` and `kept` are up to date: a layer that a training forward found
-    unsuited moves from one to the other, with its reason."""
+    unsuited, or did not call, moves from one to the other, with its reason."""
 
     method: Method
     kept_rows: list[KeptRow] = field(default_factory=list)
-    layers: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
+    layers: list[tuple[str, LayerState]] = field(default_factory=list)
+    activations: list[str] = field(default_factory=list)  # names of the ReLUs that keep bits, with their exact gradient
 
-    def _states(self) -> Iterator[tuple[str, LayerState]]:
-        for name, reference in self.layers:
-            module = reference()
-            state = layer_state(module) if module is not None else None
-            if state is not None:
-                yield name, state
+    def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
+        trained = any(state.reached for _, state in self.layers)
+        for name, state in self.layers:
+            if state.fallback is not None:
+                yield KeptRow(name, state.fallback)
+            elif trained and not state.reached:
+                yield KeptRow(name, _UNCALLED)
+            else:
+                yield ConvertedRow(name, state.method)
 
     @property
     def converted(self) -> list[ConvertedRow]:
-        return [ConvertedRow(name, state.method) for name, state in self._states() if state.fallback is None]
+        return [row for row in self._rows() if isinstance(row, ConvertedRow)]
 
     @property
     def kept(self) -> list[KeptRow]:
-        moved = [KeptRow(name, state.fallback) for name, state in self._states() if state.fallback is not None]
-        return self.kept_rows + moved
-
-    @property
-    def uncalled(self) -> list[str]:
-        """Converted layers that no training forward has reached, once others have been reached."""
-        states = list(self._states())
-        return [name for name, state in states if not state.calls] if any(s.calls for _, s in states) else []
+        return self.kept_rows + [row for row in self._rows() if isinstance(row, KeptRow)]
 
     def __str__(self) -> str:
-        uncalled = set(self.uncalled)
-        rows = [
-            (
-                row.name,
-                str(row.method) + ("  (not reached by any training forward)" if row.name in uncalled else ""),
-            )
-            for row in self.converted
-        ]
-        rows += [(row.name, f"exact: {row.reason}") for row in self.kept]
+        converted, kept = self.converted, self.kept
+        rows = [(row.name, str(row.method)) for row in converted]
+        rows += [(row.name, f"exact: {row.reason}") for row in kept]
         width = max((len(name) for name, _ in rows), default=0)
-        head = f"hotrain: {len(self.converted)} layers converted to {self.method.name}, {len(self.kept)} kept exact"
+        methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
+        head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
+        if self.activations:
+            head += f", {len(self.activations)} ReLUs keep a bit an entry"
         return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
 
 
@@ -96,6 +95,9 @@ def convert(
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
 
+    ReLU modules, whose output PyTorch keeps for itself and the next layer at once, are made to keep a bit an entry
+    where the method keeps less than x; their gradient stays exact.
+
     method: a preset's name or a `hotrain.Method`.
     filter_fn: (module, fully qualified name) → whether to convert; given, it replaces the default exclusions (the
         classification head, layers under 32 channels, adapters, 2-D inputs).
@@ -103,7 +105,7 @@ def convert(
         precede them, for models that do not say so themselves (`hotrain.grids`).
     dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
-    Raises ValueError for an unknown method, and when no layer matched.
+    Raises ValueError for an unknown method, a bad grid, and when no layer matched.
     """
     method = as_method(method)
     report = ConversionReport(method)
@@ -122,7 +124,10 @@ def convert(
         if reason is None:
             reason = "weight is sparse" if module.weight.layout != torch.strided else None
         target = _target(module)
-        if reason is not None or target is None:
+        state = layer_state(module)
+        if reason is not None and state is not None:
+            report.layers.append((name, state))  # an earlier call converted it: that still holds
+        elif reason is not None or target is None:
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
             chosen.append((name, module, target))
@@ -136,29 +141,55 @@ def convert(
         )
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
-        if place is not None and place.dense_prefix != dense_prefix:
-            place = Grid(place.height, place.width, place.prefix, dense_prefix)
+        if place is not None and not dense_prefix:
+            place = Grid(place.height, place.width, place.prefix, dense_prefix=False)
         state = layer_state(module)
+        label = name or type(module).__name__
         if state is None:
-            state = LayerState(name, method, place, filter_fn is not None)
+            state = LayerState(label, method, place, filter_fn is not None)
         else:
-            state.method, state.grid, state.chosen, state.fallback = (
-                method,
-                place,
-                filter_fn is not None,
-                None,
-            )
+            state.name, state.method, state.grid = label, method, place
+            state.chosen, state.fallback = filter_fn is not None, None
+            state.draws.layer = Draws.of(label).layer
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
-        report.layers.append((name, weakref.ref(module)))
+        report.layers.append((name, state))
+    if method.compresses:
+        report.activations = _convert_activations(model, None if filter_fn is None else [name for name, _, _ in chosen])
     return report
 
 
+def _convert_activations(model: nn.Module, near: list[str] | None) -> list[str]:
+    """Turn ReLUs into `BitReLU`s: all of them, or those beside (or around) the layers named in `near`."""
+    parents = None if near is None else {name.rpartition(".")[0] for name in near}
+    found = []
+    for name, module in model.named_modules():
+        if type(module) is nn.ReLU and (parents is None or name.rpartition(".")[0] in parents):
+            module.__class__ = BitReLU
+        if type(module) is BitReLU:
+            found.append(name)
+    return found
+
+
 def revert(model: nn.Module) -> None:
-    """Give every converted layer its own class back. The model is as if it had never been converted."""
+    """Give every converted layer its own class back. The model is as if it had never been converted.
+
+    Raises RuntimeError, before anything is changed, where a layer's class was changed again after conversion
+    (a parametrization, FSDP2's `fully_shard` on the layer itself).
+    """
+    layers = [(name, module) for name, module in model.named_modules() if layer_state(module) is not None]
+    for name, module in layers:
+        if not type(module).__module__.startswith(_ROOM):
+            raise RuntimeError(
+                f"hotrain.revert: {name!r} has become a {type(module).__name__} since its conversion; "
+                "undo that first (a parametrization: torch.nn.utils.parametrize.remove_parametrizations)"
+            )
     for module in model.modules():
-        if module.__dict__.pop(ATTRIBUTE, None) is not None:
-            module.__class__ = type(module).__mro__[1]
+        if type(module) is BitReLU:
+            module.__class__ = nn.ReLU
+    for _, module in layers:
+        module.__dict__.pop(ATTRIBUTE).fallback = "reverted"  # for reports of the conversion that are still read
+        module.__class__ = next(c for c in type(module).__mro__ if not c.__module__.startswith(_ROOM))
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
@@ -182,7 +213,7 @@ def _target(module: nn.Module) -> type[nn.Module] | None:
     if type(module) is nn.Linear:
         return HadamardLinear
     if type(module) is nn.Conv2d:
-        return HadamardConv2d
+        return ConvertedConv2d
     if _is_conv1d(module):
         from .nn.hf import HadamardConv1D
 
@@ -224,7 +255,8 @@ def _hindrance(
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed anew in every forward; remove the parametrization, then convert"
     if layer_state(module) is None and _target(module) is None:
-        return f"{type(module).__name__} is a subclass with a forward of its own"
+        own = type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward)
+        return f"{type(module).__name__} is a subclass" + (" with a forward of its own" if own else "")
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     weight = module.weight
@@ -261,7 +293,7 @@ def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
         if any(module is part for head in heads if isinstance(head, nn.Module) for part in head.modules()):
             return True
     # By name only at the outer levels: a block's inner "fc" is no head.
-    path = [part for part in name.split(".") if part not in ("base_model", "model", "module", "base_layer")]
+    path = [part for part in name.split(".") if part not in _WRAPPERS]
     return bool(path) and path[0] in _HEADS
 
 
@@ -277,8 +309,13 @@ def _adapter_of(model: nn.Module, name: str) -> str | None:
 
 
 def _as_grid(grid: Grid | tuple[int, int] | None, prefix: int) -> Grid | None:
+    if type(prefix) is not int or prefix < 0:
+        raise ValueError(f"hotrain.convert: prefix_tokens={prefix!r} is not a number of tokens, 0 or more")
     if grid is None or isinstance(grid, Grid):
+        if prefix:
+            place = "grid=(height, width)" if grid is None else f"Grid(..., prefix={prefix})"
+            raise ValueError(f"hotrain.convert: prefix_tokens={prefix} says nothing without a grid; give {place}")
         return grid
-    if len(grid) != 2 or any(type(n) is not int or n < 1 for n in grid):
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or any(type(n) is not int or n < 1 for n in grid):
         raise ValueError(f"hotrain.convert: grid={grid!r} is not (height, width) in patches")
     return Grid(grid[0], grid[1], prefix)

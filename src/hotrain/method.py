@@ -67,6 +67,11 @@ class GradInput:
         _require("grad_input", "weight_rounding", self.weight_rounding, ROUNDINGS)
         if self.transform == "lowpass" and self.bits is not None:
             raise ValueError("grad_input: the low-pass transform is not combined with bits; use bits=None")
+        if self.number == "luq" and (self.bits != 4 or self.transform is not None):
+            raise ValueError(
+                f"grad_input: number='luq' with bits={self.bits!r}, transform={self.transform!r} is not defined; "
+                "accepted are bits=4 and transform=None"
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -120,6 +125,8 @@ class GradWeight:
         _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
         if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
+        if self.number == "luq" and self.bits != 4:
+            raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
 
     @property
     def fixed(self) -> int:
@@ -162,6 +169,8 @@ class Saved:
         _require("saved", "number", self.number, ("int", "sawb"))
         _require("saved", "scale", self.scale, ("tensor", "row"))
         _require("saved", "rounding", self.rounding, ROUNDINGS)
+        if self.number == "sawb" and self.bits != 4:
+            raise ValueError(f"saved: number='sawb' with bits={self.bits!r} is not defined; accepted is bits=4")
 
     def __str__(self) -> str:
         if self.bits is None:
@@ -191,12 +200,18 @@ class Method:
         return self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
 
     @property
+    def compresses(self) -> bool:
+        """Whether a layer keeps less than its whole input."""
+        return self.saved.bits is not None or self.grad_weight.rank < self.grad_weight.tile
+
+    @property
     def draws(self) -> bool:
         """Whether a training step of this method draws random numbers."""
         g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
         return bool(
             g_w.sampled
             or g_w.drop
+            or "luq" in (g_x.number, g_w.number)
             or (g_x.bits and "stochastic" in (g_x.rounding, g_x.weight_rounding))
             or (g_w.bits and g_w.rounding == "stochastic")
             or (saved.bits and saved.rounding == "stochastic")
@@ -224,8 +239,9 @@ class Method:
         if "rank" in overrides:
             rank = overrides["rank"]
             _require_int(self.name, "rank", rank, 1, g_w.tile)
-            share = g_w.sampled / g_w.rank
-            g_w = replace(g_w, rank=rank, sampled=round(share * rank) if "sampled" not in overrides else 0)
+            # A method that draws goes on drawing: without one drawn row it would lose its unbiasedness.
+            drawn = max(1, round(rank * g_w.sampled / g_w.rank)) if g_w.sampled else 0
+            g_w = replace(g_w, rank=rank, sampled=0 if "sampled" in overrides else drawn)
         if "sampled" in overrides:
             _require_int(self.name, "sampled", overrides["sampled"], 0, g_w.rank)
             g_w = replace(g_w, sampled=overrides["sampled"])
@@ -242,8 +258,8 @@ class Method:
             bits = overrides["saved_bits"]
             _require(self.name, "saved_bits", bits, BITS)
             # Four bits hold a tensor of unequal rows only with a scale a row and unbiased rounding (measured.md).
-            four = {"scale": "row", "rounding": "stochastic"} if bits == 4 and saved.number == "int" else {}
-            saved = replace(saved, bits=bits, **four)
+            newly_four = bits == 4 and saved.bits != 4 and saved.number == "int"
+            saved = replace(saved, bits=bits, **({"scale": "row", "rounding": "stochastic"} if newly_four else {}))
         if "scale" in overrides:
             _require(self.name, "scale", overrides["scale"], SCALES)
             g_x = replace(g_x, scale=overrides["scale"])

@@ -1,0 +1,109 @@
+"""Accuracy of several methods on one data set, many runs side by side on the GPUs of one machine.
+
+    python benchmarks/accuracy.py --data cifar10.npz --recipes small_vit_cifar10 --methods exact,hot-unbiased \\
+        --seeds 0,1,2 --epochs 12 --at-once 6 --seconds 500 --out FILE
+
+Every cell is a `hotrain train` process of its own; cells start in the order recipe, seed, method; what has not finished
+after `--seconds` is stopped and left out. FILE gets the finished rows in `hotrain compare`'s summary format, for
+``benchmarks/results``. Step times of runs that share a GPU are not comparable and are not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrain.train.record import read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--recipes", required=True, help="comma-separated, each with an optional :epochs")
+    parser.add_argument("--methods", required=True, help="comma-separated")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--at-once", type=int, default=4, help="runs on one GPU")
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    gpus = max(1, torch.cuda.device_count())
+    cells = []
+    for recipe in args.recipes.split(","):
+        name, _, epochs = recipe.partition(":")
+        cells += [
+            (name, int(epochs or args.epochs), method, int(seed))
+            for seed in args.seeds.split(",")
+            for method in args.methods.split(",")
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        finished = run_cells(cells, args.data, gpus, args.at_once, time.monotonic() + args.seconds, Path(folder))
+    rows = [summary_row(record) for record in finished]
+    first = finished[0] if finished else {}
+    meta = {key: first[key] for key in ("versions", "device", "commit") if key in first}
+    meta |= {
+        "command": "python benchmarks/accuracy.py "
+        f"--recipes {args.recipes} --methods {args.methods} --seeds {args.seeds} --epochs {args.epochs}",
+        "data": Path(args.data).name,
+        "gpus": gpus,
+        "cells": f"{len(rows)} of {len(cells)} finished",
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({**meta, "rows": rows}, indent=1) + "\n")
+    for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["seed"])):
+        print(row["model"], row["method"], row["seed"], f"{row['accuracy']:.2f}", row["saved_bytes"])
+
+
+def run_cells(
+    cells: list[tuple[str, int, str, int]], data: str, gpus: int, at_once: int, deadline: float, folder: Path
+) -> list[dict[str, Any]]:
+    """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached; the finished records."""
+    waiting = list(enumerate(cells))
+    running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
+    load = [0] * gpus
+    while (waiting or running) and time.monotonic() < deadline:
+        for number, (process, gpu) in list(running.items()):
+            if process.poll() is not None:
+                load[gpu] -= 1
+                del running[number]
+                if process.returncode:
+                    print((folder / f"{number}.log").read_text()[-2000:], file=sys.stderr)
+        while waiting and min(load) < at_once:
+            number, cell = waiting.pop(0)
+            gpu = load.index(min(load))
+            running[number] = (start(cell, data, gpu, folder, number), gpu)
+            load[gpu] += 1
+        time.sleep(0.2)
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
+    records = [record for number in range(len(cells)) for record in read(folder / str(number) / "runs.jsonl")]
+    return [record for record in records if record["status"] == "finished"]
+
+
+def start(cell: tuple[str, int, str, int], data: str, gpu: int, folder: Path, number: int) -> subprocess.Popen[bytes]:
+    recipe, epochs, method, seed = cell
+    command = [sys.executable, "-m", "hotrain.cli.main", "train", recipe, "--method", method, "--seed", str(seed)]
+    command += ["--data", data, "--set", f"epochs={epochs}", "--out", str(folder / str(number)), "--quiet"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
+    with (folder / f"{number}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def summary_row(record: dict[str, Any]) -> dict[str, Any]:
+    keys = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops")
+    losses = [row["train_loss"] for row in record["history"]]
+    return {**{key: record[key] for key in keys}, "step_ms": None, "epochs": len(losses), "train_loss": losses[-1]}
+
+
+if __name__ == "__main__":
+    main()

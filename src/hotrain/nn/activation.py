@@ -1,0 +1,40 @@
+"""`torch.nn.ReLU` that keeps one bit an entry: its exact gradient needs no more.
+
+ReLU's output is the next layer's input, and PyTorch keeps it for both. When that layer keeps codes instead, ReLU's
+copy would go on living and nothing would be saved: so the two are converted together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..saved import pack_bits, unpack_bits
+
+
+class Relu(torch.autograd.Function):
+    """max(x, 0); kept: whether each entry passes the gradient on (a NaN does, as in PyTorch)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
+        if inplace:
+            ctx.mark_dirty(x)
+        y = x.relu_() if inplace else x.relu()
+        ctx.save_for_backward(pack_bits(y.le(0).logical_not_()))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
+        (bits,) = ctx.saved_tensors
+        return g_y * unpack_bits(bits, g_y.shape), None
+
+
+class BitReLU(nn.ReLU):
+    """A ReLU whose training forward keeps a bit an entry; its gradient is PyTorch's. Made by `hotrain.convert`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled() and input.requires_grad):
+            return super().forward(input)
+        return Relu.apply(input, self.inplace)
