@@ -10,6 +10,7 @@ without an optimizer step.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
@@ -41,7 +42,8 @@ class LayerChoice:
 
     choice: ``"token"`` or ``"tensor"``.  error_tensor, error_token: mean error over the batches with either scale, in
     the calibration's statistic, relative to g_y (l2: ‖g−Q(g)‖/‖g‖; mse: its square).  ratio: token over tensor.
-    batches: how many batches reached the layer.
+    batches: how many batches' gradients reached the layer; where none did (a frozen layer with nothing trainable before
+    it) there is nothing to choose, and it keeps what ``"auto"`` means, a scale a token.
     """
 
     choice: str
@@ -62,6 +64,8 @@ class Calibration:
     def __str__(self) -> str:
         rows = [
             [name, f"{c.error_tensor:.4f}", f"{c.error_token:.4f}", f"{c.ratio:.3f}", c.choice]
+            if c.batches
+            else [name, "–", "–", "–", f"{c.choice}: no gradient"]
             for name, c in self.layers.items()
         ]
         tokens = sum(c.choice == "token" for c in self.layers.values())
@@ -164,15 +168,12 @@ def calibrate(
             for call in exact_calls(model, batch, loss_fn, names):
                 key = draws.mix(draws.current_seed(), zlib.crc32(call.name.encode()), seen)
                 pair = scale_errors(call.token_gradient(), call.state.method.grad_input, key, statistic)
+                if not all(map(math.isfinite, pair)):
+                    raise ValueError(f"calibrate: {call.name}: batch {seen} has a gradient that is not finite")
                 errors[call.name].append(pair)
             seen += 1
     if not seen:
         raise ValueError("calibrate: no batch was given; pass at least one training batch")
-    silent = [name for name, pairs in errors.items() if not pairs]
-    if silent:
-        raise ValueError(
-            f"calibrate: no gradient reached {_some(silent)}; exclude them from the conversion (filter_fn)"
-        )
     return Calibration({name: _choose(errors[name], threshold) for name in names}, statistic, threshold)
 
 
@@ -194,6 +195,8 @@ def scale_errors(g_y: Tensor, path: GradInput, key: int, statistic: str = "l2") 
 
 def _choose(pairs: list[tuple[float, float]], threshold: float) -> LayerChoice:
     count = len(pairs)
+    if not count:
+        return LayerChoice("token", 0.0, 0.0, 1.0, 0)
     error_tensor, error_token = (sum(column) / count for column in zip(*pairs, strict=True))
     ratio = error_token / error_tensor if error_tensor else 1.0
     choice = "token" if ratio < threshold else "tensor"

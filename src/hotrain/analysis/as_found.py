@@ -16,17 +16,17 @@ from ..nn.state import layer_states
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's modes and buffers, all random generators and the counters of converted layers are afterwards what they were before, bit for bit.
+    """Whatever runs inside, the model's modes and buffers, all random generators and the counters of converted layers
+    are afterwards what they were before, bit for bit.
 
     Parameters and their ``.grad`` are not copied: what runs inside must not write to them (use
     ``torch.autograd.grad``, which accumulates nowhere).
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     states = [state for _, state in layer_states(model)]
     counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation) for s in states]
@@ -38,8 +38,9 @@ def as_found(model: nn.Module) -> Iterator[None]:
             module.training = training
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer
-            with torch.no_grad():
-                buffer.copy_(value)
+            if buffer is not None and value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)
         for state, calls, fallback, step, generation in counters:
             state.calls, state.fallback = calls, fallback
             state.draws.step, state.draws.generation = step, generation

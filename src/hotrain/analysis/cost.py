@@ -8,9 +8,10 @@ exact product costs 1024 a multiply-accumulate; give 16 for training in bf16.
 
 ``mode="paper"`` repeats the formulas of the released calculator instead (`hotrain.analysis.paper`), defects
 included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
-products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that nobody asks for
-(of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain computes them:
-where patches overlap, x is lifted back and unfolded, so the rank shortens what is kept and not the product.
+products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that
+nobody asks for (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
+computes them: where patches overlap, x is lifted back and unfolded, so the rank shortens what is kept and not the
+product.
 
 Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
 and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).
@@ -25,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from ..conversion import convert, revert
+from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
 from ..presets import preset
@@ -132,7 +134,7 @@ def cost(
         raise ValueError(f"cost: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
     if type(float_bits) is not int or float_bits < 1:
         raise ValueError(f"cost: float_bits={float_bits!r} is not a positive integer (32 for float32, 16 for bf16)")
-    asked = preset(method) if isinstance(method, str) else method
+    asked = None if method is None else as_method(method)
     shapes = layer_shapes(model, *inputs, **kwargs)
     found = dict(layer_states(model))
     exact = preset("exact")
@@ -225,9 +227,7 @@ def _in_floats(shape: LayerShape) -> bool:
     return shape.groups > 1 and shape.outputs // shape.groups < TILE
 
 
-def _grad_input(
-    count: _Counter, shape: LayerShape, method: Method, grid: Grid | None
-) -> tuple[Operations, Operations]:
+def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid | None) -> tuple[Operations, Operations]:
     """(product, overhead) of g_x = g_y w."""
     path, tokens, fb = method.grad_input, shape.tokens, count.float_bits
     if path.transform == "lowpass":

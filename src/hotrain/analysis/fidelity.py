@@ -28,8 +28,9 @@ PATHS = ("grad_input", "grad_weight")
 class Fidelity:
     """Per converted layer, its gradients against exact.
 
-    rows: one dict a layer: layer, method, and for grad_input and grad_weight (None where that gradient is not asked
-    for), with norms over the whole gradient, relative to the exact one:
+    rows: one dict a layer: layer, method (``exact: reason`` where the layer could not follow its own), and for
+    grad_input and grad_weight (None where that gradient is not asked for), with norms over the whole gradient,
+    relative to the exact one:
 
     - ``…_error``: L2 error, root mean square over the draws;
     - ``…_cosine``: with the exact gradient, mean over the draws;
@@ -131,6 +132,8 @@ def _row(call: Call, draws: int) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": call.name, "method": call.state.method.name}
     exact = _gradients(call, converted=False)
     drawn = [_gradients(call, converted=True) for _ in range(draws)]
+    if call.state.fallback is not None:
+        row["method"] = f"exact: {call.state.fallback}"
     for path in PATHS:
         row |= _figures(path, exact[path], [gradients[path] for gradients in drawn])
     row["g_y_energy"] = energy_by_sequency(call.token_gradient())
@@ -163,7 +166,7 @@ def _figures(path: str, exact: Tensor | None, drawn: list[Any]) -> dict[str, flo
     variance = torch.stack([(g - mean).norm().square() for g in drawn]).sum() / (len(drawn) - 1)
     return {
         f"{path}_error": _relative(errors.square().mean().sqrt(), size),
-        f"{path}_cosine": float(cosines.mean()),
+        f"{path}_cosine": float(cosines.mean()) if float(size) else float(float(errors.max()) == 0),
         f"{path}_bias": _relative((mean - exact).norm(), size),
         f"{path}_noise": _relative((variance / len(drawn)).sqrt(), size),
     }

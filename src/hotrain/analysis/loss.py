@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,22 +32,35 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tens
     if _is_criterion(loss_fn):
         return _checked(_criterion(model, batch, loss_fn))
     called: list[nn.Module] = []
+    try:
+        with _watched(model, called):
+            loss = loss_fn(model, batch)
+    except (TypeError, AttributeError):
+        if called or not _is_pair(batch):
+            raise
+        loss = _criterion(model, batch, loss_fn)
+    return _checked(loss)
+
+
+@contextmanager
+def _watched(model: nn.Module, called: list[nn.Module]) -> Iterator[None]:
+    """Note which parts of the model are called, and refuse to move or cast it (a criterion's ``output.float()``)."""
     own = set(model.modules())
 
     def note(module: nn.Module, _: Any) -> None:
         if module in own:
             called.append(module)
 
+    def refuse(*_: Any, **__: Any) -> nn.Module:
+        raise TypeError("a loss function must not move or cast the model")
+
     handle = nn.modules.module.register_module_forward_pre_hook(note)
+    model.__dict__["_apply"] = refuse  # all of .float(), .to() and the like go through it
     try:
-        loss = loss_fn(model, batch)
-    except (TypeError, AttributeError):
-        if called or not _is_pair(batch):
-            raise
-        loss = _criterion(model, batch, loss_fn)
+        yield
     finally:
+        del model.__dict__["_apply"]
         handle.remove()
-    return _checked(loss)
 
 
 def _is_criterion(loss_fn: LossFn) -> bool:
@@ -99,5 +113,7 @@ def _checked(loss: Any) -> Tensor:
             got += " that requires no grad"
         raise ValueError(f"loss_fn(model, batch) must return one number that requires grad, got {got}")
     if not torch.isfinite(loss.detach()).all():
-        raise ValueError(f"the loss is {loss.item()}: gradients of this batch say nothing; check the batch and the model")
+        raise ValueError(
+            f"the loss is {loss.item()}: gradients of this batch say nothing; check the batch and the model"
+        )
     return loss

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ..functional import as_method
 from ..method import Method
-from ..presets import preset
 from .shapes import LayerShape, layer_shapes
 from .tables import bytes_text, table
 
@@ -35,6 +35,8 @@ def row(shape: LayerShape, method: Method) -> dict[str, Any]:
     I = shape.inputs * shape.groups  # the calculator ignores groups
     LOI, LO, OI, LI = L * O * I, L * O, O * I, L * I
     # Per path: operations on floats, multiply-accumulates, bit operations of one of them.
+    g_x: tuple[float, float, int]
+    g_w: tuple[float, float, int]
     if method.is_exact:
         g_x = g_w = (0.0, LOI, FLOAT)
     elif method.name == "lbp-wht":
@@ -126,13 +128,15 @@ class PaperMemory:
         return table(["published formula", "bytes"], [[part, bytes_text(getattr(self, part))] for part in parts])
 
 
-def paper_memory(model: nn.Module, batch: int, *inputs: Any, method: str | Method = "exact", **kwargs: Any) -> PaperMemory:
+def paper_memory(
+    model: nn.Module, batch: int, *inputs: Any, method: str | Method = "exact", **kwargs: Any
+) -> PaperMemory:
     """The published memory formula for `batch` samples; `inputs` are one batch of any size, to learn shapes from.
 
     Activations are the outputs of all layers in float32; with HOT their share r/16 in codes of `Saved.bits`. This is
     a formula, not a measurement: `hotrain.saved_bytes` measures.
     """
-    method = preset(method) if isinstance(method, str) else method
+    method = as_method(method)
     parameters = sum((3 if "qkv" in name else 1) * p.numel() for name, p in model.named_parameters())
     outputs = sum(
         (4 if "qkv" in shape.name else 1) * shape.output_entries // shape.samples

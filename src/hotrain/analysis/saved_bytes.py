@@ -3,7 +3,8 @@
 One forward in training mode runs under saved-tensor hooks. Every tensor that a node of the graph saves passes
 through them, whatever saved it: an ATen operator, a `torch.autograd.Function`, a checkpoint. Counted are the
 distinct storages that are still held when the forward has returned, each once and in whole, because a view keeps
-all of its storage. Parameters and buffers are left out: they are there anyway.
+all of its storage. Parameters and buffers are left out: they are there anyway. The copies that autocast makes of
+weights are counted, under a name of their own: they do not grow with the batch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .as_found import as_found
 from .tables import bytes_text, table
 
 CHECKPOINT = "checkpoint input"
+WEIGHT_COPY = "autocast copy of a weight"
 ELSEWHERE = "outside the output's graph"
 
 
@@ -73,7 +75,8 @@ class Comparison:
         return self.converted.total / self.exact.total if self.exact.total else float("nan")
 
     def __str__(self) -> str:
-        last = {"operator": "total", "exact": self.exact.total, "converted": self.converted.total, "ratio": self.ratio}
+        last: dict[str, Any] = {"operator": "total", "ratio": self.ratio}
+        last |= {"exact": self.exact.total, "converted": self.converted.total}
         return table(
             ["operator", "exact", "converted", "ratio"],
             [
@@ -86,7 +89,7 @@ class Comparison:
 def compare(exact: SavedBytes, converted: SavedBytes) -> Comparison:
     """The audits of a model before and after conversion, by operator, largest first."""
     operators = {*exact.by_operator, *converted.by_operator}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in operators:
         before, after = exact.by_operator.get(name, 0), converted.by_operator.get(name, 0)
         ratio = after / before if before else None
@@ -124,23 +127,22 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         rows = seen.rows(_names_by_sequence(roots))
         del output, roots
         peak = _device_peak(model, inputs, kwargs, device) if device is not None else None
-    by_module: dict[str, int] = {}
-    by_operator: dict[str, int] = {}
-    for row in rows:
-        by_module[row["module"]] = by_module.get(row["module"], 0) + row["bytes"]
-        by_operator[row["operator"]] = by_operator.get(row["operator"], 0) + row["bytes"]
     total = sum(row["bytes"] for row in rows)
-    return SavedBytes(total, _descending(by_module), _descending(by_operator), rows, peak)
+    return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
+
+
+_CAST = "ToCopyBackward0"
+_VIEWS_AND_CASTS = {_CAST, "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
 
 
 class _Kept:
     """What the graph holds in place of a saved tensor. It dies with the node that holds it."""
 
-    __slots__ = ("__weakref__", "from_checkpoint", "module", "sequence", "tensor")
+    __slots__ = ("__weakref__", "module", "operator", "sequence", "tensor")
 
-    def __init__(self, tensor: Tensor, module: str, sequence: int, from_checkpoint: bool) -> None:
+    def __init__(self, tensor: Tensor, module: str, sequence: int, operator: str | None) -> None:
         self.tensor, self.module = tensor, module
-        self.sequence, self.from_checkpoint = sequence, from_checkpoint
+        self.sequence, self.operator = sequence, operator  # the operator's name where it is known already
 
 
 def _unpack(kept: _Kept) -> Tensor:
@@ -158,9 +160,20 @@ class _Seen:
     def pack(self, tensor: Tensor) -> _Kept:
         # A node takes its number when it is made and saves before the next one is made: the last number given is its.
         sequence = torch.autograd._get_sequence_nr() - 1
-        kept = _Kept(tensor, self.stack[-1], sequence, _called_by_checkpoint())
+        # Detached: a result that a node saves would otherwise hold that node, and the two each other.
+        operator = CHECKPOINT if _called_by_checkpoint() else WEIGHT_COPY if self._is_weight_copy(tensor) else None
+        kept = _Kept(tensor.detach(), self.stack[-1], sequence, operator)
         self.packed.append(weakref.ref(kept))
         return kept
+
+    def _is_weight_copy(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of a parameter's cast to another dtype."""
+        node, cast = tensor.grad_fn, False
+        while node is not None and node.name() in _VIEWS_AND_CASTS:
+            cast |= node.name() == _CAST
+            node = node.next_functions[0][0]
+        parameter = getattr(node, "variable", None)  # AccumulateGrad's
+        return cast and parameter is not None and any(key in self.excluded for key, _ in _storages(parameter))
 
     def rows(self, operators: dict[int, str]) -> list[dict[str, Any]]:
         """One dict for each distinct storage that is still held, largest first."""
@@ -170,7 +183,7 @@ class _Seen:
             kept = reference()
             if kept is None:  # its node is gone: autograd does not keep it
                 continue
-            operator = CHECKPOINT if kept.from_checkpoint else operators.get(kept.sequence, ELSEWHERE)
+            operator = kept.operator or operators.get(kept.sequence, ELSEWHERE)
             for key, size in _storages(kept.tensor):
                 if key in counted:
                     continue
@@ -306,7 +319,11 @@ def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
     return [[name or "(model)", bytes_text(size), f"{size / max(total, 1):.1%}"] for name, size in sizes.items()]
 
 
-def _descending(sizes: dict[str, int]) -> dict[str, int]:
+def _summed(rows: list[dict[str, Any]], field: str) -> dict[str, int]:
+    """Bytes by one field of the rows, largest first."""
+    sizes: dict[str, int] = {}
+    for row in rows:
+        sizes[row[field]] = sizes.get(row[field], 0) + row["bytes"]
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
 
 

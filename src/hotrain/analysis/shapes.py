@@ -26,7 +26,7 @@ class LayerShape:
     kernel: k_h·k_w of a convolution, else 1.
     input_lead: the axes of x that are tokens; the positions of a convolution's input, before any unfolding.
     unfolds: a convolution whose patches overlap (or have borders), so that it is no Linear layer on patches.
-    samples_only: rows that are samples rather than tokens: a 2-D input, a 1×1 image.
+    samples_only: rows that are samples rather than tokens: a 2-D input, one token a sample, a 1×1 image.
     needs_grad_input, needs_grad_weight: whether a backward of this forward asks for them.
     """
 
@@ -134,7 +134,8 @@ def _observe(seen: list[LayerShape], name: str, module: nn.Module, args: tuple[T
 def shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
     """The products of one call ``y = module(x)``."""
     kind, weight = kind_of(module), module.weight
-    assert kind is not None and isinstance(weight, Tensor)
+    assert kind is not None
+    assert isinstance(weight, Tensor)
     # Conv1D keeps its weight transposed: (inputs, outputs).
     outputs = weight.shape[1] if kind == "Conv1D" else weight.shape[0]
     inputs = weight.shape[0] if kind == "Conv1D" else weight[0].numel()
@@ -154,7 +155,7 @@ def shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
         kernel=kernel,
         input_lead=input_lead,
         unfolds=unfolds,
-        samples_only=x.shape[-2:].numel() == 1 if kind == "Conv2d" else x.dim() <= 2,
+        samples_only=(x.shape[-2:] if kind == "Conv2d" else x.shape[1:-1]).numel() == 1,
         needs_grad_input=x.requires_grad,
         needs_grad_weight=weight.requires_grad,
     )

@@ -1,0 +1,230 @@
+"""Which layers gain time on this machine: the exact backward against a method's, measured shape by shape.
+
+A method can save memory everywhere and still lose time in a layer, most of all where a fast float product is the rival
+and the shape is small. The planner times both on the device and in the dtype at hand; its `filter_fn` leaves exact what
+loses.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..conversion import FilterFn, convert, revert
+from ..functional import as_method
+from ..method import Method
+from ..nn.state import LayerState, layer_states
+from .as_found import as_found
+from .shapes import LayerShape, shape_of
+from .tables import table
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Times of one method against exact, and what follows from them.
+
+    rows: one dict for each distinct shape: layers (names), kind, tokens, outputs, inputs, dtype, exact_ms and method_ms
+    (one layer's backward; the method's includes what it adds to the forward), ratio, convert (whether to), and
+    reason (why not, where the layer cannot follow the method).
+    """
+
+    method: Method
+    threshold: float
+    device: str
+    rows: list[dict[str, Any]]
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        """The layers to convert."""
+        return frozenset(name for row in self.rows if row["convert"] for name in row["layers"])
+
+    def filter_fn(self, module: nn.Module, name: str) -> bool:
+        """For `hotrain.convert(model, plan.method, filter_fn=plan.filter_fn)`: whether this layer gains."""
+        return name in self.chosen
+
+    def _total(self, column: Callable[[dict[str, Any]], float]) -> float:
+        return sum(len(row["layers"]) * column(row) for row in self.rows)
+
+    @property
+    def exact_ms(self) -> float:
+        """All candidates' backward, exact."""
+        return self._total(lambda row: row["exact_ms"])
+
+    @property
+    def planned_ms(self) -> float:
+        """The same with the chosen layers converted."""
+        return self._total(lambda row: row["method_ms"] if row["convert"] else row["exact_ms"])
+
+    def __str__(self) -> str:
+        body = [
+            [
+                row["layers"][0] + (f" (+{len(row['layers']) - 1})" if len(row["layers"]) > 1 else ""),
+                f"{row['tokens']}×{row['outputs']}×{row['inputs']}",
+                row["dtype"],
+                f"{row['exact_ms']:.3f}",
+                f"{row['method_ms']:.3f}",
+                f"{row['ratio']:.2f}",
+                self.method.name if row["convert"] else f"exact{': ' + row['reason'] if row['reason'] else ''}",
+            ]
+            for row in self.rows
+        ]
+        title = (
+            f"{self.method.name} on {self.device}: {len(self.chosen)} of {sum(len(r['layers']) for r in self.rows)} "
+            f"layers gain (ratio below {self.threshold:g}); backward of all {self.exact_ms:.1f} ms exact, "
+            f"{self.planned_ms:.1f} ms as planned"
+        )
+        headers = ["layers", "T×O×I", "dtype", "exact ms", f"{self.method.name} ms", "ratio", "keep"]
+        return title + "\n" + table(headers, body)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How a layer was called, as far as time depends on it."""
+
+    shape: LayerShape
+    x_shape: tuple[int, ...]
+    x_dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    def key(self, module: nn.Module, state: LayerState) -> tuple[Any, ...]:
+        s, weight = self.shape, module.weight
+        assert isinstance(weight, Tensor)
+        called = (s.kind, self.x_shape, self.x_dtype, self.autocast, s.needs_grad_input, s.needs_grad_weight)
+        return *called, weight.shape, weight.dtype, getattr(module, "geometry", None), state.grid
+
+
+def plan(
+    model: nn.Module,
+    *inputs: Any,
+    method: str | Method = "hot-unbiased",
+    repeats: int = 5,
+    threshold: float = 1.0,
+    filter_fn: FilterFn | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Time, for every distinct layer shape in ``model(*inputs, **kwargs)``, the exact backward against `method`'s.
+
+    model: not converted; its candidates are the layers that `hotrain.convert(model, method, filter_fn=filter_fn)`
+        would convert. Call it under the autocast context that training uses.
+    repeats: timed runs of each, interleaved, after one that is not counted; the medians are compared.
+    threshold: a layer is converted where method time / exact time is below it. Memory is not weighed: raise it to
+        convert layers that lose a little time.
+
+    The model is left as found. Raises ValueError for a converted model, for repeats < 1, and where `convert` does.
+    """
+    if type(repeats) is not int or repeats < 1:
+        raise ValueError(f"plan: repeats={repeats!r} is not a positive integer")
+    if any(True for _ in layer_states(model)):
+        raise ValueError("plan: the model is converted already; call hotrain.revert(model) first")
+    chosen = as_method(method)
+    if chosen.is_exact:
+        raise ValueError("plan: method 'exact' has nothing to compare with; name another preset")
+    with as_found(model):
+        convert(model, chosen, filter_fn=filter_fn)
+        try:
+            rows, device = _rows(model, inputs, kwargs, repeats, threshold)
+        finally:
+            revert(model)
+    return Plan(chosen, threshold, device, rows)
+
+
+def _rows(
+    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], repeats: int, threshold: float
+) -> tuple[list[dict[str, Any]], str]:
+    states = dict(layer_states(model))
+    groups: dict[tuple[Any, ...], list[tuple[str, _Seen]]] = {}
+    for name, seen in _calls(model, states, inputs, kwargs).items():
+        groups.setdefault(seen.key(model.get_submodule(name), states[name]), []).append((name, seen))
+    rows = []
+    device = torch.device("cpu")
+    for members in groups.values():
+        name, seen = members[0]
+        module = model.get_submodule(name)
+        device = module.weight.device  # type: ignore[assignment]
+        exact_ms, method_ms = _time(module, seen, repeats)
+        ratio = method_ms / exact_ms if exact_ms else float("inf")
+        reason = states[name].fallback
+        rows.append(
+            {
+                "layers": [member for member, _ in members],
+                "kind": seen.shape.kind,
+                "tokens": seen.shape.tokens,
+                "outputs": seen.shape.outputs,
+                "inputs": seen.shape.inputs,
+                "dtype": str(seen.autocast or seen.x_dtype).removeprefix("torch."),
+                "exact_ms": exact_ms,
+                "method_ms": method_ms,
+                "ratio": ratio,
+                "convert": reason is None and ratio < threshold,
+                "reason": reason,
+            }
+        )
+    return rows, device.type
+
+
+def _calls(
+    model: nn.Module, states: dict[str, LayerState], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, _Seen]:
+    """How each converted layer is called (its first call), from one exact forward that keeps no activation."""
+    seen: dict[str, _Seen] = {}
+
+    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        x, kind = args[0], y.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        seen.setdefault(name, _Seen(shape_of(name, module, x, y), tuple(x.shape), x.dtype, autocast))
+
+    handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in states]
+    model.eval()
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0)):
+            model(*inputs, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen:
+        raise ValueError(f"plan: the forward of {type(model).__name__} called none of the layers it would convert")
+    return seen
+
+
+def _time(module: nn.Module, seen: _Seen, repeats: int) -> tuple[float, float]:
+    """Median milliseconds of (exact backward, the method's backward and what it adds to the forward)."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    x = torch.randn(seen.x_shape, dtype=seen.x_dtype, device=weight.device)
+    x.requires_grad_(seen.shape.needs_grad_input)
+    leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+    if not leaves:
+        return 0.0, 0.0
+    autocast = torch.autocast(x.device.type, seen.autocast) if seen.autocast else nullcontext()
+    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for repeat in range(repeats + 1):
+        for converted in (False, True):
+            module.training = converted
+            with autocast, torch.enable_grad():
+                start = _now(x.device)
+                y = module.forward(x)
+                middle = _now(x.device)
+            g_y = torch.randn_like(y)
+            resumed = _now(x.device)
+            torch.autograd.grad(y, leaves, g_y)
+            if repeat:
+                times[converted].append((middle - start, _now(x.device) - resumed))
+    (forward, exact), (with_save, backward) = (
+        tuple(statistics.median(column) for column in zip(*times[run], strict=True)) for run in (False, True)
+    )
+    return exact * 1e3, (backward + max(0.0, with_save - forward)) * 1e3
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
