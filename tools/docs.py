@@ -1,0 +1,301 @@
+"""Rewrite the generated parts of the documents from the code and from the records under benchmarks/results.
+
+``make docs`` runs it; ``python tools/docs.py --check`` writes nothing and exits 1 when a part is out of date. A part
+stands between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- /generated -->``; `PARTS` says which there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import records
+import torch
+
+import hotrain
+from hotrain.method import Method
+from hotrain.saved import Format
+from hotrain.transform.rows import Rows, order
+from hotrain.transform.tokens import Grid, Layout, layout
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "src/hotrain"
+# The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.
+EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
+LENGTHS: tuple[tuple[int, Grid | None], ...] = (
+    (1, None),
+    (7, None),
+    (49, None),
+    (49, Grid(7, 7)),
+    (64, None),
+    (64, Grid(8, 8)),
+    (196, None),
+    (196, Grid(14, 14)),
+    (197, None),
+    (197, Grid(14, 14, prefix=1)),
+    (577, None),
+    (577, Grid(24, 24, prefix=1)),
+)
+
+_PART = re.compile(r"^(<!-- generated: ([^>\n]*) -->\n)(.*?)^(<!-- /generated -->)$", re.DOTALL | re.MULTILINE)
+_MARKER = re.compile(r"^<!-- /?generated.*-->$", re.MULTILINE)
+
+
+def documents() -> list[Path]:
+    """The documents that may hold generated parts."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rewritten(text: str, where: str = "document") -> str:
+    """`text` with every generated part made anew.
+
+    Raises ValueError, naming `where`, for an unknown part and for markers that do not pair up.
+    """
+    if len(_MARKER.findall(text)) != 2 * len(_PART.findall(text)):
+        raise ValueError(f"{where}: a '<!-- generated: … -->' and a '<!-- /generated -->' do not pair up")
+
+    def part(match: re.Match[str]) -> str:
+        name, *arguments = match[2].split()
+        if name not in PARTS:
+            raise ValueError(f"{where}: unknown generated part {name!r}; known: {', '.join(PARTS)}")
+        return f"{match[1]}\n{PARTS[name](*arguments).strip()}\n\n{match[4]}"
+
+    return _PART.sub(part, text)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def presets() -> str:
+    """What each preset computes, loses and keeps."""
+    lead, channels, _ = EXAMPLE
+    exact = math.prod(lead) * channels * torch.bfloat16.itemsize
+    rows = []
+    for name in hotrain.presets():
+        method = hotrain.preset(name)
+        formula = str(method).removeprefix(name).strip().replace("  ", " · ")
+        share = _kept_bytes(method) / exact
+        rows.append([f"`{name}`", formula, grad_input_loss(method), grad_weight_loss(method), f"{share:.3f}"])
+    return table(["preset", "as it prints", "g_x loses", "g_w loses", "x kept"], rows)
+
+
+def _kept_bytes(method: Method) -> int:
+    lead, channels, grid = EXAMPLE
+    return Format(method.saved, channels, torch.bfloat16).nbytes(_layout(method, lead, grid).rows)
+
+
+def _layout(method: Method, lead: tuple[int, ...], grid: Grid | None) -> Layout:
+    rows = method.grad_weight
+    across = method.grad_input.transform != "lowpass"
+    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
+
+
+def grad_input_loss(method: Method) -> str:
+    """What g_x loses, and whether that is nothing on average."""
+    path, rows = method.grad_input, method.grad_weight
+    if path.transform == "lowpass":
+        return f"**biased**: {rows.tile - rows.rank} of {rows.tile} rows"
+    if path.bits is None:
+        return "nothing"
+    what = "4-bit powers of two" if path.number == "luq" else f"int{path.bits} rounding"
+    if path.number == "luq":
+        return f"{what}; biased through w's clip and rounding"
+    biased = [o for o, r in (("g_y", path.rounding), ("w", path.weight_rounding)) if r != "stochastic"]
+    return f"{what}; " + (f"biased through {' and '.join(biased)}" if biased else "nothing on average")
+
+
+def grad_weight_loss(method: Method) -> str:
+    """What g_w loses, and whether that is nothing on average."""
+    path, saved = method.grad_weight, method.saved
+    lost, biased = [], []
+    if path.rank < path.tile and not path.sampled:
+        return f"**biased**: {path.tile - path.rank} of {path.tile} rows" + (
+            f", int{path.bits} rounding" if path.bits else ""
+        )
+    if path.drop:
+        return f"**biased**: {path.drop:.0%} of g_y's entries"
+    if path.sampled:
+        lost.append(f"{path.tile - path.rank} of {path.tile} rows, drawn")
+    if path.bits is not None:
+        lost.append("4-bit powers of two" if path.number == "luq" else f"int{path.bits} rounding")
+        biased += ["g_y"] if path.number == "int" and path.rounding != "stochastic" else []
+    if saved.bits is not None:
+        lost.append(f"x in int{saved.bits}")
+        biased += ["x"] if saved.rounding != "stochastic" else []
+    if not lost:
+        return "nothing"
+    return ", ".join(lost) + "; " + (f"biased through {' and '.join(biased)}" if biased else "nothing on average")
+
+
+def lengths() -> str:
+    """Where the tiles of each length lie, and how many rows are kept, for one sample and for 128."""
+    method = hotrain.preset("hot-unbiased")
+    rows = []
+    for tokens, grid in LENGTHS:
+        place = "–" if grid is None else f"{grid.height}×{grid.width}" + (f" + {grid.prefix}" if grid.prefix else "")
+        one, many = (_layout(method, (samples, tokens), grid) for samples in (1, 128))
+        flat = "in one line" if many.samples == 1 else "each by itself"
+        first = f"{one.rows} ({one.kept_fraction:.2f})"
+        batch = f"{many.rows} ({many.kept_fraction:.2f})"
+        rows.append([tokens, place, one.square, one.line, one.dense, first, flat, batch])
+    headers = ["tokens", "grid + prefix", "4×4 tiles", "16-token tiles", "dense", "rows kept of one sample"]
+    return table([*headers, "128 samples", "rows kept of 128"], rows)
+
+
+def row_orders() -> str:
+    """The natural row indices of H₁₆ from low to high, and of H₆₄ those that LBP-WHT keeps."""
+    rank = hotrain.preset("lbp-wht").grad_weight.rank
+    lists = [
+        ["H₁₆, `lp_l1` (4×4 tile)", order(16, "lp_l1")],
+        ["H₁₆, `sequency`", order(16, "sequency")],
+        [f"H₆₄, `lp_l1` (8×8 tile), the first {rank}", order(64, "lp_l1")[:rank]],
+    ]
+    return table(["rows", "from low to high"], [[name, " ".join(map(str, indices))] for name, indices in lists])
+
+
+def sampling() -> str:
+    """Splits of 8 rows of 16 into fixed and drawn ones."""
+    rows = []
+    for fixed, sampled in ((8, 0), (6, 2), (4, 4), (0, 8)):
+        split = Rows(16, 8, sampled, "sequency")
+        m = split.tile - fixed
+        if not sampled:
+            rows.append([f"{fixed}+0", m, "–", "–", "–", "squared bias ‖Σ_R M‖², the same in every step"])
+            continue
+        variance = f"{m * (m - sampled) / (sampled * (m - 1)):.2f} · Σ_R ‖M − M̄‖²"
+        walk = m // math.gcd(m, sampled)
+        rows.append([f"{fixed}+{sampled}", m, sampled, f"√{m / sampled:g} = {split.gain:.3f}", walk, variance])
+    headers = ["fixed + drawn", "m left", "s drawn", "gain", "tiles to cover the tail", "error of one tile"]
+    return table(headers, rows)
+
+
+def recipes() -> str:
+    """The recipes, a row a function, with the choices that its name offers."""
+    import hotrain_recipes
+
+    grouped: dict[object, list[hotrain_recipes.Recipe]] = {}
+    for recipe in hotrain_recipes.all().values():
+        grouped.setdefault(recipe.function, []).append(recipe)
+    rows = []
+    for members in grouped.values():
+        first = members[0]
+        pattern, choices = first.name, []
+        for key, value in first.arguments.items():
+            pattern = pattern.replace(value, "{" + key + "}", 1)
+            values = dict.fromkeys(recipe.arguments[key] for recipe in members)
+            choices.append(f"{key}: {', '.join(values)}")
+        rows.append([first.family, f"`{pattern}`", "; ".join(choices) or "–", len(members)])
+    total = sum(len(members) for members in grouped.values())
+    return table(["family", "recipe", "choices", "recipes"], [*rows, ["", "", "", f"**{total}**"]])
+
+
+def files(folder: str) -> str:
+    """A line for each Python file of a folder: its path and the first sentence of its docstring."""
+    paths = sorted((ROOT / folder).glob("*.py"), key=lambda path: (path.name != "__init__.py", path.name))
+    return table(["file", "what it is"], [[f"`{path.relative_to(ROOT)}`", first_sentence(path)] for path in paths])
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring. Raises ValueError for a module without one."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    if not docstring:
+        raise ValueError(f"{path.relative_to(ROOT)} has no docstring: say in one sentence what the file is")
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z0-9])", paragraph)[0]
+    return sentence.rstrip(":").replace("``", "`").replace("|", "\\|")
+
+
+def rooms() -> str:
+    """Which room imports which, read off the import statements; in italics what is imported later or for types only."""
+    found: dict[str, dict[str, bool]] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        if parts[0] not in ("__init__", "_version"):
+            _note_imports(found.setdefault(parts[0], {}), path, parts)
+    for path in sorted((ROOT / "recipes/hotrain_recipes").glob("*.py")):
+        _note_imports(found.setdefault("hotrain_recipes", {}), path, ("hotrain_recipes", path.stem))
+    rows = []
+    for room, used in _by_depth(found):
+        names = [name if at_once else f"*{name}*" for name, at_once in sorted(used.items()) if name != room]
+        rows.append([f"`{room}`", ", ".join(names) or "–"])
+    return table(["room", "imports"], rows)
+
+
+def _by_depth(found: dict[str, dict[str, bool]]) -> list[tuple[str, dict[str, bool]]]:
+    """Rooms in the order of the data flow: each after what it imports at once."""
+    depth = dict.fromkeys(found, 0)
+    for _ in found:
+        for room, used in found.items():
+            below = [depth[other] for other, at_once in used.items() if at_once and other in found and other != room]
+            depth[room] = max(below, default=-1) + 1
+    return sorted(found.items(), key=lambda item: (depth[item[0]], item[0]))
+
+
+def _note_imports(used: dict[str, bool], path: Path, parts: tuple[str, ...]) -> None:
+    """Add the rooms that one file imports, and whether at once; ``hotrain`` for the public names of the package."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_once = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        for room in _rooms_of(node, parts):
+            used[room] = used.get(room, False) or id(node) in at_once
+
+
+def _rooms_of(node: ast.AST, parts: tuple[str, ...]) -> Iterator[str]:
+    """The rooms that a statement of the file `parts` imports."""
+    targets: list[list[str]] = []
+    if isinstance(node, ast.ImportFrom):
+        base = ["hotrain", *parts[: len(parts) - node.level]] if node.level else []
+        base += node.module.split(".") if node.module else []
+        targets = [[*base, alias.name] for alias in node.names]
+    elif isinstance(node, ast.Import):
+        targets = [alias.name.split(".") for alias in node.names]
+    for target in targets:
+        if target[0] == "hotrain_recipes":
+            yield "hotrain_recipes"
+        elif target[0] == "hotrain":
+            inner = target[1] if len(target) > 1 else ""
+            is_room = (ROOT / PACKAGE / inner).is_dir() or (ROOT / PACKAGE / f"{inner}.py").is_file()
+            if not inner or inner != "_version":
+                yield inner if inner and is_room else "hotrain"
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "presets": presets,
+    "lengths": lengths,
+    "row-orders": row_orders,
+    "sampling": sampling,
+    "recipes": recipes,
+    "files": files,
+    "rooms": rooms,
+    "layers": records.layers,
+    "accuracy": records.accuracy,
+}
+
+
+def main() -> int:
+    """Write, or with ``--check`` only compare; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Rewrite the generated parts of the documents.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a part is out of date")
+    check = parser.parse_args().check
+    stale = 0
+    for path in documents():
+        old = path.read_text(encoding="utf-8")
+        new = rewritten(old, path.name)
+        if new != old:
+            stale += 1
+            print(f"{path.relative_to(ROOT)} {'is out of date: run make docs' if check else 'rewritten'}")
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
