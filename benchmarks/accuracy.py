@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--at-once", type=int, default=4, help="runs on one GPU")
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--set", action="append", default=[], help="field=value of the runs; repeatable")
+    parser.add_argument("--commit", help="of the tree, where git does not tell")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     gpus = max(1, torch.cuda.device_count())
@@ -46,13 +48,15 @@ def main() -> None:
             for method in args.methods.split(",")
         ]
     with tempfile.TemporaryDirectory() as folder:
-        finished = run_cells(cells, args.data, gpus, args.at_once, time.monotonic() + args.seconds, Path(folder))
+        finished = run_cells(cells, args, gpus, time.monotonic() + args.seconds, Path(folder))
     rows = [summary_row(record) for record in finished]
     first = finished[0] if finished else {}
     meta = {key: first[key] for key in ("versions", "device", "commit") if key in first}
+    meta["commit"] = args.commit or meta.get("commit")
     meta |= {
         "command": "python benchmarks/accuracy.py "
-        f"--recipes {args.recipes} --methods {args.methods} --seeds {args.seeds} --epochs {args.epochs}",
+        f"--recipes {args.recipes} --methods {args.methods} --seeds {args.seeds} --epochs {args.epochs}"
+        + "".join(f" --set {setting}" for setting in args.set),
         "data": Path(args.data).name,
         "gpus": gpus,
         "cells": f"{len(rows)} of {len(cells)} finished",
@@ -64,7 +68,7 @@ def main() -> None:
 
 
 def run_cells(
-    cells: list[tuple[str, int, str, int]], data: str, gpus: int, at_once: int, deadline: float, folder: Path
+    cells: list[tuple[str, int, str, int]], args: argparse.Namespace, gpus: int, deadline: float, folder: Path
 ) -> list[dict[str, Any]]:
     """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached; the finished records."""
     waiting = list(enumerate(cells))
@@ -77,10 +81,10 @@ def run_cells(
                 del running[number]
                 if process.returncode:
                     print((folder / f"{number}.log").read_text()[-2000:], file=sys.stderr)
-        while waiting and min(load) < at_once:
+        while waiting and min(load) < args.at_once:
             number, cell = waiting.pop(0)
             gpu = load.index(min(load))
-            running[number] = (start(cell, data, gpu, folder, number), gpu)
+            running[number] = (start(cell, args, gpu, folder, number), gpu)
             load[gpu] += 1
         time.sleep(0.2)
     for process, _ in running.values():
@@ -90,10 +94,13 @@ def run_cells(
     return [record for record in records if record["status"] == "finished"]
 
 
-def start(cell: tuple[str, int, str, int], data: str, gpu: int, folder: Path, number: int) -> subprocess.Popen[bytes]:
+def start(
+    cell: tuple[str, int, str, int], args: argparse.Namespace, gpu: int, folder: Path, number: int
+) -> subprocess.Popen[bytes]:
     recipe, epochs, method, seed = cell
     command = [sys.executable, "-m", "hotrain.cli.main", "train", recipe, "--method", method, "--seed", str(seed)]
-    command += ["--data", data, "--set", f"epochs={epochs}", "--out", str(folder / str(number)), "--quiet"]
+    command += ["--data", args.data, "--set", f"epochs={epochs}", "--out", str(folder / str(number)), "--quiet"]
+    command += [part for setting in args.set for part in ("--set", setting)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
