@@ -7,6 +7,7 @@ activation checkpointing then hands backward its own key together with its own c
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ class Step:
         """The key as a tensor to save; nothing for a method that draws nothing."""
         if not self.method.draws:
             return ()
-        return (torch.tensor(self.key - (self.key >> 63 << 64), dtype=torch.int64),)
+        word = self.key & ((1 << 64) - 1)  # as a signed one
+        return (torch.tensor(word - (word >> 63 << 64), dtype=torch.int64, device="cpu"),)
 
     def unpack_key(self, saved: list[Tensor]) -> int:
         """Take the key off the front of the saved tensors."""
@@ -62,14 +64,16 @@ class Step:
 
 def autocast(t: Tensor) -> Tensor:
     """The tensor as autocast hands it to a product: in its dtype where it is on, float64 excepted."""
-    if t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
+    kind = t.device.type
+    if t.dtype == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return t
-    return t.to(torch.get_autocast_dtype(t.device.type))
+    return t.to(torch.get_autocast_dtype(kind))
 
 
-def _outside_autocast(x: Tensor) -> torch.autocast:
+def _outside_autocast(x: Tensor) -> AbstractContextManager[object]:
     # Casts are made by hand: autocast's cache must not get copies of weights that have no graph.
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class _SecondDerivative(torch.autograd.Function):

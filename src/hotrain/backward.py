@@ -112,4 +112,5 @@ def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor
 def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
     """g_y with that share of its entries set to zero, drawn independently; not rescaled."""
     noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
-    return g_y.masked_fill(noise < round(share * 2**16) - 2**15, 0.0)
+    # A product, so that a NaN or infinity is passed on also where it is dropped.
+    return g_y * (noise >= round(share * 2**16) - 2**15).to(g_y.dtype)

@@ -186,7 +186,7 @@ def revert(model: nn.Module) -> None:
             )
     for module in model.modules():
         if type(module) is BitReLU:
-            module.__class__ = nn.ReLU
+            module.__class__ = nn.ReLU  # type: ignore[assignment]
     for _, module in layers:
         module.__dict__.pop(ATTRIBUTE).fallback = "reverted"  # for reports of the conversion that are still read
         module.__class__ = next(c for c in type(module).__mro__ if not c.__module__.startswith(_ROOM))

@@ -29,7 +29,7 @@ def check_input(name: str, x: Tensor, channels: int, axis: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: the input is a {type(x).__name__}; accepted is a dense floating-point tensor")
     if x.layout != torch.strided or x.dtype not in FLOATS:
-        kind = "sparse" if x.layout != torch.strided else str(x.dtype).removeprefix("torch.")
+        kind = str(x.dtype if x.layout == torch.strided else x.layout).removeprefix("torch.")
         raise TypeError(
             f"{name}: the input is {kind}; accepted are dense tensors of float16, bfloat16, float32 or float64. "
             "Convert the input, or leave the layer exact with filter_fn."

@@ -48,8 +48,9 @@ def _grid_of(module: nn.Module) -> Grid | None:
         return Grid(*size, prefix)
     # Swin: windows inside attention, the whole map inside the block's MLP
     window = _pair(getattr(module, "window_size", None))
-    if window is not None and hasattr(module, "relative_position_bias_table"):
-        return Grid(*window)
+    table = getattr(module, "relative_position_bias_table", None)
+    if window is not None and table is not None and len(table) == (2 * window[0] - 1) * (2 * window[1] - 1):
+        return Grid(*window)  # BEiT's table has three more entries, for its class token
     resolution = _pair(getattr(module, "input_resolution", None))
     if resolution is not None:
         return Grid(*resolution)
@@ -58,17 +59,19 @@ def _grid_of(module: nn.Module) -> Grid | None:
     image, patch = _pair(getattr(config, "image_size", None)), _pair(getattr(config, "patch_size", None))
     if image is not None and patch is not None and all(patch):
         grid = (image[0] // patch[0], image[1] // patch[1])
-        tokens = _position_tokens(module)
-        prefix = tokens - math.prod(grid) if tokens else 1
+        prefix = _position_tokens(module) + (getattr(config, "num_register_tokens", 0) or 0) - math.prod(grid)
+        # Modules further in have the config too but embed no positions; theirs is the grid around them.
         return Grid(*grid, prefix) if prefix >= 0 else None
     return None
 
 
 def _position_tokens(module: nn.Module) -> int:
-    """How many positions a transformers ViT embeds, 0 if it does not say: patches and prefix tokens."""
+    """How many positions a transformers ViT or CLIP embeds, 0 if it does not say: patches and prefix tokens."""
     for name, parameter in module.named_parameters():
         if name.endswith("position_embeddings") and parameter.dim() == 3:
             return parameter.shape[1]
+        if name.endswith("position_embedding.weight"):
+            return parameter.shape[0]
     return 0
 
 

@@ -42,13 +42,19 @@ def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
         return torch.zeros(m, n, dtype=torch.int32, device=a.device)
     if has_int8_units(a.device.type):
         if a.device.type == "cuda":
-            # cuBLAS asks for more than 16 rows and multiples of 8 elsewhere; zeros change nothing.
+            # cuBLAS asks for more than 16 rows, multiples of 8 elsewhere (zeros change nothing), and, for some
+            # shapes, a row-major a with a column-major b.
             a = F.pad(a, (0, -k % 8, 0, max(0, 17 - m))).contiguous()
-            b = F.pad(b, (0, -n % 8, 0, -k % 8))
-        return torch._int_mm(a, b)[:m, :n]
+            b = F.pad(b, (0, -n % 8, 0, -k % 8)).t().contiguous().t()
+        return torch._int_mm(_single_row(a), _single_row(b))[:m, :n]
     piece = max(1, _EXACT_IN_FLOAT32 // limit)
     total = torch.zeros(m, n, dtype=torch.int32, device=a.device)
     for first in range(0, k, piece):
         part = a[:, first : first + piece].to(torch.float32) @ b[first : first + piece].to(torch.float32)
         total += part.to(torch.int32)
     return total
+
+
+def _single_row(t: Tensor) -> Tensor:
+    """A matrix of one row with the strides of a new one: the CPU's `_int_mm` misreads the transpose of a column."""
+    return t.reshape(-1).view(t.shape) if t.shape[0] == 1 else t

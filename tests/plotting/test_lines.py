@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotrain.plotting.lines import bytes_text, noise, operations_text, summarize
+from hotrain.plotting.memory import readable
 
 
 def row(method: str, seed: int, accuracy: float | None, saved: int | None = 100) -> dict[str, object]:
@@ -61,3 +62,18 @@ def test_bytes_text(value: float | None, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(None, "–"), (12, "12"), (17.3e12, "17.3 T"), (5e15, "5.00 P")])
 def test_operations_text(value: float | None, text: str) -> None:
     assert operations_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("addmm", "linear layers"),
+        ("hotrain linear", "linear layers"),
+        ("hotrain conv2d", "convolutions"),
+        ("scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("hotrain  bit re lu", "relu"),
+        ("native_group_norm", "group norm"),
+    ],
+)
+def test_an_operator_and_its_converted_form_share_a_name(operator: str, name: str) -> None:
+    assert readable(operator) == name

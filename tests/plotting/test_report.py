@@ -100,9 +100,7 @@ def test_figures_are_svg_and_their_images_decode(page: str) -> None:
     assert len(figures) == 5 * len(MODELS) + 2
     for figure in figures:
         ElementTree.fromstring(figure)
-    pictures = [
-        base64.b64decode(code) for code in re.findall(r"data:image/png;base64,\s*([A-Za-z0-9+/=\s]+)", page)
-    ]
+    pictures = [base64.b64decode(code) for code in re.findall(r"data:image/png;base64,\s*([A-Za-z0-9+/=\s]+)", page)]
     assert len(pictures) == 2, "one picture a surface"
     for picture in pictures:
         with Image.open(io.BytesIO(picture)) as image:

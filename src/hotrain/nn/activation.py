@@ -28,7 +28,8 @@ class Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
-        return g_y * unpack_bits(bits, g_y.shape), None
+        # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
+        return g_y.masked_fill(unpack_bits(bits, g_y.shape).logical_not(), 0.0), None
 
 
 class BitReLU(nn.ReLU):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..convolution import Geometry
 from ..method import Method
-from .state import ATTRIBUTE, LayerState
+from .state import ATTRIBUTE, LayerState, outside_trace
 
 
 class HadamardConv2d(nn.Conv2d):
@@ -32,6 +32,10 @@ class HadamardConv2d(nn.Conv2d):
         return Geometry(kernel, stride, padding, dilation, self.groups, self.padding_mode)
 
     def forward(self, input: Tensor) -> Tensor:
+        return self._training_forward(input) if self.training else super().forward(input)
+
+    @outside_trace
+    def _training_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state.name, input, self.in_channels, -3)
         step = state.step(self, input, samples_only=input.shape[-2:].numel() == 1)
@@ -45,3 +49,17 @@ class HadamardConv2d(nn.Conv2d):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, method={self._hotrain.method}"
+
+
+class ConvertedConv2d(HadamardConv2d):
+    """What `hotrain.convert` makes of a Conv2d. Called as a class it builds a plain `torch.nn.Conv2d`.
+
+    Libraries build siblings of a layer with ``type(layer)(...)``, PEFT its convolution adapters; those are exact.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Copying and unpickling ask for an empty instance, without arguments.
+        return nn.Conv2d(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
+    def _get_name(self) -> str:
+        return "HadamardConv2d"

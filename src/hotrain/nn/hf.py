@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional
-from .state import LayerState
+from .state import LayerState, outside_trace
 
 
 class HadamardConv1D(Conv1D):
@@ -18,9 +18,13 @@ class HadamardConv1D(Conv1D):
     _hotrain: LayerState
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._training_forward(x) if self.training else super().forward(x)
+
+    @outside_trace
+    def _training_forward(self, x: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state.name, x, self.nx, -1)
-        step = state.step(self, x, samples_only=x.dim() <= 2, transposed=True)
+        step = state.step(self, x, samples_only=x.shape[1:-1].numel() == 1, transposed=True)
         if step is None:
             return super().forward(x)
         return functional.linear_step(x, self.weight, self.bias, step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..method import Method
 from ..transform.tokens import Grid
-from .state import ATTRIBUTE, LayerState
+from .state import ATTRIBUTE, LayerState, outside_trace
 
 
 class HadamardLinear(nn.Linear):
@@ -28,9 +28,13 @@ class HadamardLinear(nn.Linear):
         self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
 
     def forward(self, input: Tensor) -> Tensor:
+        return self._training_forward(input) if self.training else super().forward(input)
+
+    @outside_trace
+    def _training_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state.name, input, self.in_features, -1)
-        step = state.step(self, input, samples_only=input.dim() <= 2)
+        step = state.step(self, input, samples_only=input.shape[1:-1].numel() == 1)
         if step is None:
             return super().forward(input)
         return functional.linear_step(input, self.weight, self.bias, step)

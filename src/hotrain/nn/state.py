@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,22 @@ from ..method import Method
 from ..transform.tokens import Grid
 
 ATTRIBUTE = "_hotrain"
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def outside_trace(forward: Forward) -> Forward:
+    """A layer's training forward, one graph break under `torch.compile`.
+
+    Its draws are Python integers that change with every step, and its products are no operators of the compiler's.
+    """
+    untraced = torch._disable_dynamo(forward)  # imports the compiler when first called: only where it runs already
+
+    @functools.wraps(forward)
+    def call(module: Any, x: Tensor) -> Tensor:
+        return untraced(module, x) if torch.compiler.is_compiling() else forward(module, x)
+
+    return call
 
 
 @dataclass
@@ -37,11 +55,16 @@ class LayerState:
         if self.draws is None:
             self.draws = Draws.of(self.name)
 
+    @property
+    def reached(self) -> bool:
+        """Whether a training forward has come through the layer."""
+        return self.draws.step >= 0
+
     def step(self, module: nn.Module, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
         """The step of this forward, or None where the exact path runs.
 
-        samples_only: whether the rows of x are samples rather than tokens (a 2-D input, a 1×1 image). A low-rank
-        step would mix them, so the layer runs exact unless it was chosen by name.
+        samples_only: whether the rows of x are samples rather than tokens (a 2-D input, one token a sample, a 1×1
+        image). A low-rank step would mix them, so the layer runs exact unless it was chosen by name.
         """
         if not module.training:
             return None
@@ -52,7 +75,7 @@ class LayerState:
             return None
         low_rank = self.method.grad_weight.rank < self.method.grad_weight.tile
         if samples_only and low_rank and weight.requires_grad and not self.chosen:
-            self.fallback = "2-D input: its rows are samples, not tokens"
+            self.fallback = "2-D input (or one token a sample): its rows are samples, not tokens"
             return None
         self.fallback = None
         self.calls += 1

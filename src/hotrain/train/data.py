@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +50,7 @@ class ArrayData:
         for split in ("train", "test"):
             x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
             if x.dtype != torch.uint8 or x.ndim != 4:
-                raise ValueError(
-                    f"x_{split}: got {x.dtype} of shape {tuple(x.shape)}, accepted is uint8 (N, C, H, W)"
-                )
+                raise ValueError(f"x_{split}: got {x.dtype} of shape {tuple(x.shape)}, accepted is uint8 (N, C, H, W)")
             if len(x) == 0:
                 raise ValueError(f"x_{split}: the split is empty")
             if y.shape != (len(x),):
@@ -156,8 +155,7 @@ def _digits() -> ArrayData:
     x_train, x_test, y_train, y_test = train_test_split(
         images, digits.target.astype(np.int64), test_size=360, random_state=0, stratify=digits.target
     )
-    tensors = (torch.from_numpy(a) for a in (x_train, y_train, x_test, y_test))
-    return ArrayData(*tensors, classes=tuple(map(str, digits.target_names)))
+    return _from_numpy((x_train, y_train, x_test, y_test), digits.target_names)
 
 
 def _cifar(name: str, data_dir: str) -> ArrayData:
@@ -173,8 +171,8 @@ def _cifar(name: str, data_dir: str) -> ArrayData:
             f"data {name!r} is not in {data_dir!r} and could not be downloaded ({error}). "
             "Without network give an .npz file with x_train, y_train, x_test, y_test instead"
         ) from error
-    arrays = [_nchw(train.data), np.array(train.targets), _nchw(test.data), np.array(test.targets)]
-    return ArrayData(*map(torch.from_numpy, arrays), classes=tuple(train.classes))
+    arrays = (_nchw(train.data), np.array(train.targets), _nchw(test.data), np.array(test.targets))
+    return _from_numpy(arrays, train.classes)
 
 
 def load_npz(path: Path) -> ArrayData:
@@ -188,7 +186,8 @@ def load_npz(path: Path) -> ArrayData:
     if not path.is_file():
         raise ValueError(f"data: no file {str(path)!r}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here, since np.load leaves its own file open when the contents are not a zip archive.
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"data: {path} cannot be read as .npz ({error})") from error
@@ -209,7 +208,12 @@ def load_npz(path: Path) -> ArrayData:
         classes = tuple(map(str, range(int(arrays["y_train"].max()) + 1)))
     x_train, x_test = _nchw(arrays["x_train"]), _nchw(arrays["x_test"])
     y_train, y_test = (arrays[k].astype(np.int64).reshape(-1) for k in ("y_train", "y_test"))
-    return ArrayData(*map(torch.from_numpy, (x_train, y_train, x_test, y_test)), classes=classes)
+    return _from_numpy((x_train, y_train, x_test, y_test), classes)
+
+
+def _from_numpy(arrays: tuple[np.ndarray, ...], classes: Iterable[object]) -> ArrayData:
+    x_train, y_train, x_test, y_test = map(torch.from_numpy, arrays)
+    return ArrayData(x_train, y_train, x_test, y_test, tuple(map(str, classes)))
 
 
 def _nchw(x: np.ndarray) -> np.ndarray:
@@ -222,7 +226,7 @@ def _nchw(x: np.ndarray) -> np.ndarray:
 
 
 def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
-    """List ``root/train/CLASS/*`` and ``root/val`` or ``root/test`` likewise, and decode the files once if they are few.
+    """List ``root/train/CLASS/*`` and ``root/val`` or ``root/test`` likewise; decode the files once if few.
 
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the

@@ -42,6 +42,11 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def wait(self) -> None:
+        """Go on when every process has come here."""
+        if self.world > 1:
+            dist.barrier()
+
     def first(self, value: Any) -> Any:
         """``value`` of process 0."""
         if self.world == 1:

@@ -195,7 +195,7 @@ class _Folder:
     ) -> None:
         from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 
-        common = {
+        common: dict[str, Any] = {
             "input_size": image_size,
             "mean": tuple(mean or IMAGENET_DEFAULT_MEAN),
             "std": tuple(std or IMAGENET_DEFAULT_STD),
@@ -211,8 +211,7 @@ class _Folder:
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         # One seed an image: what an image looks like does not depend on which worker decodes it.
         plan = [
-            [(int(i), _key(key, j)) for j, i in enumerate(indices)]
-            for indices, key in zip(chosen, keys, strict=True)
+            [(int(i), _key(key, j)) for j, i in enumerate(indices)] for indices, key in zip(chosen, keys, strict=True)
         ]
         return self._load(self.train, plan)
 

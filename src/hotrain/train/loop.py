@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import statistics
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain import draws
+from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
 from hotrain.train import checkpoint, record
 from hotrain.train.distributed import Processes, processes
@@ -110,9 +112,6 @@ def train(
         stack.enter_context(_deterministic(run.deterministic))
         interrupted = stack.enter_context(_interrupts(ranks))
         training = Training(run, build(run, ranks), ranks, saved)
-        if saved is not None and Path(resume).resolve().is_relative_to(Path(run.out_dir).resolve()):  # type: ignore[arg-type]
-            file = Path(resume)  # type: ignore[arg-type]
-            training.folder = file if file.is_dir() else file.parent
         report = on_progress
         if report is None and ranks.is_main:
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))
@@ -203,13 +202,17 @@ class Training:
         self.ema: ModelEmaV3 | None = None
         if run.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
-        self.calibration: Any = None
-        if run.calibration_file is not None and setup.report is not None:
+        self.bit_schedule: hotrain.BitSchedule | None = None
+        self.method = run.resolve_method()
+        bits = self.method.grad_input.bits
+        if run.bit_warmup_epochs and bits is not None:
+            self.bit_schedule = hotrain.BitSchedule(bits, warmup=run.bit_warmup_epochs)
+        # LQS has something to choose only where g_y is quantized and its scale was left open.
+        self.wants_calibration = bits is not None and self.method.grad_input.scale == "auto"
+        self.calibration: hotrain.Calibration | None = None
+        if run.calibration_file is not None and self.wants_calibration:
             self.calibration = hotrain.Calibration.load(run.calibration_file)
             self.calibration.apply(self.model)
-        self.bit_schedule: Any = None
-        if run.bit_warmup_epochs and setup.report is not None:
-            self.bit_schedule = hotrain.BitSchedule(run.bit_warmup_epochs)
 
         self.update = 0
         self.history: list[dict[str, Any]] = []
@@ -248,15 +251,12 @@ class Training:
         if self.bit_schedule is not None:
             self.bit_schedule.apply(self.model, epoch)
         run = self.run
-        if (
-            run.calibrate_batches
-            and self.setup.report is not None
-            and self.calibration is None
-            and epoch >= run.calibrate_at
-        ):
-            batches = list(training_batches(self.setup, run.calibrate_batches))
+        due = run.calibrate_batches and self.wants_calibration and epoch >= run.calibrate_at
+        if due and self.calibration is None:
+            batches = training_batches(self.setup, run.calibrate_batches)
             with self._autocast():
-                self.calibration = hotrain.calibrate(self.model, batches, self.setup.loss)
+                found = hotrain.calibrate(self.model, batches, self.setup.loss, max_batches=run.calibrate_batches)
+            self.calibration = self.ranks.first(found)
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
@@ -322,7 +322,9 @@ class Training:
 
     def finish_epoch(self, epoch: int) -> None:
         """Evaluate and add a row to the history, in memory and on disk."""
-        totals = self.ranks.total(torch.tensor([float(self.loss_sum), self.loss_count], dtype=torch.float64, device=self._sum_device))
+        totals = self.ranks.total(
+            torch.tensor([float(self.loss_sum), self.loss_count], dtype=torch.float64, device=self._sum_device)
+        )
         self.mean_loss()
         model = self.model if self.ema is None else self.ema.module
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
@@ -366,10 +368,7 @@ class Training:
 
     def progress(self, accuracy: float | None = None) -> Progress:
         """The state as reported; reads the loss from the device."""
-        if accuracy is None:
-            loss = self.mean_loss()
-        else:
-            loss = self.history[-1]["train_loss"] or math.nan
+        loss = self.mean_loss() if accuracy is None else self.history[-1]["train_loss"] or math.nan
         elapsed = time.perf_counter() - self.started
         done = self.update - self.started_at
         images = done * self.run.batch_size * self.run.accumulation * self.ranks.world
@@ -394,6 +393,7 @@ class Training:
         state = self.state_dict()
         if self.ranks.is_main:
             checkpoint.save(state, self.checkpoint_path)
+        self.ranks.wait()  # no process may look for a file that is still being written
         self.saved_at = self.update
 
     def state_dict(self) -> dict[str, Any]:
@@ -408,7 +408,7 @@ class Training:
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "grokfast": None if self.grokfast is None else self.grokfast.state_dict(),
-            "calibration": None if self.calibration is None else self.calibration.to_dict(),
+            "calibration": _plain(self.calibration),
             "draws": draws.state_dict(self.model),
             "rng": self.ranks.gather(rng_state()),
             "loss": [float(self.loss_sum), self.loss_count],
@@ -425,9 +425,7 @@ class Training:
             ValueError: a checkpoint written by another number of processes.
         """
         if len(state["rng"]) != self.ranks.world:
-            raise ValueError(
-                f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}"
-            )
+            raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
         self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -438,7 +436,9 @@ class Training:
         if self.grokfast is not None:
             self.grokfast.load_state_dict(state["grokfast"])
         if state["calibration"] is not None:
-            self.calibration = hotrain.Calibration.from_dict(state["calibration"])
+            fields = dict(state["calibration"])
+            layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
+            self.calibration = hotrain.Calibration(layers, **fields)
             self.calibration.apply(self.model)
         self.loss_sum = torch.tensor(state["loss"][0], dtype=torch.float32, device=self.device)
         self.loss_count = state["loss"][1]
@@ -493,7 +493,7 @@ class Training:
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **record.conditions(self.device),
             "config": self.run.to_dict(),
-            "calibration": None if self.calibration is None else self.calibration.to_dict(),
+            "calibration": _plain(self.calibration),
             "history": self.history,
         }
         record.append(result.record_path, row)
@@ -536,6 +536,11 @@ class _StepTimer:
         return statistics.median(times) if times else None
 
 
+def _plain(calibration: hotrain.Calibration | None) -> dict[str, Any] | None:
+    """The calibration as JSON data."""
+    return None if calibration is None else asdict(calibration)
+
+
 def _finite(value: float) -> float | None:
     """``value``, or None where JSON has no word for it."""
     return value if math.isfinite(value) else None
@@ -546,6 +551,8 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
+    # cuBLAS adds in a fixed order only with a workspace of fixed size, which it reads when first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -21,8 +21,9 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
     ensure_torchvision()
     from timm.optim import create_optimizer_v2, list_optimizers
 
-    if run.optimizer not in list_optimizers():
-        raise ValueError(f"optimizer: got {run.optimizer!r}, accepted are {', '.join(list_optimizers())}")
+    known = [str(name) for name in list_optimizers()]
+    if run.optimizer not in known:
+        raise ValueError(f"optimizer: got {run.optimizer!r}, accepted are {', '.join(known)}")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model {run.model!r} has no trainable parameter")
     optimizer: Optimizer = create_optimizer_v2(
@@ -57,7 +58,8 @@ class Schedule:
         if run.schedule == "cosine":
             self._timm = CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
         elif run.schedule == "multistep":
-            drops = [round(m * updates) for m in run.milestones]
+            # timm drops the rate one step before the milestone it is given.
+            drops = [round(m * updates) + 1 for m in run.milestones]
             self._timm = MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=run.decay_rate, **common)
         elif run.schedule == "constant":
             self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
@@ -87,5 +89,3 @@ class Schedule:
         else:
             self._onecycle.last_epoch = state["last_epoch"]
             self._onecycle._step_count = state["step_count"]
-
-

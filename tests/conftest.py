@@ -1,0 +1,30 @@
+"""What every test starts from: one thread, the same seeds, and timm importable where a test asks for it."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import pytest
+import torch
+
+import hotrain
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """The same random numbers for a test whatever ran before it."""
+    torch.manual_seed(0)
+    hotrain.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def timm() -> ModuleType:
+    """timm, importable beside a CPU-only PyTorch because `hotrain.train` declares what torchvision lacks there."""
+    importlib.import_module("hotrain.train")
+    return importlib.import_module("timm")

@@ -1,0 +1,529 @@
+"""`convert`, `revert` and the report: what is converted, what is kept exact and why, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrain
+from hotrain.nn import HadamardConv2d, HadamardLinear, layer_state
+
+
+class Net(nn.Module):
+    """A stem, a block and a head: a layer of each fate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 48, 4, 4)
+        self.mlp = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48))
+        self.narrow = nn.Linear(48, 8)
+        self.head = nn.Linear(48, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.stem(x).flatten(2).mT
+        t = t + self.mlp(t)
+        return self.head(t.mean(1)) + self.narrow(t).sum()
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def reasons(report: hotrain.ConversionReport) -> dict[str, str]:
+    return {row.name: row.reason for row in report.kept}
+
+
+def converted(report: hotrain.ConversionReport) -> set[str]:
+    return {row.name for row in report.converted}
+
+
+def train_step(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+# What changes and what does not
+
+
+def test_one_call_reports_every_layer() -> None:
+    report = hotrain.convert(Net())
+    assert converted(report) == {"stem", "mlp.0", "mlp.2"}
+    assert reasons(report) == {"narrow": "too small: 48 → 8 channels, under 32", "head": "head"}
+    assert all(row.method == hotrain.preset("hot-unbiased") for row in report.converted)
+
+
+def test_the_report_prints_a_row_a_layer() -> None:
+    model = Net()
+    text = str(hotrain.convert(model, "hla"))
+    lines = text.splitlines()
+    assert lines[0] == "hotrain: 3 layers converted to hla, 2 kept exact"
+    assert len(lines) == 1 + 5
+    assert "  head    exact: head" in lines
+    assert any(line.startswith("  mlp.0 ") and "g_w:P8of16" in line for line in lines)
+
+
+def test_parameters_keys_hooks_and_isinstance_survive() -> None:
+    model = Net()
+    parameters = {name: id(p) for name, p in model.named_parameters()}
+    state = copy.deepcopy(model.state_dict())
+    fired: list[str] = []
+    model.mlp[0].register_forward_hook(lambda *_: fired.append("hook"))
+    hotrain.convert(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    after = model.state_dict()
+    assert list(after) == list(state)
+    assert all(torch.equal(after[key], state[key]) for key in state)
+    assert isinstance(model.mlp[0], nn.Linear)
+    assert isinstance(model.stem, nn.Conv2d)
+    assert type(model.mlp[0]) is HadamardLinear
+    assert isinstance(model.stem, HadamardConv2d)
+    model(images())
+    assert fired == ["hook"]
+
+
+def test_revert_leaves_no_trace() -> None:
+    model = Net()
+    before = {name: (type(m), set(m.__dict__)) for name, m in model.named_modules()}
+    text = repr(model)
+    hotrain.convert(model)
+    assert repr(model) != text
+    hotrain.revert(model)
+    assert {name: (type(m), set(m.__dict__)) for name, m in model.named_modules()} == before
+    assert repr(model) == text
+    hotrain.revert(model)  # a second time does nothing
+
+
+def test_a_reverted_model_trains_as_one_never_converted() -> None:
+    model, twin, x = Net(), Net(), images()
+    twin.load_state_dict(model.state_dict())
+    hotrain.convert(model)
+    hotrain.revert(model)
+    train_step(model, x)
+    train_step(twin, x)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_does_not_notice(when: str) -> None:
+    """Adam's moments are keyed by parameter: converting in the middle of a run keeps them."""
+    model, x = Net(), images()
+    if when == "before":
+        hotrain.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train_step(model, x)
+    optimizer.step()
+    if when == "after":
+        hotrain.convert(model)
+    if when == "before":
+        hotrain.revert(model)
+    train_step(model, x)
+    weight = model.mlp[0].weight.detach().clone()
+    optimizer.step()
+    assert optimizer.state[model.mlp[0].weight]["step"] == 2
+    assert not torch.equal(model.mlp[0].weight, weight)
+
+
+def test_checkpoints_pass_between_exact_and_converted_models() -> None:
+    """torch.save of a converted model's state_dict loads into an exact one, safely (weights_only), and back."""
+    model = Net()
+    hotrain.convert(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plain = Net()
+    assert plain.load_state_dict(torch.load(file, weights_only=True)) == ([], [])
+    assert model.load_state_dict(plain.state_dict()) == ([], [])
+    x = images()
+    assert torch.equal(plain(x), model(x))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_whole_models_can_be_copied_and_pickled(way: str) -> None:
+    model, x = Net(), images()
+    hotrain.convert(model, "hq4")
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert [(n, s.method) for n, _, s in hotrain.converted_layers(twin)] == [
+        (n, s.method) for n, _, s in hotrain.converted_layers(model)
+    ]
+    hotrain.manual_seed(1)
+    train_step(model, x)
+    hotrain.manual_seed(1)
+    train_step(twin, x)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert isinstance(twin.stem, HadamardConv2d)
+    hotrain.revert(twin)
+    assert type(twin.stem) is nn.Conv2d
+    assert not list(hotrain.converted_layers(twin))
+    assert len(list(hotrain.converted_layers(model))) == 3
+
+
+# Methods
+
+
+@pytest.mark.parametrize("name", hotrain.presets())
+def test_every_preset_trains_every_kind_of_layer(name: str) -> None:
+    model = Net()
+    report = hotrain.convert(model, name, filter_fn=lambda module, fqn: True)
+    train_step(model, images())
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in model.parameters())
+    assert len(report.converted) == (0 if name == "exact" else 5)
+
+
+def test_exact_marks_nothing_and_takes_marks_away() -> None:
+    model = Net()
+    hotrain.convert(model)
+    report = hotrain.convert(model, "exact")
+    assert not report.converted
+    assert set(reasons(report).values()) == {"method exact"}
+    assert len(report.kept) == 5
+    assert type(model.mlp[0]) is nn.Linear
+
+
+def test_converting_again_changes_the_method_and_keeps_the_draws() -> None:
+    """A bit schedule converts in the middle of a run: steps are counted on."""
+    model, x = Net(), images()
+    hotrain.convert(model, "hot")
+    train_step(model, x)
+    report = hotrain.convert(model, hotrain.preset("hot", rank=4))
+    states = {name: state for name, _, state in hotrain.converted_layers(model)}
+    assert {state.method.grad_weight.rank for state in states.values()} == {4}
+    assert {state.draws.step for state in states.values()} == {0}
+    assert len(report.converted) == 3
+    hotrain.revert(model)
+    assert type(model.mlp[0]) is nn.Linear
+
+
+def test_two_calls_give_two_methods_and_the_report_says_so() -> None:
+    """What an earlier call converted is not "kept exact" because a later one passed it over."""
+    model = Net()
+    hotrain.convert(model, "hot", filter_fn=lambda module, name: name == "mlp.0")
+    report = hotrain.convert(model, "hla", filter_fn=lambda module, name: name == "mlp.2")
+    assert {row.name: row.method.name for row in report.converted} == {"mlp.0": "hot", "mlp.2": "hla"}
+    assert "converted to hot, hla" in str(report)
+    assert set(reasons(report)) == {"stem", "narrow", "head"}
+
+
+def test_a_layer_converted_inside_a_part_takes_its_name_from_the_whole() -> None:
+    """Twelve blocks converted one by one have layers of the same names; the draws follow the last conversion's."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64)))
+    for block in model:
+        hotrain.convert(block)
+    hotrain.convert(model)
+    states = [state for _, _, state in hotrain.converted_layers(model)]
+    assert [state.name for state in states] == ["0.0", "1.0"]
+    assert states[0].draws.layer != states[1].draws.layer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "hott"}, r"unknown preset 'hott'. Did you mean 'hot'"),
+        ({"method": 3}, r"method 3 is neither"),
+        ({"grid": 4}, r"grid=4 is not \(height, width\)"),
+        ({"grid": (4, 4, 4)}, r"grid=\(4, 4, 4\)"),
+        ({"grid": (0, 4)}, r"grid=\(0, 4\)"),
+        ({"grid": (4, 4), "prefix_tokens": -1}, "prefix_tokens=-1"),
+        ({"prefix_tokens": 1}, "says nothing without a grid"),
+        ({"grid": hotrain.Grid(4, 4), "prefix_tokens": 1}, r"Grid\(..., prefix=1\)"),
+    ],
+)
+def test_bad_arguments_change_nothing(options: dict[str, Any], message: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=message):
+        hotrain.convert(model, **options)
+    assert not list(hotrain.converted_layers(model))
+
+
+# Who is converted
+
+
+def test_nothing_matched_raises_and_says_why() -> None:
+    with pytest.raises(ValueError, match=r"no layer of Net matched:\n  stem: excluded by filter_fn"):
+        hotrain.convert(Net(), filter_fn=lambda module, name: False)
+    with pytest.raises(ValueError, match="it has no Linear or Conv2d"):
+        hotrain.convert(nn.LayerNorm(8))
+    with pytest.raises(ValueError, match="0: too small"):
+        hotrain.convert(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_filter_fn_replaces_the_default_exclusions() -> None:
+    """Heads and narrow layers are converted when they are asked for; what filter_fn leaves out is excluded."""
+    report = hotrain.convert(Net(), filter_fn=lambda module, name: name in ("head", "narrow"))
+    assert converted(report) == {"head", "narrow"}
+    assert set(reasons(report).values()) == {"excluded by filter_fn"}
+
+
+def test_filter_fn_gets_the_module_and_its_full_name() -> None:
+    model, asked = Net(), {}
+
+    def choose(module: nn.Module, name: str) -> bool:
+        asked[name] = module
+        return isinstance(module, nn.Conv2d)
+
+    assert converted(hotrain.convert(model, filter_fn=choose)) == {"stem"}
+    assert asked == {name: model.get_submodule(name) for name in ("stem", "mlp.0", "mlp.2", "narrow", "head")}
+
+
+@pytest.mark.parametrize("name", ["head", "fc", "classifier", "lm_head", "score", "heads"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_heads_are_known_by_their_usual_names(name: str, wrapped: bool) -> None:
+    inner = nn.Sequential(OrderedDict(body=nn.Linear(64, 64), **{name: nn.Linear(64, 64)}))
+    model = nn.ModuleDict({"module": inner}) if wrapped else inner
+    prefix = "module." if wrapped else ""
+    report = hotrain.convert(model)
+    assert reasons(report) == {prefix + name: "head"}
+    assert converted(report) == {prefix + "body"}
+
+
+def test_a_head_inside_a_block_is_no_head() -> None:
+    """An MLP's inner "fc" computes on tokens."""
+    model = nn.ModuleDict({"block": nn.ModuleDict({"fc": nn.Linear(64, 64)})})
+    assert converted(hotrain.convert(model)) == {"block.fc"}
+
+
+def test_a_lone_layer_is_a_model() -> None:
+    layer = nn.Linear(64, 64)
+    report = hotrain.convert(layer)
+    assert [row.name for row in report.converted] == [""]
+    with pytest.raises(TypeError, match=r"^Linear: the input"):  # a message needs a name
+        layer(torch.zeros(2, 4, 64, dtype=torch.int64))
+    hotrain.revert(layer)
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (32, 1, 64), (64,)], ids=["2-D", "one token a sample", "1-D"])
+def test_rows_that_are_samples_move_to_kept_as_they_are_met(shape: tuple[int, ...]) -> None:
+    """A low-pass over the rows of a 2-D input would average unrelated samples: the layer runs exact, and says so."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    report = hotrain.convert(model)
+    assert converted(report) == {"0"}
+    x = torch.randn(shape)
+    model(x).square().sum().backward()
+    assert reasons(report) == {"0": "2-D input (or one token a sample): its rows are samples, not tokens"}
+    assert not report.converted
+    exact = nn.Linear(64, 64)
+    exact.load_state_dict(model[0].state_dict())
+    exact(x).square().sum().backward()
+    assert torch.equal(model[0].weight.grad, exact.weight.grad)
+    model(torch.randn(2, 16, 64))  # tokens again
+    assert converted(report) == {"0"}
+
+
+def test_an_image_of_one_pixel_is_a_sample_too() -> None:
+    """Squeeze-and-excitation: 1×1 convolutions of a pooled image."""
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 64, 1))
+    report = hotrain.convert(model)
+    model(torch.randn(2, 64, 8, 8)).sum().backward()
+    assert set(reasons(report)) == {"1"}
+
+
+@pytest.mark.parametrize("why", ["chosen", "full rank", "frozen"])
+def test_rows_that_are_samples_are_served_where_nothing_mixes_them(why: str) -> None:
+    """Chosen by filter_fn; a method without a low-rank step; a frozen weight, which has the g_x path only."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    if why == "frozen":
+        model[0].weight.requires_grad_(False)
+    always = (lambda module, name: True) if why == "chosen" else None
+    report = hotrain.convert(model, "hq" if why == "full rank" else "hot", filter_fn=always)
+    model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert converted(report) == {"0"}
+
+
+def test_multihead_attention_is_kept_with_its_reason() -> None:
+    """nn.MultiheadAttention never calls out_proj: converting it would have no effect."""
+    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    report = hotrain.convert(model)
+    assert converted(report) == {"linear1", "linear2"}
+    assert "without calling a layer" in reasons(report)["self_attn"]
+    assert "'self_attn'" in reasons(report)["self_attn.out_proj"]
+    model(torch.randn(2, 32, 64)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    x = torch.randn(2, 32, 64)
+    with torch.no_grad():
+        fast = model(x)  # PyTorch's fast path reads the layers' weights itself
+        hotrain.revert(model)
+        assert torch.equal(fast, model(x))
+
+
+def test_a_tied_weight_is_kept_with_its_partner_named() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 48)
+            self.body = nn.Linear(48, 48)
+            self.out = nn.Linear(48, 64, bias=False)
+            self.out.weight = self.embed.weight
+
+    report = hotrain.convert(Tied(), filter_fn=lambda module, name: True)
+    assert converted(report) == {"body"}
+    assert reasons(report) == {"out": "tied weight: 'embed' (Embedding) uses it as well"}
+
+
+def test_two_linears_may_share_a_weight() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    assert len(hotrain.convert(model).converted) == 2
+    train_step(model, torch.randn(2, 32, 64))
+    assert model[0].weight.grad.isfinite().all()
+
+
+def test_a_module_in_two_places_is_one_layer() -> None:
+    shared = nn.Linear(64, 64)
+    report = hotrain.convert(nn.ModuleDict({"a": shared, "b": shared}))
+    assert converted(report) == {"a"}
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Renamed(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (OwnForward(64, 64), "OwnForward is a subclass with a forward of its own"),
+        (Renamed(64, 64), "Renamed is a subclass"),
+        (nn.LazyLinear(64), "lazy: it has no weight yet; run a forward pass, then convert"),
+        (nn.LazyConv2d(64, 3), "lazy: it has no weight yet; run a forward pass, then convert"),
+        (nn.Conv1d(64, 64, 3), "Conv1d is not served; accepted are Linear, Conv2d and Conv1D"),
+        (nn.ConvTranspose2d(64, 64, 3), "ConvTranspose2d is not served"),
+        (nn.Linear(64, 64, dtype=torch.complex64), "weight of dtype torch.complex64; accepted are floating-point"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_layers_that_cannot_be_served_say_why(layer: nn.Module, reason: str) -> None:
+    """Even where filter_fn asks for them: a conversion without effect would be a lie."""
+    model = nn.Sequential(layer, nn.Linear(64, 64))
+    report = hotrain.convert(model, filter_fn=lambda module, name: True)
+    assert reasons(report)["0"].startswith(reason)
+    assert converted(report) == {"1"}
+    assert type(model[0]) is type(layer)
+
+
+def test_a_lazy_layer_is_served_once_it_has_a_weight() -> None:
+    model = nn.Sequential(nn.LazyLinear(64))
+    model(torch.randn(2, 16, 48))
+    assert converted(hotrain.convert(model)) == {"0"}
+
+
+def test_a_parametrized_layer_is_kept_and_served_without_its_parametrization() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    assert "parametrized" in reasons(hotrain.convert(model))["0"]
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert converted(hotrain.convert(model)) == {"0", "1"}
+
+
+def test_a_parametrization_after_conversion_trains_and_stops_revert_with_advice() -> None:
+    """Reverting would have to guess between two class changes; it refuses before anything is changed."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    hotrain.convert(model)
+    nn.utils.parametrizations.spectral_norm(model[1])
+    train_step(model, torch.randn(2, 32, 64))
+    assert model[1].parametrizations.weight.original.grad.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"'1' has become a Parametrized.*remove_parametrizations"):
+        hotrain.revert(model)
+    assert len(list(hotrain.converted_layers(model))) == 2
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    hotrain.revert(model)
+    assert type(model[1]) is nn.Linear
+
+
+def test_hook_style_weight_norm_is_served() -> None:
+    """The old weight_norm computes a plain `weight` before each call: gradients reach its g and v."""
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)))
+    exact = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)))
+    exact.load_state_dict(model.state_dict())
+    method = hotrain.preset("hot", rank=16, grad_input_bits=None, grad_weight_bits=None, saved_bits=None)
+    assert converted(hotrain.convert(model, method)) == {"0"}
+    x = torch.randn(2, 32, 64)
+    train_step(model, x)
+    train_step(exact, x)
+    for got, want in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)  # at full rank without bits: the exact gradient
+
+
+def test_a_converted_convolution_begets_exact_ones() -> None:
+    """PEFT and others build a sibling with `type(layer)(...)`: it is a plain layer, not one with a default method."""
+    model = nn.Sequential(nn.Conv2d(32, 32, 3))
+    hotrain.convert(model)
+    assert type(type(model[0])(32, 4, 3, bias=False)) is nn.Conv2d
+    assert repr(model[0]).startswith("HadamardConv2d(32, 32, kernel_size=(3, 3), stride=(1, 1), method=hot-unbiased")
+
+
+def test_a_forward_replaced_on_the_instance_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    assert reasons(hotrain.convert(model)) == {"0": "its forward was replaced on the instance"}
+
+
+def test_a_weight_used_without_calling_its_layer_is_found_out_in_training() -> None:
+    """BEiT and Swin v2 hand qkv's weight to F.linear: no class change can serve that, so the report says it."""
+
+    class Roundabout(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(nn.functional.linear(x, self.qkv.weight))
+
+    model = Roundabout()
+    report = hotrain.convert(model)
+    assert converted(report) == {"qkv", "proj"}  # nothing is known before a training forward
+    train_step(model, torch.randn(2, 16, 64))
+    assert converted(report) == {"proj"}
+    assert reasons(report)["qkv"].startswith("no training forward has called it")
+
+
+def test_a_model_on_meta_converts_and_materializes_later() -> None:
+    """Large models are built on meta; the class change asks for shapes only."""
+    with torch.device("meta"):
+        model = Net()
+    hotrain.convert(model)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    train_step(model, images())
+    assert model.mlp[0].weight.grad.isfinite().all()
+    assert layer_state(model.mlp[0]).calls == 1
+
+
+def test_the_report_outlives_the_model_without_holding_it() -> None:
+    """`str(hotrain.convert(build()))` is a natural thing to write; and a kept report must not keep weights."""
+    model = Net()
+    report = hotrain.convert(model)
+    gone = weakref.ref(model.mlp[0].weight)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert converted(report) == {"stem", "mlp.0", "mlp.2"}
+    assert pickle.loads(pickle.dumps(report)).converted == report.converted
+
+
+def test_the_report_of_a_reverted_model_says_so() -> None:
+    model = Net()
+    report = hotrain.convert(model)
+    hotrain.revert(model)
+    assert report.converted == []
+    assert reasons(report)["mlp.0"] == "reverted"

@@ -1,0 +1,117 @@
+"""Two processes on gloo: ranks draw different numbers, replicas stay equal, sharded parameters train."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hotrain
+
+STEPS = 3
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def batch() -> Tensor:
+    """The same on both ranks: gradients differ by the draws alone."""
+    return torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(3))
+
+
+def _worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        hotrain.manual_seed(0)
+        torch.save({"ddp": ddp(), "fsdp": fsdp()}, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found: one start of them serves all tests."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_worker, args=(port, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def ddp() -> dict[str, Any]:
+    net = model()
+    hotrain.convert(net, "hot-unbiased")
+    local = torch.autograd.grad(net(batch()).square().mean(), net[0].weight)[0]
+    net[0].zero_grad()
+    hotrain.manual_seed(0)
+    replica = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    averaged = None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        replica(batch()).square().mean().backward()
+        averaged = net[0].weight.grad.clone() if averaged is None else averaged
+        optimizer.step()
+    return {"local": local, "averaged": averaged, "weights": [p.detach() for p in net.parameters()]}
+
+
+def fsdp() -> dict[str, Any]:
+    """FSDP2 of each layer's weights, converted before sharding; exact, with nothing lost, and with hot."""
+    from torch.distributed.fsdp import fully_shard
+
+    grads: dict[str, Any] = {}
+    lossless = hotrain.preset("hot", rank=16, grad_input_bits=None, grad_weight_bits=None, saved_bits=None)
+    for name, method in (("exact", "exact"), ("lossless", lossless), ("hot", "hot")):
+        net = nn.Sequential(model(), nn.LayerNorm(64))
+        hotrain.convert(net, method)
+        fully_shard(net[0], mesh=_mesh())
+        fully_shard(net, mesh=_mesh())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(batch()).square().mean().backward()
+            grads[name] = [p.grad.full_tensor() for p in net.parameters()]
+            optimizer.step()
+        grads[f"{name} calls"] = [state.calls for _, _, state in hotrain.converted_layers(net)]
+    return grads
+
+
+def _mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (2,))
+
+
+@pytest.mark.slow
+def test_ddp_draws_differently_and_stays_in_step(ranks: list[dict[str, Any]]) -> None:
+    """On equal inputs the ranks' own gradients differ (so their errors average out), and weights stay equal."""
+    first, second = (rank["ddp"] for rank in ranks)
+    assert not torch.equal(first["local"], second["local"])
+    torch.testing.assert_close(first["averaged"], (first["local"] + second["local"]) / 2, rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    start = [p.detach() for p in model().parameters()]
+    assert all(not torch.equal(a, b) for a, b in zip(first["weights"], start, strict=True))
+
+
+@pytest.mark.slow
+def test_fsdp2_shards_converted_layers(ranks: list[dict[str, Any]]) -> None:
+    """Weights are gathered, freed and gathered again around the kept codes: two AdamW steps, equal to exact where
+    the method loses nothing (float32 products in another order: 1e-4 of a gradient's size)."""
+    for found in (rank["fsdp"] for rank in ranks):
+        assert found["lossless calls"] == found["hot calls"] == [2, 2]
+        for got, want in zip(found["lossless"], found["exact"], strict=True):
+            assert (got - want).norm() <= 1e-4 * want.norm()
+        assert all(g.isfinite().all() for g in found["hot"])
+        assert not torch.equal(found["hot"][0], found["exact"][0])
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0]["fsdp"]["hot"], ranks[1]["fsdp"]["hot"], strict=True))

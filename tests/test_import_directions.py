@@ -1,0 +1,171 @@
+"""Who may import whom, read off the source. An import inside a function or under TYPE_CHECKING counts as lazy."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hotrain
+
+ROOT = Path(hotrain.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# The rooms that everything else is built on, and those that may use them but are never used by them.
+OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
+CORE_MAY_IMPORT = {"torch", "numpy"}
+# Third parties that each outer room is there to bring in; a package named nowhere here is imported by nobody.
+OUTER_MAY_IMPORT = {
+    "hotrain.train": {
+        "torch",
+        "numpy",
+        "timm",
+        "torchvision",
+        "safetensors",
+        "PIL",
+        "peft",
+        "transformers",
+        "sklearn",
+        "rich",
+    },
+    "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
+    "hotrain.plotting": {"torch", "numpy", "matplotlib", "mpl_toolkits", "jinja2", "markupsafe"},
+}
+MAY_USE = {
+    "hotrain.train": {"hotrain.train"},
+    "hotrain.plotting": {"hotrain.plotting"},
+    "hotrain.cli": {"hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
+}
+
+# Each room imports only from rooms above it (and from itself).
+ORDER = [
+    ("hotrain._version",),
+    ("hotrain.method",),
+    ("hotrain.presets",),
+    ("hotrain.draws",),
+    ("hotrain.transform",),
+    ("hotrain.quantize",),
+    ("hotrain.products",),
+    ("hotrain.saved",),
+    ("hotrain.backward",),
+    ("hotrain.convolution",),
+    ("hotrain.autograd",),
+    ("hotrain.functional",),
+    ("hotrain.nn",),
+    ("hotrain.grids",),
+    ("hotrain.conversion",),
+    ("hotrain.calibration", "hotrain.analysis", "hotrain.optim"),
+]
+RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+
+
+def dotted(path: Path) -> str:
+    parts = ("hotrain", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(absolute module, whether it is imported when the file is) of every import statement of a file."""
+    tree = ast.parse(path.read_text())
+    package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
+
+    def walk(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            inside = eager and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                inside = False
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, eager) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                module = ".".join([*base, *([child.module] if child.module else [])])
+                # `from . import backward` names modules; `from .method import Method` names things in one
+                for alias in child.names:
+                    name = f"{module}.{alias.name}"
+                    yield (name if _is_module(name) else module), eager
+            else:
+                yield from walk(child, inside)
+
+    yield from walk(tree, eager=True)
+
+
+def _is_module(name: str) -> bool:
+    if not name.startswith("hotrain."):
+        return False
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def room(module: str) -> str:
+    """`hotrain.nn.linear` → `hotrain.nn`; `hotrain.draws` is its own."""
+    return ".".join(module.split(".")[:2])
+
+
+def third_party(module: str) -> str | None:
+    import sys
+
+    top = module.split(".")[0]
+    return None if top in sys.stdlib_module_names or top in ("hotrain", "__future__") else top
+
+
+def is_outer(module: str) -> bool:
+    return module.startswith(OUTER)
+
+
+CORE_FILES = [f for f in FILES if not is_outer(dotted(f))]
+OUTER_FILES = [f for f in FILES if is_outer(dotted(f))]
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
+def test_the_core_never_imports_the_outer_rooms(path: Path) -> None:
+    assert [module for module, _ in imports(path) if is_outer(module)] == []
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
+def test_the_core_imports_torch_and_little_else(path: Path) -> None:
+    """transformers in nn/hf.py alone, which is itself imported only for a model that brought transformers."""
+    allowed = CORE_MAY_IMPORT | ({"transformers"} if dotted(path) == "hotrain.nn.hf" else set())
+    assert {third_party(module) for module, _ in imports(path)} - {None} <= allowed
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
+def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
+    """method → transform → quantize → saved → backward → autograd → functional → nn → conversion → the rest.
+
+    `draws` looks at a model's layers in two functions, to save and load their counters: lazily, and only there.
+    """
+    name = dotted(path)
+    if name == "hotrain":
+        return  # the front door: it imports from every room, the lean ones eagerly (test_lean_import.py)
+    assert room(name) in RANK, f"{name} is in no room of ORDER: say where it belongs"
+    late = [
+        module
+        for module, eager in imports(path)
+        if module.startswith("hotrain.")
+        and RANK[room(module)] > RANK[room(name)]
+        and not (name == "hotrain.draws" and module == "hotrain.nn.state" and not eager)
+    ]
+    assert late == []
+
+
+@pytest.mark.parametrize("path", OUTER_FILES, ids=dotted)
+def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> None:
+    """train and plotting know neither each other nor the command line nor the recipes; the command line knows all."""
+    own = room(dotted(path))
+    used = {room(module) for module, _ in imports(path) if is_outer(module)}
+    used = {"hotrain_recipes" if u.startswith("hotrain_recipes") else u for u in used}
+    assert used <= MAY_USE[own]
+    assert {third_party(module) for module, _ in imports(path)} - {None} - {"hotrain_recipes"} <= OUTER_MAY_IMPORT[own]
+
+
+def test_the_walk_sees_what_is_there() -> None:
+    """The rules above would pass on an empty list: a few imports that must be found, eager and lazy."""
+    found = dict(imports(ROOT / "autograd.py"))
+    assert found["hotrain.backward"] is True
+    assert found["hotrain.transform.tokens"] is True
+    assert dict(imports(ROOT / "draws.py"))["hotrain.nn.state"] is False
+    assert dict(imports(ROOT / "conversion.py"))["hotrain.nn.hf"] is False
+    assert len(CORE_FILES) > 20
+    assert len(OUTER_FILES) > 10

@@ -1,0 +1,243 @@
+"""Methods as data: presets, overrides, validation, printing."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+import hotrain
+from hotrain.method import KNOBS, GradInput, GradWeight, Method, Saved
+from hotrain.presets import describe
+
+NAMES = ("exact", "hot", "hot-unbiased", "hla", "hq", "hq4", "lbp-wht", "luq", "int4", "dropout")
+
+
+def test_the_presets_are_those_of_the_issue() -> None:
+    assert set(hotrain.presets()) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_is_a_value(name: str) -> None:
+    """Equal when made twice, hashable (layouts and caches key on it), picklable (checkpoints, worker processes)."""
+    method = hotrain.preset(name)
+    assert method == hotrain.preset(name)
+    assert hash(method) == hash(hotrain.preset(name))
+    assert pickle.loads(pickle.dumps(method)) == method
+    assert method.name == name
+    with pytest.raises(FrozenInstanceError):
+        method.name = "other"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        method.grad_weight.rank = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_prints_in_one_short_line(name: str) -> None:
+    text = str(hotrain.preset(name))
+    assert text.startswith(name)
+    assert "\n" not in text
+    assert len(text) <= 80
+
+
+def test_prints_say_what_differs() -> None:
+    """Two methods that compute differently do not print alike: the conversion report shows nothing else."""
+    texts = [str(hotrain.preset(name)).removeprefix(name) for name in NAMES]
+    assert len(set(texts)) == len(texts)
+    assert (
+        str(hotrain.preset("hot-unbiased")) == "hot-unbiased  g_x:H16·int4/auto  g_w:P4+4of16·int8  saved:int8/tensor"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("hot", "CVPR 2025"),
+        ("hot-unbiased", "Ours"),
+        ("hla", "EVMT-HLA"),
+        ("hq", "Table 2"),
+        ("hq4", "Ours"),
+        ("lbp-wht", "NeurIPS 2023"),
+        ("luq", "yTbNYYcopd"),
+        ("int4", "Table 4"),
+        ("dropout", "EVMT-HLA"),
+    ],
+)
+def test_each_preset_cites_its_source(name: str, source: str) -> None:
+    assert source in describe(name)
+
+
+PATHS = [
+    # (preset, grad_input bits, transform, tile, rank, sampled, grad_weight bits, saved bits): the issue's table
+    ("exact", None, None, 1, 1, 0, None, None),
+    ("hot", 4, "hadamard", 16, 8, 0, 8, 8),
+    ("hot-unbiased", 4, "hadamard", 16, 8, 4, 8, 8),
+    ("hla", None, "hadamard", 16, 8, 0, None, None),
+    ("hq", 4, "hadamard", 16, 16, 0, 8, 8),
+    ("hq4", 4, "hadamard", 16, 16, 0, 8, 4),
+    ("lbp-wht", None, "lowpass", 64, 21, 0, None, None),
+    ("luq", 4, None, 1, 1, 0, 4, 4),
+    ("int4", 4, None, 1, 1, 0, 4, 4),
+    ("dropout", None, None, 1, 1, 0, None, None),
+]
+
+
+@pytest.mark.parametrize("row", PATHS, ids=[row[0] for row in PATHS])
+def test_presets_hold_what_their_papers_say(row: tuple) -> None:
+    method = hotrain.preset(row[0])
+    g_x, g_w = method.grad_input, method.grad_weight
+    got = (g_x.bits, g_x.transform, g_w.tile, g_w.rank, g_w.sampled, g_w.bits, method.saved.bits)
+    assert got == row[1:]
+
+
+def test_only_exact_is_exact() -> None:
+    assert [name for name in NAMES if hotrain.preset(name).is_exact] == ["exact"]
+
+
+def test_an_override_reaches_its_field() -> None:
+    method = hotrain.preset(
+        "hot-unbiased",
+        rank=6,
+        sampled=2,
+        order="sequency",
+        grad_input_bits=8,
+        grad_weight_bits=None,
+        saved_bits=None,
+        scale="tensor",
+        rounding="pseudo",
+    )
+    assert (method.grad_weight.rank, method.grad_weight.sampled, method.grad_weight.order) == (6, 2, "sequency")
+    assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, None, None)
+    assert method.grad_input.scale == "tensor"
+    assert {method.grad_input.rounding, method.grad_weight.rounding, method.saved.rounding} == {"pseudo"}
+    assert method.name == "hot-unbiased"
+
+
+def test_preset_and_override_agree() -> None:
+    assert hotrain.preset("hot", rank=4) == hotrain.preset("hot").override(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("rank", "sampled"),
+    [(16, 8), (8, 4), (6, 3), (4, 2), (2, 1), (1, 1)],
+    ids=lambda v: str(v),
+)
+def test_a_new_rank_keeps_the_share_of_drawn_rows(rank: int, sampled: int) -> None:
+    """At every rank a method that draws still draws: hot-unbiased without a drawn row would be biased."""
+    assert hotrain.preset("hot-unbiased", rank=rank).grad_weight.sampled == sampled
+    assert hotrain.preset("hot", rank=rank).grad_weight.sampled == 0
+
+
+def test_four_saved_bits_come_with_a_scale_a_row_and_unbiased_rounding() -> None:
+    saved = hotrain.preset("hot-unbiased", saved_bits=4).saved
+    assert (saved.bits, saved.scale, saved.rounding) == (4, "row", "stochastic")
+    assert hotrain.preset("hot-unbiased", saved_bits=4, rounding="nearest").saved.rounding == "nearest"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_overriding_with_a_methods_own_values_changes_nothing(name: str) -> None:
+    method = hotrain.preset(name)
+    own = {
+        "rank": method.grad_weight.rank,
+        "sampled": method.grad_weight.sampled,
+        "order": method.grad_weight.order,
+        "grad_input_bits": method.grad_input.bits,
+        "grad_weight_bits": method.grad_weight.bits,
+        "saved_bits": method.saved.bits,
+        "scale": method.grad_input.scale,
+    }
+    for knob in own.keys() & method.knobs:
+        assert method.override(**{knob: own[knob]}) == method, knob
+
+
+BAD = [
+    # (preset, override, what the message must name)
+    ("hot", {"rank": 0}, ("rank", "0", "1 to 16")),
+    ("hot", {"rank": 17}, ("rank", "17", "1 to 16")),
+    ("hot", {"rank": 8.0}, ("rank", "8.0", "integer")),
+    ("hot", {"rank": True}, ("rank", "True", "integer")),
+    ("hot", {"sampled": 9}, ("sampled", "9", "0 to 8")),
+    ("hot", {"sampled": -1}, ("sampled", "-1", "0 to 8")),
+    ("hot", {"order": "zigzag"}, ("order", "'zigzag'", "lp_l1", "sequency", "auto")),
+    ("hot", {"grad_input_bits": 3}, ("grad_input_bits", "3", "4", "8", "None")),
+    ("hot", {"grad_input_bits": 0}, ("grad_input_bits", "0", "None")),
+    ("hot", {"grad_input_bits": 4.0}, ("grad_input_bits", "4.0", "None")),
+    ("hot", {"grad_weight_bits": 16}, ("grad_weight_bits", "16", "None")),
+    ("hot", {"saved_bits": "8"}, ("saved_bits", "'8'", "None")),
+    ("hot", {"scale": "row"}, ("scale", "'row'", "tensor", "token", "auto")),
+    ("hot", {"rounding": "down"}, ("rounding", "'down'", "stochastic", "nearest", "pseudo")),
+    ("hot", {"bits": 4}, ("bits", "rank", "scale")),  # unknown: the known ones are listed
+    ("exact", {"rank": 4}, ("rank", "4", "none")),  # known, but concerns nothing here
+    ("lbp-wht", {"saved_bits": 8}, ("saved_bits", "8", "order, rank")),
+    ("luq", {"grad_input_bits": 8}, ("grad_input_bits", "8", "none")),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "named"), BAD, ids=[f"{n}-{o}" for n, o, _ in BAD])
+def test_a_bad_override_names_field_value_and_what_is_allowed(name: str, overrides: dict, named: tuple) -> None:
+    with pytest.raises(ValueError, match=name) as error:
+        hotrain.preset(name, **overrides)
+    for fragment in named:
+        assert fragment in str(error.value)
+
+
+def test_an_unknown_preset_names_the_known_ones_and_a_near_one() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'hot-unbiased'") as error:
+        hotrain.preset("hot_unbiased")
+    for name in NAMES:
+        assert name in str(error.value)
+
+
+BAD_PARTS = [
+    (GradInput, {"transform": "dct"}, "transform='dct'"),
+    (GradInput, {"bits": 5}, "bits=5"),
+    (GradInput, {"transform": "lowpass", "bits": 4}, "bits=None"),
+    (GradInput, {"number": "luq", "bits": 8}, "bits=4"),  # eight levels of powers of two are 4 bits
+    (GradInput, {"number": "luq", "bits": 4, "transform": "hadamard"}, "transform=None"),
+    (GradInput, {"weight_scale": "token"}, "weight_scale='token'"),
+    (GradWeight, {"tile": 32}, "tile=32"),
+    (GradWeight, {"tile": 16, "rank": 17}, "rank=17"),
+    (GradWeight, {"tile": 16, "rank": 8, "sampled": 9}, "sampled=9"),
+    (GradWeight, {"drop": 1.0}, "drop=1.0"),
+    (GradWeight, {"drop": -0.1}, "drop=-0.1"),
+    (GradWeight, {"number": "luq", "bits": 8}, "bits=4"),
+    (Saved, {"bits": 2}, "bits=2"),
+    (Saved, {"scale": "token"}, "scale='token'"),
+    (Saved, {"number": "sawb", "bits": 8}, "bits=4"),  # SAWB's coefficients hold for 4 bits
+]
+
+
+@pytest.mark.parametrize(("part", "fields", "named"), BAD_PARTS, ids=[n for _, _, n in BAD_PARTS])
+def test_the_parts_check_themselves_when_built(part: type, fields: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        part(**fields)
+
+
+def test_a_lowpass_g_x_needs_rows() -> None:
+    with pytest.raises(ValueError, match="mine"):
+        Method("mine", GradInput("lowpass"), GradWeight(tile=1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_says_whether_random_numbers_are_needed(name: str) -> None:
+    """A method that says no keeps no key for backward; it must then not ask for one."""
+    expected = {"hot", "hot-unbiased", "hq", "hq4", "luq", "dropout"}
+    assert hotrain.preset(name).draws == (name in expected)
+
+
+def test_rounding_to_nearest_everywhere_draws_nothing() -> None:
+    method = hotrain.preset("hot", rounding="nearest")
+    assert not method.draws
+    assert hotrain.preset("hot-unbiased", rounding="nearest").draws  # its rows and its weight still do
+
+
+def test_the_knobs_are_the_issues() -> None:
+    words = "rank sampled order grad_input_bits grad_weight_bits saved_bits scale rounding"
+    assert frozenset(words.split()) == KNOBS
+
+
+def test_auto_scale_is_a_scale_a_token_until_calibrated() -> None:
+    path = hotrain.preset("hot").grad_input
+    assert path.scale == "auto"
+    assert path.scale_axis == "token"
+    assert replace(path, scale="tensor").scale_axis == "tensor"

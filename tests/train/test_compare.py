@@ -1,0 +1,110 @@
+"""compare: paired cells, one table, and a cell that fails alone."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from hotrain import preset
+from hotrain.train import Comparison, TrainRun, compare, silent
+
+Make = Callable[..., TrainRun]
+
+
+def test_rows_are_paired_by_seed(tiny: Make) -> None:
+    seen = []
+    run = tiny(steps=2, audit=True, method="hot", method_overrides={"rank": 2})  # the run's own method is not used
+    outcome = compare(
+        run, ["exact", "hot:rank=4", preset("hla")], seeds=(0, 1), on_progress=silent, on_result=seen.append
+    )
+    assert outcome.failures == []
+    assert [(r["method"], r["seed"]) for r in outcome.rows] == [
+        (m, s) for s in (0, 1) for m in ("exact", "hot:rank=4", "hla")
+    ]
+    assert all(
+        set(r) == {"model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "step_ms"} for r in outcome.rows
+    )
+    assert len(seen) == len(outcome.results) == 6
+    assert all(r.model is None for r in outcome.results)  # a comparison keeps no weights
+    assert json.loads(outcome.to_json())["rows"] == outcome.rows
+
+
+def test_all_methods_start_from_the_same_weights_and_images(tiny: Make) -> None:
+    losses: dict[str, float] = {}
+
+    def first(result: object) -> None:
+        losses[result.run.method_label] = result.history[0]["train_loss"]  # type: ignore[attr-defined]
+
+    compare(tiny(steps=1), ["exact", "hot-unbiased", "luq"], on_progress=silent, on_result=first)
+    # The loss of the first update is before any weight changed; the forward pass is exact in every method.
+    assert losses["exact"] == losses["hot-unbiased"] == losses["luq"]
+
+
+def test_a_cell_that_fails_does_not_lose_the_others(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    module = importlib.import_module("hotrain.train.compare")
+    real = module.train
+
+    def train(run: TrainRun, **kwargs: object) -> object:
+        if run.method == "int4" and run.seed == 0:
+            raise RuntimeError("out of memory")
+        return real(run, **kwargs)
+
+    monkeypatch.setattr(module, "train", train)
+    outcome = compare(tiny(steps=1), ["exact", "int4"], seeds=(0, 1), on_progress=silent)
+    assert [(r["method"], r["seed"]) for r in outcome.rows] == [("exact", 0), ("exact", 1), ("int4", 1)]
+    assert outcome.failures == [
+        {"model": "demo_vit", "method": "int4", "seed": 0, "error": "RuntimeError: out of memory"}
+    ]
+    (int4,) = [r for r in outcome.summary() if r["method"] == "int4"]
+    assert (int4["seeds"], int4["failed"], int4["gap_spread"]) == (1, 1, None)
+    assert "1 (1 failed)" in str(outcome)
+    assert "failed: demo_vit int4 seed 0: RuntimeError: out of memory" in str(outcome)
+
+
+def row(method: str, seed: int, accuracy: float, step_ms: float = 1.0) -> dict[str, object]:
+    return {"model": "m", "method": method, "seed": seed, "accuracy": accuracy, "saved_bytes": 5_000_000,
+            "bit_ops": 2e9, "step_ms": step_ms}  # fmt: skip
+
+
+def test_summary_on_numbers_worked_out_by_hand() -> None:
+    outcome = Comparison(rows=[
+        row("exact", 0, 90.0), row("exact", 1, 94.0), row("exact", 2, 99.0),
+        row("hot", 0, 89.0, 7.0), row("hot", 1, 95.0, 3.0), row("hot", 3, 50.0, 4.0),
+    ])  # fmt: skip
+    exact, hot = outcome.summary()
+    assert exact["accuracy"] == pytest.approx(283 / 3)
+    assert (exact["gap"], exact["gap_spread"]) == (0.0, 0.0)
+    assert (hot["seeds"], hot["step_ms"]) == (3, 4.0)
+    assert hot["spread"] == pytest.approx(((11**2 + 17**2 + 28**2) / 2) ** 0.5)
+    # Seeds 0 and 1 are common: differences −1 and +1; seed 3 has no partner and is left out.
+    assert hot["gap"] == pytest.approx(0.0)
+    assert hot["gap_spread"] == pytest.approx(2**0.5)
+    text = str(outcome)
+    assert [part in text for part in ("78.00 ± 24.43", "+0.00 ± 1.41", "5.00", "2e+09")] == [True] * 4
+
+
+def test_without_exact_there_is_no_gap() -> None:
+    (hot,) = Comparison(rows=[row("hot", 0, 89.0)]).summary()
+    assert (hot["gap"], hot["spread"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("methods", "seeds", "message"),
+    [
+        ([], (0,), "at least one method and one seed"),
+        (["exact"], (), "at least one method and one seed"),
+        (["exact", "hto"], (0,), "hto"),
+        (["hot", "hot"], (0,), "method 'hot' is given twice"),
+        (["hot:rank=99"], (0,), "rank"),
+    ],
+)
+def test_a_bad_request_is_refused_before_any_training(
+    tiny: Make, methods: list[str], seeds: tuple[int, ...], message: str
+) -> None:
+    def never(progress: object) -> None:
+        raise AssertionError("it trained")
+
+    with pytest.raises(ValueError, match=message):
+        compare(tiny(steps=1), methods, seeds, on_progress=never)

@@ -1,0 +1,287 @@
+"""Data sets: every way they can be wrong is said before any work, naming what and where."""
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hotrain.train import TrainRun
+from hotrain.train import data as data_module
+from hotrain.train.data import ArrayData, FolderData, load_data
+from hotrain.train.feed import Feed, channel_statistics, random_crop, random_flip
+
+
+def arrays(**changes: Any) -> dict[str, np.ndarray]:
+    """Ten 8×8 RGB images of five classes, NHWC."""
+    generator = np.random.default_rng(0)
+    good = {
+        "x_train": generator.integers(0, 256, (10, 8, 8, 3), dtype=np.uint8),
+        "y_train": np.arange(10) % 5,
+        "x_test": generator.integers(0, 256, (5, 8, 8, 3), dtype=np.uint8),
+        "y_test": np.arange(5),
+    }
+    return {k: v for k, v in {**good, **changes}.items() if v is not None}
+
+
+def test_digits_are_real_offline_and_split_the_same_every_time() -> None:
+    first, second = load_data("digits"), load_data("digits")
+    assert isinstance(first, ArrayData)
+    assert isinstance(second, ArrayData)
+    assert first.x_train.shape == (1437, 1, 8, 8)
+    assert first.x_test.shape == (360, 1, 8, 8)
+    assert torch.equal(first.x_train, second.x_train)
+    assert first.x_train.max() == 255  # all of uint8's range is used
+    assert first.y_test.bincount().tolist() == [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]  # stratified
+
+
+@pytest.mark.parametrize(
+    ("x", "shape"),
+    [
+        (np.zeros((4, 8, 6, 3), np.uint8), (3, 8, 6)),  # NHWC
+        (np.zeros((4, 3, 8, 6), np.uint8), (3, 8, 6)),  # NCHW
+        (np.zeros((4, 8, 6), np.uint8), (1, 8, 6)),  # greyscale without a channel axis
+        (np.zeros((4, 1, 8, 3), np.uint8), (3, 1, 8)),  # ambiguous: read as NHWC
+    ],
+)
+def test_npz_layouts(tmp_path: Path, x: np.ndarray, shape: tuple[int, ...]) -> None:
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(4), x_test=x, y_test=np.arange(4))
+    data = load_data(str(tmp_path / "d.npz"))
+    assert isinstance(data, ArrayData)
+    assert tuple(data.x_train.shape[1:]) == shape
+    assert data.classes == ("0", "1", "2", "3")
+
+
+BAD_ARRAYS = [
+    (arrays(y_train=np.array([0, 1, 2, 3, 4, 5, 6, 7, -1, 8])), "y_train: label -1 at index 8 is out of range"),
+    (arrays(y_test=np.array([0, 1, 2, 3, 5])), "y_test: label 5 at index 4 is out of range for 5 classes"),
+    (arrays(classes=np.array(["a", "b"])), r"y_train: label 2 at index 2 .* \(accepted 0 to 1; 6 of 10"),
+    (arrays(y_test=None), "has no y_test"),
+    (arrays(x_train=np.zeros((10, 8, 8, 3), np.float32)), "x_train .* got float32"),
+    (arrays(y_train=np.zeros(10)), "y_train .* got float64"),
+    (arrays(y_train=np.arange(9) % 5), r"y_train: got shape \(9,\) for 10 images"),
+    (arrays(x_test=np.zeros((0, 8, 8, 3), np.uint8), y_test=np.zeros(0, int)), "x_test: the split is empty"),
+    (arrays(x_train=np.zeros((0, 8, 8, 3), np.uint8), y_train=np.zeros(0, int)), "y_train .* the split is empty"),
+    (arrays(x_test=np.zeros((5, 9, 8, 3), np.uint8)), "x_test: images of shape"),
+    (arrays(x_train=np.zeros((10, 8), np.uint8)), "x_train: got .* accepted is uint8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_ARRAYS)
+def test_bad_arrays_are_refused(tmp_path: Path, content: dict[str, np.ndarray], message: str) -> None:
+    np.savez(tmp_path / "d.npz", **content)
+    with pytest.raises(ValueError, match=message):
+        load_data(str(tmp_path / "d.npz"))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.95], ids=["empty", "half", "without-its-directory"])
+def test_a_truncated_npz_is_refused(tmp_path: Path, keep: float) -> None:
+    path = tmp_path / "d.npz"
+    np.savez(path, **arrays())
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(ValueError, match=r"d\.npz cannot be read as \.npz"):
+        load_data(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cifra10", "did you mean 'cifar10'"),
+        ("no/such/folder", "got 'no/such/folder'"),
+        ("missing.npz", "no file 'missing.npz'"),
+        ("sst2.tsv", "is text"),
+    ],
+)
+def test_unknown_data(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_data(name)
+
+
+def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    def fail(self: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(CIFAR10, "download", fail)
+    with pytest.raises(RuntimeError, match=r"could not be downloaded \(no route to host\).*\.npz"):
+        load_data("cifar10", data_dir=str(tmp_path))
+
+
+def test_digits_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[demo\]'"):
+        load_data("digits")
+
+
+def test_folder(folder: Path) -> None:
+    data = load_data(str(folder))
+    assert isinstance(data, FolderData)
+    assert data.classes == ("bright", "dark")
+    assert (len(data.train), len(data.test), data.skipped) == (12, 4, 0)
+    assert {Path(p).parent.name for p, label in data.train if label == 1} == {"dark"}
+
+
+def _remove(folder: Path, *parts: str) -> None:
+    import shutil
+
+    shutil.rmtree(folder.joinpath(*parts))
+
+
+def _empty(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+BAD_FOLDERS: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda f: _remove(f, "train"), "has no folder train/"),
+    (lambda f: _remove(f, "val"), "has neither val/ nor test/"),
+    (lambda f: (_remove(f, "train", "bright"), _remove(f, "train", "dark")), "has no class folders"),
+    (lambda f: (_empty(f / "val" / "bright"), _empty(f / "val" / "dark")), r"no images in the class folders of .*val"),
+    (lambda f: (f / "val" / "grey").mkdir(), "has class folder 'grey'"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_FOLDERS)
+def test_bad_folders_are_refused(folder: Path, damage: Callable[[Path], Any], message: str) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_data(str(folder))
+
+
+@pytest.fixture
+def damaged(folder: Path) -> Path:
+    """The folder with one truncated PNG and one text file that calls itself PNG."""
+    file = folder / "train" / "bright" / "3.png"
+    file.write_bytes(file.read_bytes()[:2000])
+    (folder / "val" / "dark" / "1.png").write_text("not an image")
+    return folder
+
+
+def test_a_corrupt_image_is_refused_by_name(damaged: Path) -> None:
+    with pytest.raises(ValueError, match=r"bright/3\.png cannot be decoded .*corrupt=skip"):
+        load_data(str(damaged))
+
+
+def test_corrupt_images_are_skipped_with_a_count(damaged: Path) -> None:
+    data = load_data(str(damaged), corrupt="skip")
+    assert isinstance(data, FolderData)
+    assert (len(data.train), len(data.test), data.skipped) == (11, 3, 2)
+
+
+def test_in_a_large_folder_they_are_counted_when_their_batch_is_read(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_module, "CHECKED_FILES", 0)
+    run = TrainRun(batch_size=6, num_workers=0, corrupt="skip")
+    data = load_data(str(damaged), corrupt="skip")
+    feed = Feed(run, data, image_size=16)
+    assert feed.skipped == 0
+    assert sum(len(y) for update in feed.updates(0) for _, y in update) == 11
+    assert sum(len(y) for _, y in feed.test_batches()) == 3
+    assert feed.skipped == 2
+    strict = Feed(TrainRun(batch_size=6, num_workers=0), data, image_size=16)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        list(strict.updates(0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_folder_batches_do_not_depend_on_workers_or_on_other_random_numbers(folder: Path, workers: int) -> None:
+    data = load_data(str(folder))
+    reference = Feed(TrainRun(batch_size=5, num_workers=0), data, image_size=16)
+    other = Feed(TrainRun(batch_size=5, num_workers=workers), data, image_size=16)
+    want = [batch for update in reference.updates(1) for batch in update]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    got = [batch for update in other.updates(1) for batch in update]
+    assert torch.equal(before, torch.get_rng_state())
+    assert len(got) == len(want) == 2
+    for (x, y), (x_want, y_want) in zip(got, want, strict=True):
+        assert torch.equal(x, x_want)
+        assert torch.equal(y, y_want)
+
+
+def digits_feed(**fields: Any) -> Feed:
+    kind = {k: fields.pop(k) for k in ("rank", "world") if k in fields}
+    run = TrainRun(**{"data": "digits", "batch_size": 100, "crop_padding": 1, **fields})
+    return Feed(run, load_data("digits"), image_size=16, **kind)
+
+
+def test_an_epoch_entered_in_its_middle_goes_on_as_it_would_have() -> None:
+    feed = digits_feed(accumulation=3)
+    assert feed.updates_per_epoch == 4  # 14 batches of 100 make 4 updates of 3; the rest is dropped
+    whole = list(feed.updates(2))
+    rest = list(feed.updates(2, first=2))
+    assert [len(update) for update in whole] == [3] * 4
+    for update, want in zip(rest, whole[2:], strict=True):
+        for (x, y), (x_want, y_want) in zip(update, want, strict=True):
+            assert torch.equal(x, x_want)
+            assert torch.equal(y, y_want)
+
+
+def test_epochs_and_seeds_differ_and_no_image_is_seen_twice() -> None:
+    feed = digits_feed()
+    orders = [feed.order(0), feed.order(1), digits_feed(seed=1).order(0)]
+    assert all(len(set(order.tolist())) == 1437 for order in orders)
+    assert not any(torch.equal(a, b) for a, b in [(orders[0], orders[1]), (orders[0], orders[2])])
+
+
+def test_processes_share_an_epoch_without_overlap() -> None:
+    parts = [digits_feed(rank=r, world=2).order(3) for r in (0, 1)]
+    assert [len(p) for p in parts] == [718, 718]  # 1437 is odd: one image rests this epoch
+    assert len(set(torch.cat(parts).tolist())) == 1436
+    tests = [sum(len(y) for _, y in digits_feed(rank=r, world=2).test_batches()) for r in (0, 1)]
+    assert tests == [180, 180]
+
+
+def test_too_few_images_for_one_update_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1437 training images .*batch_size 500 × accumulation 3"):
+        digits_feed(batch_size=500, accumulation=3)
+
+
+def test_a_data_set_smaller_than_a_batch_is_one_batch() -> None:
+    ((batch,),) = [list(update) for update in digits_feed(batch_size=2000).updates(0)]
+    assert len(batch[1]) == 1437
+
+
+def test_statistics_are_those_of_the_images() -> None:
+    x = torch.randint(0, 256, (20, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = channel_statistics(x)
+    want = x.double() / 255
+    # float32's rounding of the result is the only error: the sums are exact counts.
+    torch.testing.assert_close(mean.double(), want.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(std.double(), want.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
+    assert channel_statistics(torch.zeros(2, 1, 4, 4, dtype=torch.uint8))[1] > 0  # constant images: no division by 0
+
+
+def test_crop_shifts_and_flip_mirrors() -> None:
+    x = torch.arange(1, 2 * 2 * 5 * 4 + 1, dtype=torch.float32).view(2, 2, 5, 4)
+    cropped = random_crop(x, 2, torch.Generator().manual_seed(3))
+    top, left = torch.randint(0, 5, (2, 2), generator=torch.Generator().manual_seed(3))
+    padded = torch.nn.functional.pad(x, (2, 2, 2, 2))
+    for i in range(2):
+        want = padded[i, :, top[i] : top[i] + 5, left[i] : left[i] + 4]
+        assert torch.equal(cropped[i], want)
+    many = torch.arange(4.0).expand(1000, 1, 1, 4)
+    flipped = random_flip(many, torch.Generator().manual_seed(0))[:, 0, 0, 0] == 3
+    assert abs(flipped.sum().item() - 500) < 4 * 1000**0.5 / 2  # 4 sigma of a fair coin
+
+
+def test_greyscale_and_palette_files_become_rgb(folder: Path) -> None:
+    Image.new("L", (40, 40), 128).save(folder / "train" / "dark" / "grey.png")
+    Image.new("P", (40, 40)).save(folder / "train" / "dark" / "palette.png")
+    feed = Feed(TrainRun(batch_size=14, num_workers=0), load_data(str(folder)), image_size=16)
+    ((x, _),) = next(feed.updates(0))
+    assert x.shape == (14, 3, 16, 16)
