@@ -5,7 +5,7 @@
 `--shared`, for a machine that others use: one thread, and its processor time instead of the clock on the wall.
 
 Subjects: the four Linear layers of a ViT-S block at 197 tokens, with the model's own token grid, and 3×3 convolutions
-of ResNet-18, in float32 and bfloat16, on random data. Every variant's gradients are checked against exact ones before it
+of ResNet-18, in float32 and bfloat16, on random data. Every variant's gradients are checked against exact before it
 is timed; repeats are interleaved, so a ratio compares neighbours in time. One JSON object a line.
 """
 

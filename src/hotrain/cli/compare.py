@@ -50,7 +50,7 @@ def compare(
         on_progress=library.silent if quiet or json else None,
         on_result=lambda result: note(progress_line(result)),
     )
-    meta = conditions(run, numbers) | {"title": f"{recipe}: {len(chosen)} methods compared"}
+    meta = conditions([run], numbers) | {"title": f"{recipe}: {len(chosen)} methods compared"}
     report = keep(records_of([outcome], meta), folder)
     if json:
         print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": outcome.summary()})

@@ -1,62 +1,62 @@
-"""``hotrain demo``: the main job on real images in a few minutes, offline: train, measure, draw."""
+"""``hotrain demo``: the main job on real images in a few minutes, offline: train, look, draw."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hotrain.cli.errors import note
-from hotrain.cli.options import QuietOption, split_names, split_seeds
-
-if TYPE_CHECKING:
-    from hotrain.train import Comparison, TrainRun
+from hotrain.cli.options import DeviceOption, split_names, split_seeds
 
 RECIPES = ("demo_vit", "demo_resnet")
 METHODS = "exact,hot,hot-unbiased,hla,lbp-wht,luq,int4"
-LOOKED_AT = "hot-unbiased"
-"""The method whose layers are looked at after training: spectrum, LQS and surfaces do not depend on it."""
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the records and the report.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of records and report.")] = Path("runs/demo"),
     methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated presets.")] = METHODS,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0",
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipes' own.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One epoch each: does everything run?")] = False,
-    quiet: QuietOption = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few updates each: does everything run?")] = False,
+    device: DeviceOption = "cpu",
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, a thread each.")] = 2,
 ) -> None:
     """Train a small ViT and a small ResNet on real digits with seven methods; one table, one report."""
-    from hotrain import train as library
-    from hotrain.cli.outcome import conditions, keep, progress_line, records_of
+    from hotrain.cli.cells import train_cells
+    from hotrain.cli.demo_text import models, notes
+    from hotrain.cli.look import look_at, pick_surfaces
+    from hotrain.cli.outcome import conditions, keep, records_of
     from hotrain.cli.terminal import print_lines
     from hotrain.cli.workbench import configure
 
     started = time.perf_counter()
     chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
-    settings = [f"epochs={1 if quick else epochs}"] if quick or epochs else []
-    runs = [configure(recipe, settings=settings, out=out / "runs") for recipe in RECIPES]
-    outcomes = [
-        library.compare(
-            run, chosen, numbers, on_progress=library.silent, on_result=None if quiet else _say(progress_line)
-        )
-        for run in runs
-    ]
-    meta = conditions(runs[0], numbers) | {
-        "epochs": ", ".join(f"{run.epochs} ({run.model})" for run in runs) if _differ(runs) else runs[0].epochs,
-        "title": "Seven backward passes on real digits" if chosen == METHODS.split(",") else "The demo on real digits",
-        "models": {run.model: describe(run) for run in runs},
+    settings = ["steps=4"] if quick else [] if epochs is None else [f"epochs={epochs}"]
+    runs = [configure(recipe, settings=settings, device=device, out=out / "runs") for recipe in RECIPES]
+    outcomes = train_cells(runs, chosen, numbers, jobs)
+    meta = {
+        "title": "Seven backward passes on real digits" if methods == METHODS else "Backward passes on real digits",
+        **conditions(runs, numbers),
+        "threads": "1 a run",
+        "jobs": jobs,
+        "models": models(runs),
+        "notes": notes(runs, jobs),
     }
-    looked = [look_at(run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
-    more: dict[str, Any] = {kind: [entry for part in looked for entry in part[kind]] for kind in looked[0]}
-    meta |= {"notes": notes(meta, runs), "seconds": round(time.perf_counter() - started, 1)}
+    records_of(outcomes, meta).save(out)  # what was trained is kept, whatever becomes of the rest
+    looks = [look_at(run, chosen, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
+    more = {kind: [entry for look in looks for entry in look[kind]] for kind in looks[0]}
+    more["surfaces"], meta["surface_note"] = pick_surfaces(more["surfaces"])
+    meta["seconds"] = round(time.perf_counter() - started, 1)
     records = records_of(outcomes, meta)
     report = keep(records, out, **more)
+    for outcome in outcomes:
+        for result in outcome.results:
+            result.checkpoint_path.unlink(missing_ok=True)  # the records stay; nobody continues a demo
     print_lines(records)
-    typer.echo(f"wrote {out / 'summary.json'}" + (f" and {report}" if report else "") + f" in {meta['seconds']:.0f} s")
+    typer.echo(f"{meta['seconds']:.0f} s · wrote {out / 'summary.json'}" + (f" and {report}" if report else ""))
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     for failure in failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-MISTAKES = (ValueError, TypeError, OSError, ModuleNotFoundError)
+MISTAKES = (ValueError, OSError, ModuleNotFoundError)
 """What the library raises for bad input; ``RuntimeError`` counts where the library itself raised it."""
 
 
@@ -43,8 +43,11 @@ def is_mistake(error: Exception) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line; an empty one becomes the error's name."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message on one line; an empty one becomes the error's name, a missing package says how to get it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        text += "; pip install 'hotrain[demo]' brings what every command needs"
+    return text
 
 
 def note(text: str) -> None:

@@ -15,6 +15,7 @@ def recipes(
 ) -> None:
     """List the recipes by family."""
     import hotrain_recipes
+
     from hotrain.analysis.tables import table
 
     found = hotrain_recipes.all()

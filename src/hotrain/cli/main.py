@@ -28,9 +28,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
 ) -> None:
     """Options before the verb; `HotrainGroup` reads ``traceback``."""

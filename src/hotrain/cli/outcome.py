@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,18 +25,24 @@ def progress_line(result: Result) -> str:
     return f"{run.model:<14} {run.method_label:<14} seed {run.seed}  {accuracy}  {result.seconds:5.1f} s"
 
 
-def conditions(run: TrainRun, seeds: Sequence[int]) -> dict[str, Any]:
+def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]:
     """What a measurement was made under, for ``summary.json`` and the foot of the report."""
     from hotrain.train.models import resolve_device
     from hotrain.train.record import conditions as of_device
 
+    def each(field: str) -> Any:
+        values = {run.model: getattr(run, field) for run in runs}
+        return values if len(set(values.values())) > 1 else next(iter(values.values()))
+
+    length = "epochs" if runs[0].steps is None else "steps"
     return {
-        **of_device(resolve_device(run.device)),
+        **of_device(resolve_device(runs[0].device)),
+        "command": shlex.join(["hotrain", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M %Z"),
         "seeds": list(seeds),
-        "epochs": run.epochs if run.steps is None else f"{run.steps} updates",
-        "batch_size": run.batch_size,
-        "data": run.data if not Path(run.data).exists() else Path(run.data).name,
+        length: each(length),
+        "batch_size": each("batch_size"),
+        "data": Path(runs[0].data).name,
     }
 
 

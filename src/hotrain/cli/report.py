@@ -9,9 +9,7 @@ import typer
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder with summary.json (and records.json).")] = Path(
-        "runs/demo"
-    ),
+    folder: Annotated[Path, typer.Argument(help="Folder with summary.json (and records.json).")] = Path("runs/demo"),
 ) -> None:
     """Draw report.html from the records of a demo or a comparison. Trains and measures nothing."""
     from hotrain.plotting.report import write_report

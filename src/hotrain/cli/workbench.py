@@ -31,8 +31,9 @@ def configure(
 
     Raises ``ValueError`` for an unknown recipe, field or method (with the nearest known one) or a bad value.
     """
-    from hotrain.train import parse_method, replace, with_settings
     from hotrain_recipes import load_recipe
+
+    from hotrain.train import parse_method, replace, with_settings
 
     run = with_settings(load_recipe(recipe), settings or ())
     changes: dict[str, Any] = {"data": data, "seed": seed, "device": device}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from hotrain.plotting.style import drawing, look, new_figure, stand_in, tag, to_svg
 
@@ -17,7 +17,7 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> 
     for curve in curves:
         by_method.setdefault(curve["method"], []).append(curve)
     with drawing():
-        figure = new_figure(2.7)
+        figure = new_figure(title, 2.7)
         axes = figure.subplots()
         lowest: list[float] = []
         for method, runs in by_method.items():
@@ -38,9 +38,10 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> 
                 zorder=3 if style.dash == "-" else 2,
             )
             lowest.append(min(values))
-        axes.set_title(title)
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        if all(len(curve["epoch"]) < 2 for curve in curves):
+            axes.set_xlim(0, 2)  # a point in the middle, not a tick every thousandth of an epoch
         axes.margins(x=0.02)
         if quantity == "accuracy":
             axes.set_ylabel("test accuracy (%)")
@@ -48,7 +49,7 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> 
             axes.set_ylabel("training loss")
             if lowest and min(lowest) > 0:
                 axes.set_yscale("log")
-                axes.grid(axis="y", which="minor", linewidth=0.3)
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter("")
         return to_svg(figure, f"{title}: {quantity} over epochs for {', '.join(by_method)}")
@@ -56,8 +57,6 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> 
 
 def _mean_over_seeds(runs: Sequence[dict[str, Any]], quantity: str) -> tuple[list[int], list[float]]:
     """Epochs that every run of the method reached, and the mean of ``quantity`` there."""
-    tables = [
-        {e: v for e, v in zip(run["epoch"], run[quantity], strict=True) if v is not None} for run in runs
-    ]
+    tables = [{e: v for e, v in zip(run["epoch"], run[quantity], strict=True) if v is not None} for run in runs]
     epochs = sorted(set.intersection(*(set(table) for table in tables)))
     return epochs, [fmean(table[epoch] for table in tables) for epoch in epochs]

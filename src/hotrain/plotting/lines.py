@@ -38,10 +38,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[Line]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["method"]), []).append(row)
-    return [
-        _line(model, method, runs, groups.get((model, "exact"), []))
-        for (model, method), runs in groups.items()
-    ]
+    return [_line(model, method, runs, groups.get((model, "exact"), [])) for (model, method), runs in groups.items()]
 
 
 def noise(rows: Sequence[dict[str, Any]], model: str) -> float | None:
@@ -116,6 +113,11 @@ def operations_text(value: float | None) -> str:
 def milliseconds_text(value: float | None) -> str:
     """``31.4 ms``; ``–`` when not measured."""
     return "–" if value is None else f"{_three(value)} ms"
+
+
+def signed_text(value: float | None) -> str:
+    """``+0.28`` or ``−0.56`` with a true minus; empty when there is nothing to compare with."""
+    return "" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
 def ratio_text(value: float | None) -> str:

@@ -9,16 +9,47 @@ from hotrain.plotting.style import INK, drawing, new_figure, stand_in, tag, to_s
 SHOWN = 7
 """Operators drawn by name; the rest are summed."""
 
+READABLE = {
+    "addmm": "linear layers",
+    "mm": "linear layers",
+    "bmm": "linear layers",
+    "hotrain linear": "linear layers",
+    "convolution": "convolutions",
+    "hotrain conv2d": "convolutions",
+    "native_layer_norm": "layer norm",
+    "native_batch_norm": "batch norm",
+    "cudnn_batch_norm": "batch norm",
+}
+"""What a reader calls PyTorch's operators; a layer and its converted form share a row."""
+
+
+def readable(operator: str) -> str:
+    """``scaled_dot_product_flash_attention_for_cpu`` is ``attention``; an unknown operator keeps its name."""
+    if operator.startswith("scaled_dot_product"):
+        return "attention"
+    if operator.replace(" ", "").endswith("relu"):
+        return "relu"  # exact, or converted to keep a bit an entry
+    return READABLE.get(operator, operator.removeprefix("native_").replace("_", " "))
+
+
+def _gathered(table: Mapping[str, int]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for operator, size in table.items():
+        name = readable(operator)
+        sums[name] = sums.get(name, 0) + size
+    return sums
+
 
 def draw_bytes(by_method: Mapping[str, Mapping[str, int]], title: str) -> str:
     """SVG of grouped bars. ``by_method``: method → operator → bytes; the first method is drawn on top."""
+    by_method = {method: _gathered(table) for method, table in by_method.items()}
     operators = _largest(by_method)
     peak = max((table.get(name, 0) for table in by_method.values() for name in operators), default=0)
     unit, name_of_unit = (2**20, "MiB") if peak >= 2**20 else (2**10, "KiB")
     count = len(by_method)
     height = 0.8 / max(count, 1)
     with drawing():
-        figure = new_figure(0.75 + 0.2 * len(operators) * max(count, 1.6))
+        figure = new_figure(title, 0.75 + 0.2 * len(operators) * max(count, 1.6))
         axes = figure.subplots()
         for rank, (method, table) in enumerate(by_method.items()):
             widths = [_bytes_of(table, name, operators) / unit for name in operators]
@@ -41,7 +72,6 @@ def draw_bytes(by_method: Mapping[str, Mapping[str, int]], title: str) -> str:
         axes.spines["left"].set_visible(False)
         axes.margins(x=0.12, y=0.01)
         axes.set_xlabel(f"{name_of_unit} kept for one batch")
-        axes.set_title(title)
         return to_svg(figure, f"{title}: bytes kept by operator for {', '.join(by_method)}")
 
 

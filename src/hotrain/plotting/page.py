@@ -1,8 +1,10 @@
 """The page of the report: style sheet and template. Plain HTML and CSS; the figures come in as inline SVG."""
 
-FORMULA = """\
-exact  g_x = g_y w               g_w = g_yᵀ x             saved: x
-HOT    g_x = Q4(g_y H) Q4(Hᵀ w)  g_w = Q8(P g_y)ᵀ Q8(P x)  saved: Q8(P x)"""
+FORMULA = (
+    ("exact", "g_x = g_y w", "g_w = g_yᵀ x", "saved: x"),
+    ("HOT", "g_x = Q4(g_y H) Q4(Hᵀ w)", "g_w = Q8(P g_y)ᵀ Q8(P x)", "saved: Q8(P x)"),
+)
+"""The method's two gradient paths and what is kept, against exact's."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f6f7f8;--ink:#1b1d21;--muted:#5d636d;--grid:#dfe2e6;
@@ -29,8 +31,10 @@ li{margin:.25rem 0}
 .lead{font-size:1.08rem}
 .muted,figcaption{color:var(--muted)}
 code{font:.9em ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;overflow-wrap:anywhere}
-.formula{overflow-x:auto;background:var(--card);border-radius:.6rem;padding:.8rem 1rem;margin:1.2rem 0;
-font:.84rem/1.65 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;white-space:pre}
+.formula{display:grid;grid-template-columns:repeat(4,max-content);gap:.15rem 1.8rem;background:var(--card);
+border-radius:.6rem;padding:.8rem 1rem;margin:1.2rem 0;white-space:nowrap;
+font:.84rem/1.65 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace}
+.formula b{font-weight:600}
 .panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,25rem),1fr));gap:1.6rem 2rem;
 margin:1rem 0}
 .panels>*{margin:0;min-width:0}
@@ -63,7 +67,8 @@ dt{color:var(--muted)}
 dd{margin:0;overflow-wrap:anywhere}
 @media (max-width:36rem){main{padding:1.6rem 1rem 3rem}h2{margin-top:2.4rem}table{font-size:.82rem}
 th,td{padding:.4rem .22rem}thead th,td small{font-size:.72rem}.swatch{display:block;margin:.1em 0 .2em}
-dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}.formula{font-size:.74rem}}
+dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}.formula{grid-template-columns:1fr;gap:0;font-size:.8rem}
+.formula b:not(:first-child){margin-top:.6rem}td{white-space:nowrap}}
 @media print{body{background:#fff}.legend input{display:none}h2{break-after:avoid}
 figure,table{break-inside:avoid}}
 """
@@ -74,7 +79,7 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{{ title }}</title>
-<style>{{ style }}
+<style>{{ style|safe }}
 {% for method in methods %}
 body:has(#pick-{{ loop.index }}:checked) .curves .curve:not(.{{ method.name|css }}){opacity:.13}
 {% endfor %}
@@ -91,7 +96,10 @@ body:has(#pick-{{ loop.index }}:checked) .curves .curve:not(.{{ method.name|css 
 {% endfor %}
 </ul>
 {% endif %}
-<div class="formula" role="group" aria-label="the method">{{ formula }}</div>
+<div class="formula" role="group" aria-label="the method">
+{% for row in formula %}<b>{{ row[0] }}</b>{% for path in row[1:] %}<span>{{ path }}</span>{% endfor %}
+{% endfor %}
+</div>
 <p class="muted">The forward pass is the same in every method. H rotates 16 output channels (lossless; it
 spreads
 outliers before rounding to 4 bits). P keeps 8 of 16 Walsh coefficients along the tokens;
@@ -107,10 +115,10 @@ of them fixed and draws the other 4, scaled so that the expected weight gradient
 <th scope="col">bit operations</th><th scope="col">step</th></tr></thead>
 <tbody>
 {% for line in table if line.model == model.name %}
-<tr><th scope="row">{{ swatch(line.method) }}{{ line.method }}</th>
+<tr><th scope="row">{{ swatch(line.method)|safe }}{{ line.method }}</th>
 <td>{% if line.accuracy is none %}failed{% else %}{{ "%.2f"|format(line.accuracy) }} %
 <small>{% if line.spread is not none %}±{{ "%.2f"|format(line.spread) }}{% endif %}
-{% if line.gap is not none %} {{ "%+.2f"|format(line.gap) }}{% endif %}
+{% if line.gap is not none %} {{ line.gap|signed }}{% endif %}
 {% if line.failed %} {{ line.failed }} of {{ line.seeds }} failed{% endif %}</small>{% endif %}</td>
 <td>{{ line.saved_bytes|bytes }}<small>{{ line.saved_ratio|ratio }}</small></td>
 <td>{{ line.bit_ops|operations }}<small>{{ line.bit_ops_ratio|ratio }}</small></td>
@@ -129,28 +137,27 @@ paired by seed, in points; for the other columns, the ratio to exact.</p>
 <form><fieldset class="legend" aria-label="method shown in front">
 <label><input type="radio" name="pick" checked>all</label>
 {% for method in methods %}
-<label><input type="radio" name="pick" id="pick-{{ loop.index }}">{{ swatch(method.name) }}{{ method.name
+<label><input type="radio" name="pick" id="pick-{{ loop.index }}">{{ swatch(method.name)|safe }}{{ method.name
 }}</label>
 {% endfor %}
 </fieldset></form>
 <div class="panels curves">
-{% for svg in curves %}<figure>{{ svg }}</figure>
+{% for svg in curves %}<figure>{{ svg|safe }}</figure>
 {% endfor %}
 </div>
 {% endif %}
 
 {% if memory %}
 <h2>Where the bytes are</h2>
-<p>What autograd keeps alive between forward and backward of one batch, counted from the distinct storages
-behind its
-saved tensors, by the operator that saved them first. Only the converted layers' own share shrinks;
-attention, norms and
-activations keep what they kept.</p>
+<p>What autograd keeps alive between forward and backward of one batch, counted from the distinct storages behind
+its saved tensors, by the operator that saved them first. Only the converted layers' own share and that of
+the ReLUs beside them shrink (a ReLU needs a bit an entry); norms, attention and other activations keep what they
+kept.</p>
 <p>{% for method in ("exact", "hot-unbiased") %}<span style="white-space:nowrap;margin-right:1.2em"><span
 class="key"
 style="border-radius:.15em;background:var(--m-{{ method }})"></span>{{ method }}</span>{% endfor %}</p>
 <div class="panels">
-{% for svg in memory %}<figure>{{ svg }}</figure>
+{% for svg in memory %}<figure>{{ svg|safe }}</figure>
 {% endfor %}
 </div>
 {% endif %}
@@ -163,7 +170,7 @@ the lowest to the highest layer. A low-pass pays where the curve falls to the ri
 is the bias
 that <em>hot-unbiased</em> removes.</p>
 <div class="panels">
-{% for svg in spectra %}<figure>{{ svg }}</figure>
+{% for svg in spectra %}<figure>{{ svg|safe }}</figure>
 {% endfor %}
 </div>
 {% endif %}
@@ -176,7 +183,7 @@ token as with one scale for the whole tensor.</p>
 {% endif %}
 {% if surfaces %}
 <div class="panels">
-{% for surface in surfaces %}<figure>{{ surface.svg }}<figcaption>{{ surface.caption }}</figcaption></figure>
+{% for surface in surfaces %}<figure>{{ surface.svg|safe }}<figcaption>{{ surface.caption }}</figcaption></figure>
 {% endfor %}
 </div>
 {% if meta.get("surface_note") %}<p class="muted">{{ meta["surface_note"] }}</p>{% endif %}
@@ -189,14 +196,14 @@ a token</span> <span style="white-space:nowrap"><span class="key diamond"
 style="background:var(--second)"></span>one
 scale a tensor</span></p>
 <div class="panels">
-{% for svg in choices %}<figure>{{ svg }}</figure>
+{% for svg in choices %}<figure>{{ svg|safe }}</figure>
 {% endfor %}
 </div>
 {% endif %}
 
 <h2>What is measured here, and what is not</h2>
 <ul>
-{% for note in meta.get("notes", []) %}<li>{{ note }}</li>
+{% for note in meta.get("notes", []) %}<li>{{ note|code|safe }}</li>
 {% endfor %}
 <li>Bytes kept are measured by saved-tensor hooks in a real training forward, not computed from a
 formula.</li>

@@ -58,9 +58,7 @@ class Records:
             for index, record in enumerate(getattr(self, kind)):
                 missing = [name for name in fields if name not in record]
                 if missing:
-                    raise ValueError(
-                        f"{kind}[{index}] lacks {', '.join(missing)}; a record has {', '.join(fields)}"
-                    )
+                    raise ValueError(f"{kind}[{index}] lacks {', '.join(missing)}; a record has {', '.join(fields)}")
 
     def models(self) -> list[str]:
         """Model names in the order of the rows."""
@@ -90,9 +88,7 @@ def load_records(folder: Path | str) -> Records:
     folder = Path(folder)
     summary = _read_json(folder / SUMMARY)
     if not isinstance(summary.get("rows"), list):
-        raise ValueError(
-            f"{folder / SUMMARY}: no list under 'rows'; write it with `hotrain compare` or `hotrain demo`"
-        )
+        raise ValueError(f"{folder / SUMMARY}: no list under 'rows'; write it with `hotrain compare` or `hotrain demo`")
     rest = _read_json(folder / RECORDS) if (folder / RECORDS).exists() else {}
     kinds = {kind: rest.get(kind, []) for kind in REQUIRED if kind != "rows"}
     meta = {key: value for key, value in summary.items() if key != "rows"}
@@ -111,9 +107,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing; run `hotrain demo` or `hotrain compare` first, or name its folder"
-        )
+        raise ValueError(f"{path} is missing; run `hotrain demo` or `hotrain compare` first, or name its folder")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

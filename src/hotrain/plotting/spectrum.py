@@ -12,14 +12,14 @@ from hotrain.plotting.style import FIRST, MUTED, SECOND, drawing, new_figure, to
 
 SHADES = {"g_y": FIRST, "x": SECOND}
 NAMES = {"g_y": "gradient g_y", "x": "input x"}
-FLOOR = 1e-5
+FLOOR = 1e-4
 """The smallest share drawn on the logarithmic axis."""
 
 
 def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
     """SVG of the layers' energy shares by sequency: the median as a line, lowest to highest as a band."""
     with drawing():
-        figure = new_figure(2.7)
+        figure = new_figure(title, 2.7)
         axes = figure.subplots()
         for tensor in SHADES:
             layers = [record["energy"] for record in spectra if record["tensor"] == tensor]
@@ -28,9 +28,7 @@ def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
             per_sequency = list(zip(*layers, strict=True))
             places = range(len(per_sequency))
             colour = SHADES[tensor]
-            low, middle, high = (
-                [max(pick(values), FLOOR) for values in per_sequency] for pick in (min, median, max)
-            )
+            low, middle, high = ([max(pick(values), FLOOR) for values in per_sequency] for pick in (min, median, max))
             axes.fill_between(places, low, high, color=colour, alpha=0.16, linewidth=0)
             axes.plot(
                 places,
@@ -56,6 +54,5 @@ def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
         axes.margins(x=0.02)
         axes.set_xlabel("sequency (sign changes in 16 tokens)")
         axes.set_ylabel("share of the energy")
-        axes.set_title(title)
         axes.legend(loc="lower left", frameon=False, fontsize=8, labelcolor="linecolor")
         return to_svg(figure, f"{title}: energy by sequency")

@@ -78,10 +78,6 @@ RC: dict[str, Any] = {
     "font.size": 9,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.labelsize": 8.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -114,9 +110,11 @@ def drawing(**more: Any) -> AbstractContextManager[None]:
     return matplotlib.rc_context(settings)
 
 
-def new_figure(height_inches: float) -> Figure:
-    """An empty figure of one panel's width. Call inside `drawing`."""
-    return Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+def new_figure(title: str, height_inches: float) -> Figure:
+    """A figure of one panel's width with its title flush left. Call inside `drawing`."""
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+    figure.suptitle(title, x=0.005, ha="left", fontsize=10, fontweight="bold", color=INK)
+    return figure
 
 
 def to_svg(figure: Figure, description: str) -> str:
@@ -128,9 +126,7 @@ def to_svg(figure: Figure, description: str) -> str:
     salt = hashlib.sha256(description.encode()).hexdigest()
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
-        FigureCanvasSVG(figure).print_svg(
-            stream, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     head, body = text.split(">", 1)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpl_toolkits.mplot3d import Axes3D
 
-from hotrain.plotting.style import FIRST, GRID, INK, MUTED, SECOND, drawing, new_figure, to_svg
+from hotrain.plotting.style import FIRST, GRID, MUTED, SECOND, drawing, new_figure, to_svg
 
 CHOICES = {"token": FIRST, "tensor": SECOND}
 _PANES = {f"axes3d.{axis}axis.panecolor": (0, 0, 0, 0) for axis in "xyz"}
@@ -18,16 +17,13 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
     """SVG of |g_y| over tokens (rows of ``surface["values"]``) × channels, scaled to its largest entry."""
     values = np.asarray(surface["values"], dtype=float)
     if values.ndim != 2 or min(values.shape) < 2:
-        raise ValueError(
-            f"{surface['layer']}: a surface needs tokens × channels of at least 2 × 2, got {values.shape}"
-        )
+        raise ValueError(f"{surface['layer']}: a surface needs tokens × channels of at least 2 × 2, got {values.shape}")
     heights = values / max(values.max(), np.finfo(float).tiny)
     channels, tokens = np.meshgrid(np.arange(values.shape[1]), np.arange(values.shape[0]))
     with drawing(**_PANES, **{"savefig.dpi": 220}):
-        figure = new_figure(3.3)
+        figure = new_figure(title, 3.3)
         figure.set_dpi(220)
-        axes = figure.add_subplot(projection="3d")
-        assert isinstance(axes, Axes3D)
+        axes: Any = figure.add_subplot(projection="3d")
         axes.plot_surface(
             channels, tokens, heights, cmap="viridis", vmin=0, vmax=1, rstride=1, cstride=1, linewidth=0,
             antialiased=False, rasterized=True,
@@ -40,16 +36,13 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
         axes.set_zlim(0, 1)
         axes.view_init(elev=32, azim=-58)
         axes.set_box_aspect((1.25, 1.25, 0.72), zoom=1.06)
-        axes.set_title(title, loc="left")
-        return to_svg(
-            figure, f"{title}: absolute output gradient of {surface['layer']} over tokens and channels"
-        )
+        return to_svg(figure, f"{title}: absolute output gradient of {surface['layer']} over tokens and channels")
 
 
 def draw_choices(layers: Sequence[dict[str, Any]], threshold: float, title: str) -> str:
     """SVG of every layer's error ratio; left of ``threshold`` LQS takes a scale a token."""
     with drawing():
-        figure = new_figure(0.85 + 0.155 * len(layers))
+        figure = new_figure(title, 0.85 + 0.155 * len(layers))
         axes = figure.subplots()
         ratios = [layer["ratio"] for layer in layers]
         places = range(len(layers))
@@ -67,7 +60,4 @@ def draw_choices(layers: Sequence[dict[str, Any]], threshold: float, title: str)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("error with a scale a token ÷ with one scale a tensor")
-        axes.set_title(title, color=INK)
-        return to_svg(
-            figure, f"{title}: LQS error ratio of {len(layers)} layers against threshold {threshold}"
-        )
+        return to_svg(figure, f"{title}: LQS error ratio of {len(layers)} layers against threshold {threshold}")

@@ -1,0 +1,54 @@
+"""What the demo's report says in words about its models and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hotrain.cli.look import WARM_UP
+
+if TYPE_CHECKING:
+    from hotrain.train import TrainRun
+
+LABELS = {"demo_vit": "small ViT", "demo_resnet": "small ResNet"}
+
+
+def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
+    """Label and description of every model: parameters, side of the images, batch and epochs."""
+    from hotrain.train import build, replace
+
+    described = {}
+    for run in runs:
+        setup = build(replace(run, method="exact", method_overrides={}))
+        count = sum(parameter.numel() for parameter in setup.model.parameters())
+        images = setup.example()[0]
+        length = f"{run.steps} updates" if run.steps is not None else f"{run.epochs} epochs"
+        described[run.model] = {
+            "label": LABELS.get(run.model, run.model),
+            "description": f"{count:,} parameters, {images.shape[-2]}×{images.shape[-1]} pixels, "
+            f"batches of {run.batch_size}, {length}",
+            "parameters": count,
+        }
+    return described
+
+
+def notes(runs: Sequence[TrainRun], jobs: int) -> list[str]:
+    """What the numbers of the demo can and cannot carry, one sentence or two each."""
+    from hotrain.train import build
+
+    feed = build(runs[0]).feed
+    train, test = feed.data.train_size, sum(len(labels) for _, labels in feed.test_batches())
+    together = f"{jobs} runs at a time, a thread each" if jobs > 1 else "one run at a time, with one thread"
+    return [
+        f"Real images, but few: {train:,} for training and {test} for the test, so one test image is "
+        f"{100 / test:.2f} points. A gap of a few images from one seed is noise; `--seeds 0,1,2` shows how much.",
+        "Accuracy is that of the last epoch. All methods start from the same weights and see the same batches.",
+        "No claim of speed: the step times are of the plain-PyTorch path that defines the method, on the device named "
+        f"below, {together}. It rounds, packs and transforms in operations of their own; a fused kernel would not.",
+        "Energy by sequency is of one training batch with the weights after exact training. LQS and surfaces are of "
+        f"training batches after {WARM_UP} exact updates, since LQS chooses at the start.",
+        "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which are filled up with zeros: "
+        "here it keeps nothing less. It needs larger images.",
+        "Norms, attention and GELU keep their own tensors whatever the method. For other models ask "
+        "`hotrain memory RECIPE`.",
+    ]

@@ -1,0 +1,101 @@
+"""What the demo looks at beside training: bytes by operator of every method, and trained layers' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hotrain.train import Comparison, TrainRun
+
+LAYERS_OF = "hot-unbiased"
+"""The method whose converted layers are looked at; x and g_y there do not depend on it."""
+BATCHES = 4
+"""Training batches that LQS sees."""
+WARM_UP = 8
+"""Exact updates before LQS looks."""
+
+
+def look_at(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> dict[str, list[dict[str, Any]]]:
+    """Records of one model by kind: ``memory``, ``spectrum``, ``calibration`` and candidate ``surfaces``.
+
+    The spectrum is of the weights after the first finished run (exact's, when it is there). Calibration and surfaces
+    are of the weights after `WARM_UP` exact updates: LQS chooses at the start of training, but not at its very first
+    update, where timm's zero-initialised norms let no gradient reach most convolutions of a ResNet.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"memory": _memory(run, methods)}
+    return found | (_layers(run, outcome) if outcome.results else {"spectrum": [], "calibration": [], "surfaces": []})
+
+
+def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """One per-token and one per-tensor layer of all models: the lowest and the highest error ratio; and a note.
+
+    Where LQS chose alike for every layer, the two extremes are shown all the same, and the note says so.
+    """
+    if not candidates:
+        return [], ""
+    by_ratio = sorted(candidates, key=lambda surface: surface["ratio"])
+    token, tensor = by_ratio[0], by_ratio[-1]
+    note = "Shown are the layers with the lowest and the highest error ratio of both models."
+    if token["choice"] == tensor["choice"]:
+        note += f" Here LQS chose a scale a {token['choice']} for every layer."
+    return ([token] if token is tensor else [token, tensor]), note
+
+
+def _memory(run: TrainRun, methods: Sequence[str]) -> list[dict[str, Any]]:
+    import hotrain
+    from hotrain.train import build, parse_method, replace
+
+    records = []
+    for method in methods:
+        name, overrides = parse_method(method)
+        setup = build(replace(run, method=name, method_overrides=overrides))
+        images = setup.example()[0]
+        with setup.autocast():
+            kept = hotrain.saved_bytes(setup.model.train(), images)
+        record = {"model": run.model, "method": setup.run.method_label}
+        records.append(record | {"total": kept.total, "by_operator": dict(kept.by_operator)})
+    return records
+
+
+def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]]]:
+    import hotrain
+    from hotrain.analysis.fidelity import gradient_surface
+    from hotrain.cli.workbench import converted
+    from hotrain.train import replace, silent, train, training_batches
+
+    model, run = run.model, replace(run, method=LAYERS_OF, method_overrides={})
+    exact = [result for result in outcome.results if result.run.method_label == "exact"]
+    trained = converted(run, (exact or outcome.results)[0].checkpoint_path)
+    with trained.autocast():
+        rows = hotrain.fidelity(trained.model, trained.example(), trained.loss, draws=2).rows
+    start = train(replace(run, method="exact", audit=False), stop_after=WARM_UP, on_progress=silent)
+    young = converted(run, start.checkpoint_path)
+    start.checkpoint_path.unlink()
+    batches = list(training_batches(young, BATCHES))
+    with young.autocast():
+        layers = hotrain.calibrate(young.model, batches, young.loss, max_batches=BATCHES).layers
+        alive = [name for name, layer in layers.items() if layer.error_tensor > 0]
+        extremes = {pick(alive, key=lambda name: layers[name].ratio) for pick in (min, max)} if alive else set()
+        surfaces = gradient_surface(young.model, batches[0], young.loss, layers=extremes) if alive else []
+    spectrum = [
+        {"model": model, "layer": row["layer"], "tensor": tensor, "energy": row[f"{tensor}_energy"]}
+        for row in rows
+        for tensor in ("g_y", "x")
+    ]
+    calibration = [
+        {
+            "model": model,
+            "layer": name,
+            "choice": layer.choice,
+            "ratio": layer.ratio,
+            "error_token": layer.error_token,
+            "error_tensor": layer.error_tensor,
+        }
+        for name, layer in layers.items()
+    ]
+    chosen = [
+        {**surface, "model": model, "choice": layers[surface["layer"]].choice, "ratio": layers[surface["layer"]].ratio}
+        for surface in surfaces
+    ]
+    return {"spectrum": spectrum, "calibration": calibration, "surfaces": chosen}

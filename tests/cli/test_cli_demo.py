@@ -1,0 +1,92 @@
+"""The demo, four updates a run: its records have the promised form and do not depend on how many run at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hotrain.cli.cells import train_cells
+from hotrain.cli.look import pick_surfaces
+from hotrain.cli.main import app
+from hotrain.cli.workbench import configure
+from hotrain.plotting.records import ROW_FIELDS
+
+METHODS = ["exact", "hot-unbiased"]
+MODELS = ["demo_vit", "demo_resnet"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo")
+    result = CliRunner().invoke(app, ["demo", "--quick", "-m", ",".join(METHODS), "--out", str(out), "--jobs", "2"])
+    assert result.exit_code == 0, f"{result.stderr}\n{result.exception!r}"
+    assert "small ViT" in result.stdout
+    assert str(out / "report.html") in result.stdout
+    assert list(out.rglob("*.pt")) == [], "a demo leaves no checkpoints"
+    return out
+
+
+@pytest.mark.slow
+def test_summary_has_the_promised_form(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = summary["rows"]
+    assert [(row["model"], row["method"]) for row in rows] == [
+        (model, method) for model in MODELS for method in METHODS
+    ]
+    for row in rows:
+        assert set(row) == set(ROW_FIELDS)
+        assert row["seed"] == 0
+        assert 0 <= row["accuracy"] <= 100
+        assert min(row["saved_bytes"], row["bit_ops"], row["step_ms"]) > 0
+    assert {"device", "versions", "commit", "command"} <= set(summary)
+
+
+@pytest.mark.slow
+def test_records_hold_all_that_the_report_shows(folder: Path) -> None:
+    records = json.loads((folder / "records.json").read_text())
+    assert {entry["model"] for entry in records["memory"]} == set(MODELS)
+    for kind in ("curves", "spectrum", "calibration"):
+        assert {entry["model"] for entry in records[kind]} == set(MODELS), kind
+    assert all(abs(sum(entry["energy"]) - 1) < 1e-6 for entry in records["spectrum"])
+    assert len(records["surfaces"]) == 2
+    totals = {(entry["model"], entry["method"]): entry["total"] for entry in records["memory"]}
+    for row in json.loads((folder / "summary.json").read_text())["rows"]:
+        assert totals[row["model"], row["method"]] == row["saved_bytes"], "the figure and the table disagree"
+
+
+@pytest.mark.slow
+def test_report_has_every_section_and_asks_for_nothing(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert len(titles) == 6, titles
+    assert page.count('<svg class="figure"') == 5 * len(MODELS) + 2
+    assert not re.search(r"https?:|<script|<link", page)
+
+
+@pytest.mark.slow
+def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path) -> None:
+    runs = [configure(name, settings=["steps=4"], out=folder / "again") for name in MODELS]
+    again = [row for outcome in train_cells(runs, METHODS, [0], jobs=1) for row in outcome.rows]
+    before = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [row | {"step_ms": None} for row in again] == [row | {"step_ms": None} for row in before]
+
+
+def surface(ratio: float) -> dict[str, object]:
+    return {"ratio": ratio, "choice": "token" if ratio < 0.5 else "tensor"}
+
+
+def test_surfaces_shown_are_the_extremes() -> None:
+    shown, note = pick_surfaces([surface(0.4), surface(0.9), surface(0.2), surface(0.7)])
+    assert [each["ratio"] for each in shown] == [0.2, 0.9]
+    assert "for every layer" not in note
+
+
+def test_a_choice_that_is_the_same_everywhere_is_said() -> None:
+    shown, note = pick_surfaces([surface(0.8), surface(0.9)])
+    assert [each["ratio"] for each in shown] == [0.8, 0.9]
+    assert "a scale a tensor for every layer" in note
+    assert pick_surfaces([]) == ([], "")

@@ -1,0 +1,82 @@
+"""A user's mistake is one line on stderr and exit code 2; a defect of ours keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hotrain.cli.errors import is_mistake, one_line
+from hotrain.cli.main import app
+from hotrain.train import load_data
+
+TRAIN = ("train", "demo_vit")
+MISTAKES = {
+    "unknown recipe, near a known one": (("train", "demo_vti"), "did you mean demo_vit"),
+    "unknown preset, near a known one": ((*TRAIN, "-m", "hot-unbaised"), "Did you mean 'hot-unbiased'?"),
+    "override of another name": ((*TRAIN, "-m", "hot:ranks=4"), "rank"),
+    "override out of range": ((*TRAIN, "-m", "hot:rank=17"), "17"),
+    "setting without =": ((*TRAIN, "--set", "epochs"), "field=value"),
+    "setting of an unknown field": ((*TRAIN, "--set", "epoch=3"), "did you mean 'epochs'?"),
+    "setting of another type": ((*TRAIN, "--set", "epochs=many"), "epochs: got 'many'"),
+    "unknown data": ((*TRAIN, "--data", "digit"), "did you mean 'digits'?"),
+    "no such checkpoint": ((*TRAIN, "--resume", "nowhere"), "no checkpoint at 'nowhere'"),
+    "no CUDA device": ((*TRAIN, "--device", "cuda:99"), "CUDA device"),
+    "unknown device": ((*TRAIN, "--device", "tpu"), "got 'tpu'"),
+    "seeds that are no numbers": (("compare", "demo_vit", "-m", "exact", "--seeds", "0,x"), "--seeds: got 'x'"),
+    "no methods": (("compare", "demo_vit", "-m", ","), "--methods"),
+    "an unknown method among good ones": (("compare", "demo_vit", "-m", "exact,hott"), "Did you mean 'hot'?"),
+    "an unknown method in the demo": (("demo", "-m", "exact,hott"), "Did you mean 'hot'?"),
+    "unknown mode": (("cost", "demo_vit", "--mode", "papr"), "'papr'"),
+    "unknown family": (("recipes", "--family", "demos"), "families are"),
+    "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
+    "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
+    "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),
+    "a look at exact layers": (("fidelity", "demo_vit", "-m", "exact"), "no converted layer"),
+    "a report of nothing": (("report", "nowhere"), "summary.json is missing"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, message = MISTAKES[case]
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, "more than one line"
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+def test_an_unknown_verb_is_refused_with_the_nearest() -> None:
+    result = CliRunner().invoke(app, ["trian"])
+    assert result.exit_code == 2
+    assert "train" in result.stderr
+
+
+def test_traceback_on_request() -> None:
+    result = CliRunner().invoke(app, ["--traceback", "train", "demo_vti"])
+    assert isinstance(result.exception, ValueError)
+
+
+def test_what_counts_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's RuntimeError is a defect to look into; ours says what to do."""
+    with pytest.raises(RuntimeError) as theirs:
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+    assert not is_mistake(theirs.value)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(RuntimeError) as ours:
+        load_data("digits")
+    assert is_mistake(ours.value)
+    assert not is_mistake(KeyError("a defect"))
+    assert not is_mistake(BrokenPipeError()), "`hotrain recipes | head` is no mistake"
+
+
+def test_a_missing_package_says_how_to_get_it() -> None:
+    assert "pip install 'hotrain[demo]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
+    assert one_line(ValueError()) == "ValueError"
