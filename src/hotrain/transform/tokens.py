@@ -21,6 +21,7 @@ from .. import draws
 from . import hadamard
 from .rows import Rows
 
+_CACHED = 5 << 18  # entries of a block that the passes of a projection work on
 _WASTE = 1.125  # rows kept over rows wanted, beyond which samples are flattened into one line of tokens
 
 
@@ -219,6 +220,12 @@ def matrices(lay: Layout, key: int, dtype: torch.dtype, device: torch.device) ->
     return p
 
 
+def _parts(t: Tensor, elements: int) -> list[slice]:
+    """Samples a few at a time: on a CPU as many as keep `elements` a sample within the cache, else all at once."""
+    size = len(t) if t.device.type != "cpu" else max(1, _CACHED // max(1, elements))
+    return [slice(i, i + size) for i in range(0, len(t), max(1, size))]
+
+
 def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     """P t: the kept coefficients along the tokens.
 
@@ -231,12 +238,15 @@ def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     if tile == 1:
         return t.reshape(lay.samples * lay.tokens, channels)
     places = lay.places(t.device)
-    body = t.index_select(1, places.tokens)
-    if places.filled is not None:
-        body = t.new_zeros(lay.samples, lay.tiles * tile, channels).index_copy_(1, places.filled, body)
     z = t.new_empty(lay.rows, channels)
-    p = matrices(lay, key, t.dtype, t.device)
-    torch.bmm(p, body.view(count, tile, channels), out=z[: count * rank].view(count, rank, channels))
+    tiles = z[: count * rank].view(lay.samples, lay.tiles, rank, channels)
+    p = matrices(lay, key, t.dtype, t.device).view(lay.samples, lay.tiles, rank, tile)
+    buffer = t.new_empty(0)
+    for part in _parts(t, lay.tiles * tile * channels):
+        body = torch.index_select(t[part], 1, places.tokens, out=buffer.resize_(0))
+        if places.filled is not None:
+            body = t.new_zeros(len(body), lay.tiles * tile, channels).index_copy_(1, places.filled, body)
+        torch.bmm(p[part].flatten(0, 1), body.view(-1, tile, channels), out=tiles[part].flatten(0, 1))
     if lay.dense:
         z[count * rank :].view(lay.samples, lay.dense, channels).copy_(t.index_select(1, places.singles))
     return z
