@@ -79,5 +79,5 @@ def test_a_converted_stack_keeps_less_than_exact() -> None:
     model = network()
     exact = hotrain.saved_bytes(model, x).total
     hotrain.convert(model, "hot")
-    # Kept: x and the first ReLU's output in an eighth, both ReLUs' outputs in a thirty-second; exact keeps three tensors.
+    # Kept: x and the first ReLU's output in an eighth, both ReLUs' in a thirty-second; exact keeps three tensors.
     assert hotrain.saved_bytes(model, x).total <= (2 / 8 + 2 / 32) / 3 * exact + 2048

@@ -110,6 +110,7 @@ def train(
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(processes(run.device))
         stack.enter_context(_deterministic(run.deterministic))
+        stack.enter_context(_without_cudnn_attention())
         interrupted = stack.enter_context(_interrupts(ranks))
         training = Training(run, build(run, ranks), ranks, saved)
         report = on_progress
@@ -544,6 +545,21 @@ def _plain(calibration: hotrain.Calibration | None) -> dict[str, Any] | None:
 def _finite(value: float) -> float | None:
     """``value``, or None where JSON has no word for it."""
     return value if math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Attention by PyTorch's other kernels.
+
+    cuDNN's backward gave a NaN in dq for finite bf16 inputs with a logit range of 365 within a row, where the flash,
+    memory-efficient and plain ones are finite (seen with torch 2.11 on an H200; docs/limitations.md).
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextlib.contextmanager

@@ -207,7 +207,8 @@ def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
     # Keys of their own: a square tile and a line tile must not walk through the same permutation.
     for rows, place, own in ((lay.squares, square, draws.mix(key, 1)), (lay.lines, line, key)):
         part = drawn[:, place]
-        part.copy_(rows.drawn(part.shape[0] * part.shape[1], own, device).view(part.shape))
+        if part.shape[1]:
+            part.copy_(rows.drawn(part.shape[0] * part.shape[1], own, device).view(part.shape))
     return torch.cat((fixed, drawn.flatten(0, 1)), dim=1)
 
 
