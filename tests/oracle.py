@@ -1,7 +1,7 @@
 """The definitions, a second time: dense float64 matrices and plain loops, written from the documents.
 
 Nothing here calls the code under test. `Layout`, `Method` and `Geometry` objects are read as data: which token lies in
-which slot, which bits a path has. docs/maths.md and algorithms.md §1, §3, §4 are the source; noise is the hash that
+which slot, which bits a path has. docs/maths.md is the source; noise is the hash that
 `hotrain.draws` documents, in plain unsigned integers.
 """
 
@@ -157,7 +157,7 @@ def projection(lay: Any, key: int) -> Tensor:
 
 
 def round_pseudo(v: float) -> int:
-    """The corrected pseudo-stochastic rule, bit by bit (algorithms.md §1.6), on one float32 value."""
+    """The corrected pseudo-stochastic rule, bit by bit (docs/maths.md), on one float32 value."""
     a = abs(float(np.float32(v)))
     i = math.floor(a)
     f = math.floor((a - i) * 2**22)

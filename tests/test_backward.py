@@ -389,7 +389,7 @@ def test_signal_to_noise_floors(name: str, dtype: torch.dtype) -> None:
 
 
 def test_per_token_scales_save_the_tokens_beside_an_outlier() -> None:
-    """Why LQS exists: one token a thousand times the others (measured.md: 56.6 against 65.9 % accuracy)."""
+    """Why LQS exists: one token a thousand times the others (docs/maths.md: 56.6 against 65.9 % accuracy)."""
     x, w, g_y = problem((64,), 32, 32)
     g_y[10] *= 1000
     rest = torch.arange(64) != 10

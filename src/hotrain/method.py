@@ -174,7 +174,7 @@ class Saved:
 
     def __str__(self) -> str:
         if self.bits is None:
-            return "saved:x"
+            return "saved:Px"  # P is the identity where tile is 1
         return f"saved:{'sawb' if self.number == 'sawb' else 'int'}{self.bits}/{self.scale}"
 
 
@@ -257,7 +257,7 @@ class Method:
         if "saved_bits" in overrides:
             bits = overrides["saved_bits"]
             _require(self.name, "saved_bits", bits, BITS)
-            # Four bits hold a tensor of unequal rows only with a scale a row and unbiased rounding (measured.md).
+            # Four bits hold a tensor of unequal rows only with a scale a row and unbiased rounding (docs/maths.md).
             newly_four = bits == 4 and saved.bits != 4 and saved.number == "int"
             saved = replace(saved, bits=bits, **({"scale": "row", "rounding": "stochastic"} if newly_four else {}))
         if "scale" in overrides:

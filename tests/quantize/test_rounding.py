@@ -79,7 +79,7 @@ def test_pseudo_follows_the_rule_bit_by_bit(dtype: torch.dtype) -> None:
     ids=["U[0,7)", "U[1.25,1.5), where the published kernel is wrong"],
 )
 def test_bias_of_pseudo_on_float32(low: float, high: float, documented: float) -> None:
-    """algorithms.md §1.6: bias −0.001 and +0.002 of a step; n draws of deviation ≤ ½ know it to 3·½/√n = 0.003."""
+    """docs/maths.md: bias −0.001 and +0.002 of a step; n draws of deviation ≤ ½ know it to 3·½/√n = 0.003."""
     v = torch.empty(N).uniform_(low, high, generator=torch.Generator().manual_seed(2))
     bias = float((pseudo(v.clone()) - v).double().mean())
     assert abs(bias - documented) < 1.5 / math.sqrt(N) + 1e-3

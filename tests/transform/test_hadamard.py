@@ -28,7 +28,7 @@ def test_the_matrix_is_orthonormal_and_symmetric(n: int) -> None:
 
 
 def test_sequency_of_order_16_is_the_documented_list() -> None:
-    """algorithms.md §1.5."""
+    """As docs/maths.md lists them."""
     assert list(sequency(16)) == [0, 15, 7, 8, 3, 12, 4, 11, 1, 14, 6, 9, 2, 13, 5, 10]
     assert list(sequency(4)) == [0, 3, 1, 2]
 

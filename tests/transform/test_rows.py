@@ -12,7 +12,7 @@ from hotrain.transform.rows import Rows, order
 
 CPU = torch.device("cpu")
 
-# algorithms.md §1.5, the canonical order of 4×4 tiles and the 1-D order
+# docs/maths.md, the canonical order of 4×4 tiles and the 1-D order
 LP_L1 = [0, 8, 2, 10, 12, 3, 14, 11, 4, 1, 15, 6, 9, 7, 13, 5]
 SEQUENCY = [0, 8, 12, 4, 6, 14, 10, 2, 3, 11, 15, 7, 5, 13, 9, 1]
 

@@ -16,7 +16,7 @@ def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
     codes: float, shape of t, in {0, ±1, ±2, ..., ±128}; alpha: max|t|/128, (). Below alpha a value becomes alpha
     with probability |t|/alpha, else 0; above, it goes to one of the two neighbouring powers of two so that the
     mean is t. Unlike the published code this takes the largest magnitude, not the largest value, and rounds between
-    neighbouring powers by an exact Bernoulli draw (theirs is unbiased to about 1 %; algorithms.md §4).
+    neighbouring powers by an exact Bernoulli draw (theirs is unbiased to about 1 %; docs/maths.md).
     """
     wide = t.to(torch.float64 if t.dtype == torch.float64 else torch.float32)
     largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())

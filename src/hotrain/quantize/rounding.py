@@ -29,7 +29,7 @@ def pseudo(v: Tensor) -> Tensor:
     """Pseudo-stochastic rounding: the low bits of the fraction decide whether its high bits round up. In place.
 
     With a = |v|, i = ⌊a⌋, F = ⌊(a − i)·2²²⌋, p = F >> 11, t = F & 0x7FF: sign(v)·(i + (p > t)). The rule of NITI
-    made right for floats (algorithms.md §1.6): it needs no generator but takes its noise from the mantissa, so v
+    made right for floats (docs/maths.md): it needs no generator but takes its noise from the mantissa, so v
     must carry more bits than bf16 has: float32 computed from a transform does, raw bf16 values round up always.
     """
     magnitude = v.abs().to(torch.float32)

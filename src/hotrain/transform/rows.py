@@ -24,7 +24,7 @@ def order(n: int, kind: str) -> tuple[int, ...]:
     """The natural row indices of H_n from low to high frequency.
 
     ``"sequency"``: by sign changes along the n entries. ``"lp_l1"``: the tile is a√n×√n square, row by row, and a
-    row's key is v+h, then max(v, h), then its 1-D sequency (algorithms.md §1.5 resolves the ties so).
+    row's key is v+h, then max(v, h), then its 1-D sequency (docs/maths.md; the papers leave the ties open).
     Raises ValueError for another kind, or for lp_l1 on a tile that is not square.
     """
     line = hadamard.sequency(n)
