@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@$(PY) -m pip install -q uv || true
 	@if $(PY) -m uv --version >/dev/null 2>&1; then \
-	  UV_FIND_LINKS="$$PIP_FIND_LINKS" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[dev]' \
+	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(PY) -m pip config get global.find-links 2>/dev/null)}" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[dev]' \
 	  || $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; \
 	else $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; fi
 	@touch $(STAMP)

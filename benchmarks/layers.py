@@ -127,6 +127,7 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
         kind = str(dtype).removeprefix("torch.")
+        common |= ceilings(dtype, clock)
         for name, shape in VIT_S.items():
             x = torch.randn(args.batch, 197, shape[0], dtype=dtype)
             subject = f"vit_small/{name}/b{args.batch}/{kind}"
@@ -144,6 +145,25 @@ def main() -> None:
         with args.out.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     table(records)
+
+
+def ceilings(dtype: torch.dtype, clock: Clock) -> dict[str, float]:
+    """What this machine can do, in the same run: a copy (bytes read and written) and a product, both well past L2."""
+    source, target = torch.randn(1 << 24).to(dtype), torch.empty(1 << 24, dtype=dtype)
+    a, b = torch.randn(6304, 1536).to(dtype), torch.randn(1536, 384).to(dtype)
+
+    def best(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(10):
+            start = clock()
+            work()
+            times.append(clock() - start)
+        return min(times)
+
+    return {
+        "copy_gb_s": 2 * source.nbytes / best(lambda: target.copy_(source)) / 1e9,
+        "product_gflop_s": 2 * a.numel() * b.shape[1] / best(lambda: a @ b) / 1e9,
+    }
 
 
 def totals(subject: str, records: list[dict[str, Any]], members: list[str]) -> list[dict[str, Any]]:

@@ -272,7 +272,7 @@ class Method:
 
     def __str__(self) -> str:
         if self.is_exact:
-            return f"{self.name}  exact"
+            return self.name if self.name == "exact" else f"{self.name}  exact"
         return f"{self.name}  {self.grad_input}  {self.grad_weight}  {self.saved}"
 
 
