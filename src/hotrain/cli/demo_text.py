@@ -47,8 +47,8 @@ def notes(runs: Sequence[TrainRun], jobs: int) -> list[str]:
         f"below, {together}. It rounds, packs and transforms in operations of their own; a fused kernel would not.",
         "Energy by sequency is of one training batch with the weights after exact training. LQS and surfaces are of "
         f"training batches after {WARM_UP} exact updates, since LQS chooses at the start.",
-        "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which are filled up with zeros: "
-        "here it keeps nothing less. It needs larger images.",
+        "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, so its tokens stay as they are: there "
+        "its gradients are exact and it keeps nothing less. It needs larger images.",
         "Norms, attention and GELU keep their own tensors whatever the method. For other models ask "
         "`hotrain memory RECIPE`.",
     ]
