@@ -129,6 +129,10 @@ class GradWeight:
             raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
 
     @property
+    def is_low_rank(self) -> bool:
+        return self.rank < self.tile
+
+    @property
     def fixed(self) -> int:
         """How many of the rows are the same in every block."""
         return self.rank - self.sampled
@@ -202,7 +206,7 @@ class Method:
     @property
     def compresses(self) -> bool:
         """Whether a layer keeps less than its whole input."""
-        return self.saved.bits is not None or self.grad_weight.rank < self.grad_weight.tile
+        return self.saved.bits is not None or self.grad_weight.is_low_rank
 
     @property
     def draws(self) -> bool:

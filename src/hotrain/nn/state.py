@@ -73,8 +73,7 @@ class LayerState:
         assert isinstance(weight, Tensor)
         if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
             return None
-        low_rank = self.method.grad_weight.rank < self.method.grad_weight.tile
-        if samples_only and low_rank and weight.requires_grad and not self.chosen:
+        if samples_only and self.method.grad_weight.is_low_rank and weight.requires_grad and not self.chosen:
             self.fallback = "2-D input (or one token a sample): its rows are samples, not tokens"
             return None
         self.fallback = None
