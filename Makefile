@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# A machine with a GPU keeps the PyTorch it has; elsewhere the constraints name the versions that ran.
+# A machine with a GPU keeps the PyTorch it has (uv would not see it there, pip does); elsewhere the constraints name
+# the versions that ran.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 VENV_FLAGS  := --system-site-packages
@@ -12,6 +13,9 @@ else
 VENV_FLAGS  :=
 CONSTRAINTS := -c constraints-cpu.txt
 endif
+
+# What runs on a GPU runs beside the PyTorch that is there: in the environment of `make setup`, or without one.
+GPU_PY := PYTHONPATH=src:recipes $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check format test test-gpu demo bench docs clean
@@ -24,7 +28,7 @@ setup: $(STAMP)  ## make .venv with everything that demo, test and check need
 $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@$(PY) -m pip install -q uv || true
-	@if $(PY) -m uv --version >/dev/null 2>&1; then \
+	@if [ "$(HAS_GPU)" != yes ] && $(PY) -m uv --version >/dev/null 2>&1; then \
 	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(PY) -m pip config get global.find-links 2>/dev/null)}" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[dev]' \
 	  || $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; \
 	else $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; fi
@@ -43,14 +47,21 @@ format: $(STAMP)  ## rewrite the layout of the code
 test: $(STAMP)  ## every test that needs no GPU (at most 10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu"
 
-test-gpu: $(STAMP)  ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu
+test-gpu:  ## the tests that need a CUDA device, in the environment that has its PyTorch
+	$(GPU_PY) -m pytest -m gpu
 
 demo: $(STAMP)  ## train two small models seven ways on real digits; writes runs/demo/report.html (at most 5 minutes)
 	$(PY) -m hotrain.cli.main demo
 
-bench: $(STAMP)  ## bytes kept and backward time of converted layers on this machine
+ifeq ($(HAS_GPU),yes)
+bench:  ## times on this machine: kernels, layers and training steps on a GPU, converted layers on a CPU
+	$(GPU_PY) -m hotrain.cli.main bench ops
+	$(GPU_PY) -m hotrain.cli.main bench layers
+	$(GPU_PY) -m hotrain.cli.main bench step
+else
+bench: $(STAMP)
 	$(PY) benchmarks/layers.py
+endif
 
 docs: $(STAMP)  ## rewrite the generated parts of the documents from their records
 	$(PY) tools/docs.py

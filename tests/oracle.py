@@ -7,6 +7,7 @@ which slot, which bits a path has. docs/maths.md is the source; noise is the has
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from typing import Any
@@ -164,8 +165,45 @@ def round_pseudo(v: float) -> int:
     return int(math.copysign(i + ((f >> 11) > (f & 0x7FF)), v))
 
 
-def codes(t: Tensor, bits: int, axis: str, rounding: str, key: int = 0, stream: int = SAVED) -> tuple[Tensor, Tensor]:
-    """Integer codes (float64) and scale of a float64 matrix: scale = max|t| over the axis / (2^(b−1) − 1)."""
+FP8 = {"e4m3": (4, 3, 126), "e5m2": (5, 2, 123)}  # bits of exponent and mantissa, the largest finite code's bits
+
+
+def fp8_grid(number: str) -> list[float]:
+    """The numbers from 0 to the largest, in the order of their bits, so that the even ones have an even last bit."""
+    exponent_bits, mantissa_bits, last = FP8[number]
+    bias, ones = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    return [
+        (c % ones) / ones * 2.0 ** (1 - bias) if c < ones else (1 + (c % ones) / ones) * 2.0 ** (c // ones - bias)
+        for c in range(last + 1)
+    ]
+
+
+def fp8(t: Tensor, number: str) -> tuple[Tensor, Tensor]:
+    """fp8 codes (float64) and scale: the smallest power of two, from 2⁻¹²⁶ on, that brings finite entries in range."""
+    grid, flat = fp8_grid(number), t.flatten().tolist()
+    largest, exponent = max((abs(v) for v in flat if math.isfinite(v)), default=0.0), -126
+    while grid[-1] * 2.0**exponent < largest:
+        exponent += 1
+    out = []
+    for value in flat:
+        v = abs(float(np.float32(value / 2.0**exponent)))
+        above = min(bisect.bisect_left(grid, v), len(grid) - 1)
+        candidates = sorted((max(above - 1, 0), above), key=lambda c: (abs(grid[c] - v), c % 2))
+        out.append(math.copysign(grid[candidates[0]], value) if math.isfinite(value) else math.nan)
+    return torch.tensor(out, dtype=torch.float64).view(t.shape), torch.tensor(2.0**exponent, dtype=torch.float64)
+
+
+def partner(number: str) -> str:
+    """Beside either fp8 the other operand is e4m3."""
+    return "e4m3" if number in FP8 else "int"
+
+
+def codes(
+    t: Tensor, bits: int, axis: str, rounding: str, key: int = 0, stream: int = SAVED, number: str = "int"
+) -> tuple[Tensor, Tensor]:
+    """Codes (float64) and scale of a float64 matrix: of integers scale = max|t| over the axis / (2^(b−1) − 1)."""
+    if number in FP8:
+        return fp8(t, number)
     top = 2 ** (bits - 1) - 1
     size = {
         "tensor": lambda: t.abs().max() if t.numel() else t.new_zeros(()),
@@ -234,8 +272,9 @@ def grad_input(g_y: Tensor, w: Tensor, method: Any, key: int, p: Tensor | None =
         return grad @ weight * (alpha * step)
     on = path.transform == "hadamard"
     axis = "token" if path.scale in ("token", "auto") else "tensor"
-    grad, s_g = codes(rotated(g_y, 1, on), path.bits, axis, path.rounding, key, GRAD_INPUT)
-    weight, s_w = codes(rotated(w, 0, on), path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT)
+    grad, s_g = codes(rotated(g_y, 1, on), path.bits, axis, path.rounding, key, GRAD_INPUT, path.number)
+    number = partner(path.number)
+    weight, s_w = codes(rotated(w, 0, on), path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT, number)
     return grad @ weight * s_g * s_w
 
 
@@ -246,7 +285,7 @@ def keep(x: Tensor, p: Tensor, method: Any, key: int) -> tuple[Tensor, Tensor | 
         return rows, None
     if spec.number == "sawb":
         return sawb(rows)
-    return codes(rows, spec.bits, "token" if spec.scale == "row" else "tensor", spec.rounding, key, SAVED)
+    return codes(rows, spec.bits, "token" if spec.scale == "row" else "tensor", spec.rounding, key, SAVED, spec.number)
 
 
 def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
@@ -266,10 +305,10 @@ def grad_weight(g_y: Tensor, kept: tuple[Tensor, Tensor | None], p: Tensor, meth
         grad, alpha = luq(g, key, GRAD_WEIGHT)
         return grad.T @ (rows if scale is None else rows * scale) * alpha
     if scale is None:
-        rows, scale = codes(rows, path.bits, "tensor", path.rounding, key, SAVED)
+        rows, scale = codes(rows, path.bits, "tensor", path.rounding, key, SAVED, partner(path.number))
     if scale.dim() == 2:  # a scale a row of x is folded into the same row of g before that is rounded
         g, scale = g * scale, torch.ones((), dtype=torch.float64)
-    grad, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT)
+    grad, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
     return grad.T @ rows * (s_g * scale)
 
 
@@ -369,8 +408,9 @@ def conv_gradients(
         columns = [g @ v for g, v in zip(split, by_group, strict=True)]
     elif small:  # no transform: codes of the whole tensors, multiplied as numbers
         axis = "token" if path.scale in ("token", "auto") else "tensor"
-        grad, s_g = codes(tokens, path.bits, axis, path.rounding, key, GRAD_INPUT)
-        weight, s_w = codes(flat, path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT)
+        number = partner(path.number)
+        grad, s_g = codes(tokens, path.bits, axis, path.rounding, key, GRAD_INPUT, path.number)
+        weight, s_w = codes(flat, path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT, number)
         grad, weight = grad * s_g, weight * s_w
         columns = [
             g @ v
@@ -397,18 +437,19 @@ def conv_gradients(
     if path.bits is not None and path.number == "luq":
         g_y, factor = luq(g_y, key, GRAD_WEIGHT)
     elif path.bits is not None and small and method.grad_input.transform is None:
-        grad, s_g = codes(g_y.flatten(1), path.bits, "tensor", path.rounding, key, GRAD_WEIGHT)
+        grad, s_g = codes(g_y.flatten(1), path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
         g_y = (grad * s_g).view(g_y.shape)
     elif path.bits is not None and not small:
-        grad, s_g = codes(tokens, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT)
+        grad, s_g = codes(tokens, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
         g_y = grad.view(batch, *g_y.shape[2:], outputs).permute(0, 3, 1, 2)
         tile_is_one = method.grad_weight.tile == 1
         if tile_is_one and scale is not None and scale.dim() == 0:
             image, s_x = rows, scale  # x itself was kept in codes: no second rounding
         else:
             lifted = image
-            image, s_x = codes(lifted, max(8, path.bits), "tensor", method.saved.rounding, key, LIFTED)
-            if method.saved.rounding == "nearest":
+            number, rounding = partner(path.number), method.saved.rounding
+            image, s_x = codes(lifted, max(8, path.bits), "tensor", rounding, key, LIFTED, number)
+            if rounding == "nearest" and number == "int":  # scaled by a power of two, ties of fp8 are exact ties
                 ties = ((lifted / s_x).frac().abs() - 0.5).abs() < 1e-9
                 slack = float(ties.sum() * s_x * g_y.abs().max() * s_g) * table.shape[1]
         factor = s_g * s_x

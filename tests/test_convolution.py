@@ -61,6 +61,16 @@ CASES: list[tuple[str, tuple[int, int, Any, int, int, dict[str, Any]]]] = [
     ("kernel as large as the image", (4, 6, 5, 5, 5, {})),
     ("one pixel", (4, 6, 3, 1, 1, {"padding": 1})),
 ]  # fmt: skip
+E4M3 = hotrain.GradWeight(bits=8, number="e4m3", rounding="nearest")
+# No transform: what is kept is x in codes, which are unfolded as they are, and small groups are rounded.
+PLAIN = hotrain.Method(
+    "plain",
+    hotrain.GradInput(None, bits=8, number="e4m3", rounding="nearest"),
+    E4M3,
+    hotrain.Saved(bits=8, number="e4m3"),
+)
+FP8 = [hotrain.preset(name, number="e4m3") for name in ("hot", "hot-unbiased", "hq")]
+FP8 += [hotrain.preset("hq", number="e5m2"), PLAIN]
 IDS = [name for name, _ in CASES]
 SHAPES = [case for _, case in CASES]
 CASE = dict(CASES)
@@ -177,6 +187,7 @@ METHODS = [hotrain.preset(name) for name in NAMES] + [
     hotrain.preset("hot-unbiased", saved_bits=None),
     hotrain.preset("hot-unbiased", grad_weight_bits=None),
     hotrain.preset("hq", grad_weight_bits=4, rounding="pseudo"),
+    *FP8,
 ]
 
 
@@ -227,11 +238,13 @@ def test_depthwise_rounds_no_g_y(name: str) -> None:
 def test_a_few_samples_at_a_time_is_the_same(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """The unfolded matrix is made in pieces; the pieces must not show."""
     x, w, g_y = problem(case, batch=5)
-    whole = gradients(x, w, g_y, "hot-unbiased", case[5])
+    methods = ("hot-unbiased", hotrain.preset("hot-unbiased", number="e4m3"))
+    whole = [gradients(x, w, g_y, method, case[5]) for method in methods]
     monkeypatch.setitem(convolution._UNFOLDED, "cpu", 1)
-    pieces = gradients(x, w, g_y, "hot-unbiased", case[5])
-    torch.testing.assert_close(pieces[0], whole[0], rtol=0, atol=1e-12)
-    assert torch.equal(pieces[1], whole[1])  # sums of integers
+    pieces = [gradients(x, w, g_y, method, case[5]) for method in methods]
+    for got, want in zip((*pieces[0], *pieces[1]), (*whole[0], *whole[1]), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    assert torch.equal(pieces[0][1], whole[0][1])  # sums of integers
 
 
 # --- bias and noise --------------------------------------------------------------------------------------------------
@@ -276,9 +289,9 @@ def test_signal_to_noise_floors(name: str, dtype: torch.dtype) -> None:
 # --- edges -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FP8], ids=str)
 @pytest.mark.parametrize("case", SHAPES, ids=IDS)
-def test_an_empty_batch_works(case: tuple, name: str) -> None:
+def test_an_empty_batch_works(case: tuple, name: str | hotrain.Method) -> None:
     x, w, g_y = problem(case, batch=0)
     g_x, g_w = gradients(x, w, g_y, name, case[5])
     assert g_x.shape == x.shape
@@ -286,11 +299,11 @@ def test_an_empty_batch_works(case: tuple, name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FP8], ids=str)
 @pytest.mark.parametrize(
     "kind", ["3x3", "stride that does not divide", "groups below 16 channels", "depthwise", "1x1 strided", "patchify"]
 )
-def test_a_non_finite_g_y_reaches_both_gradients(kind: str, name: str, bad: float) -> None:
+def test_a_non_finite_g_y_reaches_both_gradients(kind: str, name: str | hotrain.Method, bad: float) -> None:
     """Wherever exact autograd has a non-finite entry, ours has one."""
     case = CASE[kind]
     x, w, g_y = problem(case, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -185,3 +186,74 @@ def test_a_state_of_other_layers_is_refused(own_seed: None) -> None:
     state["step.9"] = state.pop("step.0")
     with pytest.raises(ValueError, match=r"missing \['0'\], unknown \['9'\]"):
         draws.load_state_dict(model, state)
+
+
+# --- Keys on a device
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, M64, 1 << 63, 0x0123456789ABCDEF])
+@pytest.mark.parametrize("backend", [None, "inductor"], ids=["eager", "inductor"])
+def test_device_keys_are_the_hosts_bit_for_bit(own_seed: None, seed: int, backend: str | None) -> None:
+    """int64 wraps where the definition masks, and its shifts are arithmetic: every step of many, both signs."""
+    make = torch.compile(draws.next_key, backend=backend) if backend else draws.next_key
+    hotrain.manual_seed(seed)
+    layer, twin = draws.Draws.of("a"), draws.Draws.of("a")
+    want = [layer.next() for _ in range(50)]
+    keys = [twin.next_on(CPU, make) for _ in range(50)]
+    assert [int(key) & M64 for key in keys] == want  # and each is a tensor of its own
+    assert {(key.dtype, key.shape) for key in keys} == {(torch.int64, torch.Size([]))}
+    assert min(int(key) for key in keys) < 0 < max(int(key) for key in keys)
+    assert twin.step == int(twin.counter[1]) == 49
+
+
+def test_a_device_counter_follows_seeds_and_steps(own_seed: None) -> None:
+    hotrain.manual_seed(3)
+    layer = draws.Draws.of("a")
+    first = [int(layer.next_on(CPU)) for _ in range(3)]
+    counter = layer.counter
+    hotrain.manual_seed(3)
+    assert [int(layer.next_on(CPU)) for _ in range(3)] == first
+    layer.step = 0
+    assert int(layer.next_on(CPU)) == first[1]
+    assert layer.next() == first[2] & M64  # the host's way, from the same counter
+    draws._seed.value = None
+    before = torch.initial_seed()
+    try:
+        torch.manual_seed(99)  # seen by the next uncompiled forward
+        assert int(layer.next_on(CPU)) & M64 == mix(99, 0, layer.layer, 3)
+    finally:
+        torch.manual_seed(before)
+    assert layer.counter is counter  # compiled graphs hold on to it
+
+
+def test_replays_are_counted(own_seed: None) -> None:
+    """What a graph adds on the device is the layer's step; copies take it along and share nothing."""
+    hotrain.manual_seed(3)
+    layer = draws.Draws.of("a")
+    layer.next_on(CPU)
+    draws.next_key(layer.counter)
+    assert layer.step == 1
+    twin = pickle.loads(pickle.dumps(layer))
+    assert (twin.step, twin.counter) == (1, None)
+    assert twin.handle != layer.handle
+    assert twin.next_on(CPU) == layer.next_on(CPU)
+
+
+def test_a_recomputed_forward_repeats_its_key(own_seed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hotrain.manual_seed(3)
+    layer = draws.Draws.of("a")
+    key = layer.next_on(CPU)
+    monkeypatch.setattr(draws, "in_backward", lambda: True)
+    assert layer.next_on(CPU) == key
+    monkeypatch.undo()
+    assert layer.next_on(CPU) != key
+
+
+def test_tags_tell_handles_by_address() -> None:
+    layers = [draws.Draws.of(name) for name in "ab"]
+    for layer in layers:
+        assert layer.place(CPU)
+        assert not layer.place(CPU)
+        assert draws.handle_of(layer.tag) == layer.handle
+        assert draws.handle_of(layer.tag.clone()) == 0
+    assert layers[0].handle != layers[1].handle

@@ -90,6 +90,54 @@ def test_presets_hold_what_their_papers_say(row: tuple) -> None:
     assert got == row[1:]
 
 
+FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16")]
+
+
+@pytest.mark.parametrize("number", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("name", "rows"), FP8)
+def test_fp8_in_place_of_integers(name: str, rows: str, number: str) -> None:
+    """g_y of both paths in that number, what is kept in e4m3; a value like every method."""
+    method = hotrain.preset(name, number=number)
+    assert str(method) == f"{name}  g_x:H16·{number}  g_w:{rows}·{number}  saved:e4m3"
+    assert method == hotrain.preset(name).override(number=number) == method.override(number=number)
+    assert pickle.loads(pickle.dumps(method)) == method
+    assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, 8, 8)
+    assert method.grad_input.scale_axis == "tensor"
+    assert method.compresses
+    assert not method.is_exact
+    assert hotrain.preset(name, number="int") == hotrain.preset(name)
+
+
+def test_fp8_draws_its_rows_and_nothing_else() -> None:
+    """It rounds to nearest: only drawn rows need a key."""
+    assert [name for name, _ in FP8 if hotrain.preset(name, number="e4m3").draws] == ["hot-unbiased"]
+
+
+def test_fp8_with_other_rows() -> None:
+    method = hotrain.preset("hot-unbiased", number="e4m3", rank=6, sampled=2, order="sequency")
+    assert str(method) == "hot-unbiased  g_x:H16·e4m3  g_w:P4+2of16·e4m3  saved:e4m3"
+    assert method == hotrain.preset("hot-unbiased", rank=6, sampled=2, order="sequency").override(number="e4m3")
+    other = method.override(number="e5m2")
+    assert (other.grad_input.number, other.grad_weight.number, other.saved.number) == ("e5m2", "e5m2", "e4m3")
+
+
+def test_an_fp8_scale_that_nobody_chose_is_one_for_the_tensor() -> None:
+    path = GradInput("hadamard", bits=8, number="e4m3", rounding="nearest")
+    assert path.scale == "auto"
+    assert path.scale_axis == "tensor"
+
+
+@pytest.mark.parametrize("saved", [Saved(bits=8), Saved(bits=4, scale="row"), Saved(bits=4, number="sawb")], ids=str)
+def test_integers_times_fp8_is_not_defined(saved: Saved) -> None:
+    with pytest.raises(ValueError, match=r"mine: a product of g_w:e4m3 with saved:.*number='e4m3' for saved"):
+        Method("mine", grad_weight=GradWeight(bits=8, number="e4m3", rounding="nearest"), saved=saved)
+    with pytest.raises(ValueError, match=r"mine: a product of g_w:int8 with saved:e4m3"):
+        Method("mine", grad_weight=GradWeight(bits=8), saved=Saved(bits=8, number="e4m3"))
+    # Where one of the two is in floating point there is no product of codes.
+    Method("mine", grad_weight=GradWeight(bits=8, number="e4m3", rounding="nearest"))
+    Method("mine", saved=Saved(bits=8, number="e4m3"))
+
+
 def test_only_exact_is_exact() -> None:
     assert [name for name in NAMES if hotrain.preset(name).is_exact] == ["exact"]
 
@@ -145,6 +193,7 @@ def test_overriding_with_a_methods_own_values_changes_nothing(name: str) -> None
         "grad_weight_bits": method.grad_weight.bits,
         "saved_bits": method.saved.bits,
         "scale": method.grad_input.scale,
+        "number": method.grad_weight.number,
     }
     for knob in own.keys() & method.knobs:
         assert method.override(**{knob: own[knob]}) == method, knob
@@ -170,6 +219,15 @@ BAD = [
     ("exact", {"rank": 4}, ("rank", "4", "none")),  # known, but concerns nothing here
     ("lbp-wht", {"saved_bits": 8}, ("saved_bits", "8", "order, rank")),
     ("luq", {"grad_input_bits": 8}, ("grad_input_bits", "8", "none")),
+    ("hot", {"number": "fp8"}, ("number", "'fp8'", "int", "e4m3", "e5m2")),
+    ("hot", {"number": None}, ("number", "None", "e4m3")),
+    ("hla", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # no codes
+    ("hq4", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # four bits with a scale a row
+    # fp8 says bits, scale and rounding itself
+    ("hot", {"number": "e4m3", "rounding": "stochastic"}, ("hot in fp8", "rounding", "number, order, rank, sampled")),
+    ("hot", {"number": "e4m3", "grad_input_bits": 4}, ("hot in fp8", "grad_input_bits", "4")),
+    ("hot", {"saved_bits": 4, "number": "e5m2"}, ("hot in fp8", "saved_bits", "4")),
+    ("hot", {"scale": "token", "number": "e4m3"}, ("hot in fp8", "scale", "'token'")),
 ]
 
 
@@ -179,6 +237,22 @@ def test_a_bad_override_names_field_value_and_what_is_allowed(name: str, overrid
         hotrain.preset(name, **overrides)
     for fragment in named:
         assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize("bits", ["grad_input_bits", "grad_weight_bits", "saved_bits"])
+def test_fp8_needs_codes_everywhere(bits: str) -> None:
+    with pytest.raises(
+        ValueError, match="hot: number='e4m3' needs codes on both paths and 8 bits of what is kept, got"
+    ):
+        hotrain.preset("hot", **{bits: None}).override(number="e4m3")
+    with pytest.raises(ValueError, match="saved:int4/row"):
+        hotrain.preset("hot", saved_bits=4).override(number="e4m3")
+
+
+def test_there_is_no_way_back_from_fp8() -> None:
+    """The bits and the rounding of the preset are gone: said, not guessed."""
+    with pytest.raises(ValueError, match=r"hot in fp8: number='int' .* start from preset\('hot'\)"):
+        hotrain.preset("hot", number="e4m3").override(number="int")
 
 
 def test_an_unknown_preset_names_the_known_ones_and_a_near_one() -> None:
@@ -204,10 +278,32 @@ BAD_PARTS = [
     (Saved, {"bits": 2}, "bits=2"),
     (Saved, {"scale": "token"}, "scale='token'"),
     (Saved, {"number": "sawb", "bits": 8}, "bits=4"),  # SAWB's coefficients hold for 4 bits
+    (GradInput, {"number": "e4m3", "bits": 4, "rounding": "nearest"}, "number='e4m3' with bits=4 .* bits=8"),
+    (GradInput, {"number": "e4m3", "rounding": "nearest"}, "bits=None .* bits=8"),
+    (GradInput, {"number": "e5m2", "bits": 8}, "rounding='stochastic' .* rounding='nearest'"),
+    (
+        GradInput,
+        {"number": "e4m3", "bits": 8, "rounding": "nearest", "scale": "token"},
+        "scale='token' is not .* scale='tensor'",
+    ),
+    (
+        GradInput,
+        {"number": "e4m3", "bits": 8, "rounding": "nearest", "weight_scale": "column"},
+        "'column' is not .* weight_scale='tensor'",
+    ),
+    (GradInput, {"number": "e4m3", "bits": 8, "rounding": "nearest", "weight_rounding": "pseudo"}, "'pseudo' .*near"),
+    (GradWeight, {"number": "e5m2", "bits": 4, "rounding": "nearest"}, "bits=4 .* bits=8"),
+    (GradWeight, {"number": "e4m3", "bits": 8}, "rounding='stochastic' .* rounding='nearest'"),
+    (Saved, {"number": "e5m2", "bits": 8}, "'e5m2' is not one of 'int', 'e4m3', 'sawb'"),
+    (Saved, {"number": "e4m3", "bits": 8, "scale": "row"}, "scale='row' .* scale='tensor'"),  # it would not fold
+    (Saved, {"number": "e4m3", "bits": 4}, "bits=4 .* bits=8"),
+    (Saved, {"number": "e4m3", "bits": 8, "rounding": "stochastic"}, "rounding='stochastic' .* rounding='nearest'"),
 ]
 
 
-@pytest.mark.parametrize(("part", "fields", "named"), BAD_PARTS, ids=[n for _, _, n in BAD_PARTS])
+@pytest.mark.parametrize(
+    ("part", "fields", "named"), BAD_PARTS, ids=[f"{part.__name__}-{named}" for part, _, named in BAD_PARTS]
+)
 def test_the_parts_check_themselves_when_built(part: type, fields: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         part(**fields)
@@ -232,7 +328,7 @@ def test_rounding_to_nearest_everywhere_draws_nothing() -> None:
 
 
 def test_the_knobs_are_the_issues() -> None:
-    words = "rank sampled order grad_input_bits grad_weight_bits saved_bits scale rounding"
+    words = "rank sampled order grad_input_bits grad_weight_bits saved_bits scale rounding number"
     assert frozenset(words.split()) == KNOBS
 
 

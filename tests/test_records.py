@@ -98,3 +98,121 @@ def test_gaps_are_paired_by_seed(records: ModuleType, tmp_path: Path) -> None:
     assert "| vit | hot | 83.50 ± 6.36 | -1.50 ± 0.71 | 2 | 2,048 | 2.05e+03 | 2048.0 ± 0.0 |" in text
     assert "luq" not in text
     assert "PyTorch 2.13.0, commit abc: `hotrain compare`" in text
+
+
+def bench(kind: str, subject: str, variant: str, ms: float | None, **more: Any) -> dict[str, Any]:
+    row = {**measurement(variant, "one", 0.0, 1000), "bench": kind, "subject": subject, "median_ms": ms}
+    return {**row, "eager_ms": ms, "role": "baseline", "bias": False, "error": None, "round": 1, **more}
+
+
+def test_speed_ups_of_layers_are_over_cublas_of_the_same_run(records: ModuleType, tmp_path: Path) -> None:
+    assert "`hotrain bench layers --out" in records.gpu_layers(tmp_path)
+    write(
+        tmp_path / "layers.jsonl",
+        bench("layers", "vit_b/qkv", "bf16", 0.3),
+        bench("layers", "vit_b/qkv", "bf16 with bias", 0.4, bias=True),
+        bench("layers", "vit_b/qkv", "tf32", 1.2),
+        bench("layers", "vit_b/qkv", "hot", 0.2, role="method"),
+        bench("layers", "vit_b/qkv", "hot with bias", 0.25, role="method", bias=True),
+        bench("layers", "vit_b/qkv", "hot/keep", 0.05, role="part"),
+        bench("layers", "vit_b/qkv", "hot", 0.01, role="method", tiny=True),  # measures nothing
+    )
+    text = records.gpu_layers(tmp_path)
+    assert "| vit_b/qkv | hot | 200.0 ± 500.0 | 200.0 | 1.50 | 6.00 |  | 1,000 |" in text
+    assert "| vit_b/qkv | hot with bias | 250.0 ± 500.0 | 250.0 | 1.60 |  |  | 1,000 |" in text
+    assert "| vit_b/qkv | hot/keep | 50.0 ± 500.0 | 50.0 |  |  |  | 1,000 |" in text
+    assert "10.0 ±" not in text
+    assert "make bench" in records.layers(folder=tmp_path / "none"), "the CPU's layers are another table"
+
+
+def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleType, tmp_path: Path) -> None:
+    assert "`hotrain bench step --out" in records.steps(tmp_path)
+    write(
+        tmp_path / "step.jsonl",
+        bench("step", "vit", "exact+compile", 39.0, peak_bytes=1 << 31),
+        bench("step", "vit", "hotrain", 30.0),
+        bench("step", "vit", "torchao", None, error="ModuleNotFoundError: a|b"),
+        bench("step", "vit", "exact+compile", 41.0, round=2),
+    )
+    text = records.steps(tmp_path)
+    assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | 0.00 |" in text
+    assert "| vit | exact+compile (again) | 41.00 ± 0.50 |  | – | 0.00 |" in text
+    assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |" in text
+
+
+def test_kernels_are_printed_with_what_they_reach(records: ModuleType, tmp_path: Path) -> None:
+    assert "`hotrain bench ops --out" in records.kernels(tmp_path)
+    rates = {"tb_s": 3.9, "tflop_s": 0.0, "operations": 0, "ceiling": "copy", "share": 0.921}
+    write(tmp_path / "ops.jsonl", bench("ops", "vit_b/qkv/keep", "hot", 0.02, **rates))
+    assert "| vit_b/qkv/keep | hot | 20.0 ± 500.0 | 3.90 |  | 92% of copy |" in records.kernels(tmp_path)
+
+
+def targets_of(records: ModuleType, folder: Path) -> dict[tuple[str, str], list[str]]:
+    """The cells of the table of targets by (work, baseline)."""
+    lines = [line.strip("| ").split(" | ") for line in records.targets(folder).splitlines()[2:]]
+    return {(cells[0], cells[1]): [cell.strip(" |") for cell in cells[2:]] for cells in lines}
+
+
+def test_targets_without_records_are_open(records: ModuleType, tmp_path: Path) -> None:
+    """Eleven lines, as asked for; none may look reached."""
+    rows = targets_of(records, tmp_path)
+    assert len(rows) == 11
+    assert {cells[2] for cells in rows.values()} == {"not recorded yet"}
+
+
+def test_targets_are_met_by_the_latest_run_that_measured_them(records: ModuleType, tmp_path: Path) -> None:
+    vit, llama, layers = (
+        "vit_large_patch16_224/b128",
+        "llama8b-4blocks/t8192",
+        "backward + save, ViT-B layers, batch 128",
+    )
+    write(
+        tmp_path / "layers.jsonl",
+        # ratios 2.0 and 1.4, mean 1.7 (of the sums it would be 1.55); the other method's mean is 1.0
+        *(bench("layers", f"vit_b/{n}", "bf16", ms) for n, ms in (("qkv", 2.0), ("fc1", 4.2))),
+        *(bench("layers", f"vit_b/{n}", "hot", ms, role="method") for n, ms in (("qkv", 1.0), ("fc1", 3.0))),
+        *(bench("layers", f"vit_b/{n}", "hq", ms, role="method") for n, ms in (("qkv", 2.0), ("fc1", 4.2))),
+        bench("layers", "vit_b/qkv", "hot with bias", 0.1, role="method", bias=True),
+        bench("layers", "vit_b/qkv", "hot/keep", 0.1, role="part"),
+    )
+    write(
+        tmp_path / "old_step.jsonl",
+        *(bench("step", vit, v, ms, run_id="old") for v, ms in (("exact+compile", 100.0), ("hotrain", 20.0))),
+    )
+    write(
+        tmp_path / "step.jsonl",
+        bench("step", vit, "exact+compile", 100.0),
+        bench("step", vit, "hotrain", 93.0),
+        bench("step", vit, "hotrain:hot", 95.0),
+        bench("step", vit, "hotrain-fp8fwd", 50.0),  # another forward: not the same target
+        bench("step", llama, "exact+compile", 70.0),
+        bench("step", llama, "hotrain", 45.0),
+        bench("step", llama, "torchao-float8-tensorwise", 50.0),
+        bench("step", llama, "hotrain-fp8fwd", 45.0),
+    )
+    shares = {"x": 0.93, "y": 0.86}
+    common = {"tb_s": 1.0, "tflop_s": 0.0, "operations": 0, "ceiling": "copy"}
+    write(
+        tmp_path / "z_ops.jsonl", *(bench("ops", f"{n}/keep", "hot", 1.0, share=s, **common) for n, s in shares.items())
+    )
+    rows = targets_of(records, tmp_path)
+    assert rows[layers, "bf16 cuBLAS, both products"] == ["≥ 1.50×", "≥ 1.80×", "1.70× (hot)", "met"]
+    assert rows[layers, "TF32"][2] == "not recorded yet"
+    assert rows["x kernel", "copy bandwidth"] == ["≥ 85%", "≥ 92%", "86% (hot, slowest layer)", "met"]
+    assert rows[f"step, {vit}", "compiled bf16"] == ["≤ 0.92", "≤ 0.80", "0.93 (hotrain)", "missed"]
+    assert rows[f"step, {llama}", "compiled bf16"] == ["≤ 0.72", "≤ 0.65", "0.64 (hotrain)", "met, stretch too"]
+    fp8 = rows[f"step, {llama}, forward in fp8", "torchao float8 tensorwise, compiled"]
+    assert fp8 == ["≤ 0.92", "≤ 0.85", "0.90 (hotrain-fp8fwd)", "met"]
+
+
+def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/curves.py" in records.curves(tmp_path)
+    verdict = {"seeds": 3, "distance": 0.01, "spread": 0.02}
+    write(
+        tmp_path / "curves.jsonl",
+        bench("curves", "small_vit", "hot", None, within=True, **verdict),
+        bench("curves", "small_resnet", "hot", None, within=False, **verdict),
+    )
+    text = records.curves(tmp_path)
+    assert "| small_vit | hot | 3 | 0.0100 | 0.0200 | follows |" in text
+    assert "| small_resnet | hot | 3 | 0.0100 | 0.0200 | **does not follow** |" in text

@@ -27,6 +27,7 @@ FORMATS = [
     Saved(4),
     Saved(4, number="sawb"),
     Saved(8, rounding="pseudo"),
+    Saved(8, "e4m3"),
 ]
 
 
@@ -43,7 +44,7 @@ def test_a_format_keeps_the_bytes_it_says(spec: Saved, dtype: torch.dtype, shape
     back = values(form.restore(kept), wide)
     assert back.shape == shape
     if shape[0]:
-        steps = {None: 0.0, 8: 1 / 127, 4: 1 / 7}[spec.bits]
+        steps = {None: 0.0, 8: 1 / 127, 4: 1 / 7}[spec.bits] if spec.number != "e4m3" else 2**-4
         bound = rows.double().abs().max() * (1 if spec.number == "sawb" else steps)  # SAWB clips
         assert ((back.double() - rows.double()).abs() <= bound * (1 + 1e-3)).all()
 
@@ -118,7 +119,13 @@ def test_nothing_is_kept_where_nothing_is_asked(name: str) -> None:
         assert saved_by(torch.randn(2, 32, 64), torch.randn(32, 64, requires_grad=True), hotrain.preset(name)) == []
 
 
-HALF = ("hot", "hot-unbiased", "hq4")
+HALF = ("hot", "hot-unbiased", "hq4", "hot-unbiased:e4m3")
+
+
+def named(text: str) -> hotrain.Method:
+    """A preset, or a preset in fp8."""
+    name, _, number = text.partition(":")
+    return hotrain.preset(name, number=number) if number else hotrain.preset(name)
 
 
 @pytest.mark.parametrize("name", HALF)
@@ -127,7 +134,7 @@ def test_linear_layers_keep_at_most_27_percent_of_bf16(name: str) -> None:
     for grid in (None, hotrain.Grid(14, 14, 1)):
         x = torch.randn(8, 197, 384).bfloat16()
         w = torch.randn(64, 384, requires_grad=True)
-        held = nbytes(saved_by(x, w.bfloat16(), hotrain.preset(name), grid=grid))
+        held = nbytes(saved_by(x, w.bfloat16(), named(name), grid=grid))
         assert held <= 0.27 * x.nbytes
 
 
@@ -137,23 +144,23 @@ def test_3x3_convolutions_keep_at_most_55_percent_of_bf16(name: str, size: int) 
     """Of the bf16 input, also on the 7×7 maps of a last stage."""
     x = torch.randn(4, 64, size, size).bfloat16()
     w = torch.randn(16, 64, 3, 3).bfloat16().requires_grad_()
-    assert nbytes(saved_by(x, w, hotrain.preset(name), padding=1)) <= 0.55 * x.nbytes
+    assert nbytes(saved_by(x, w, named(name), padding=1)) <= 0.55 * x.nbytes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "hot:e4m3", "hot-unbiased:e5m2", "hq:e4m3"])
 @pytest.mark.parametrize("lead", [(2, 197), (2, 7, 7), (3, 50)], ids=str)
 def test_what_is_kept_is_the_definition(name: str, lead: tuple[int, ...]) -> None:
     """Codes and scale, recomputed from the same noise with dense matrices."""
-    method = hotrain.preset(name)
+    method = named(name)
     x = torch.randn(*lead, 12, dtype=torch.float64)
     w = torch.randn(8, 12, dtype=torch.float64, requires_grad=True)
-    step = Step(method, KEY)
-    kept = step.keep(x)
-    rows, scale = keep(x.view(-1, 12), projection(step.layout(lead), KEY), method, KEY)
+    held = saved_by(x, w, method)
+    kept = tuple(held[1:] if method.draws else held)  # the key comes first
+    rows, scale = keep(x.view(-1, 12), projection(Step(method, KEY).layout(lead), KEY), method, KEY)
+    assert len(kept) == (1 if scale is None else 2)
     if scale is None:
         torch.testing.assert_close(kept[0], rows, rtol=0, atol=1e-13)
     else:
-        back = step.format(12, torch.float64).restore(kept)
+        back = Format(method.saved, 12, torch.float64).restore(kept)
         assert torch.equal(back.unpacked().double(), rows)  # type: ignore[union-attr]
         torch.testing.assert_close(kept[1].view(scale.shape), scale, rtol=1e-14, atol=0)
-    assert len(saved_by(x, w, method)) == len(kept) + method.draws

@@ -276,6 +276,11 @@ PARTS: dict[str, Callable[..., str]] = {
     "files": files,
     "rooms": rooms,
     "layers": records.layers,
+    "targets": records.targets,
+    "gpu-layers": records.gpu_layers,
+    "kernels": records.kernels,
+    "steps": records.steps,
+    "curves": records.curves,
     "accuracy": records.accuracy,
 }
 

@@ -1,14 +1,17 @@
 """Measured results as Markdown, from the records under benchmarks/results; without a record, how to make one.
 
-Two kinds of record lie there. ``*.jsonl``: one measurement a line (`FIELDS`), from ``make bench``; ratios are formed
-within one ``run_id`` only. ``*.json``: the ``summary.json`` of a `hotrain compare` or `hotrain demo`, copied under a
-name that says what was compared.
+Two kinds of record lie there. ``*.jsonl``: one measurement a line (`FIELDS`), from ``make bench`` on a CPU or, with a
+``bench`` field that says of what, from ``hotrain bench layers|step|ops`` on a GPU; ratios are formed within one
+``run_id`` only. ``*.json``: the ``summary.json`` of a `hotrain compare` or `hotrain demo`, copied under a name that
+says what was compared.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,8 @@ def layers(only: str = "", folder: Path = RESULTS) -> str:
 
     only: a part of the subjects' names between slashes, such as ``all`` (what `benchmarks/layers.py` calls its sums).
     """
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for row in measurements(folder):
-        if not only or only in row["subject"].split("/"):
-            runs.setdefault(row["run_id"], []).append(row)
+    found = (row for row in measurements(folder) if "bench" not in row)
+    runs = _by_run([row for row in found if not only or only in row["subject"].split("/")])
     if not runs:
         return "*No layer is recorded yet: `make bench` measures some on your machine, `make docs` prints them here.*"
     return "\n\n".join(_run(rows) for rows in runs.values())
@@ -89,6 +90,248 @@ def _conditions(row: dict[str, Any]) -> str:
     torch = row.get("torch") or row.get("versions", {}).get("torch", "?")
     threads = f", {row['threads']} threads" if row.get("threads") else ""
     return f"{row['device']}{threads}, PyTorch {torch}, commit {str(row['commit'])[:10]}: `{row['command'].strip()}`"
+
+
+def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(row["run_id"], []).append(row)
+    return runs
+
+
+def _of_bench(kind: str, folder: Path) -> list[dict[str, Any]]:
+    """The records of one ``hotrain bench`` verb, without those of ``--tiny``, which measure nothing."""
+    return [row for row in measurements(folder) if row.get("bench") == kind and not row.get("tiny")]
+
+
+def _markdown(headers: list[str], rows: list[list[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _none_yet(kind: str) -> str:
+    name = f"benchmarks/results/{kind}_DEVICE_DATE.jsonl"
+    return (
+        f"*Nothing is recorded yet: `hotrain bench {kind} --out {name}` measures on a GPU, `make docs` prints it here.*"
+    )
+
+
+def kernels(folder: Path = RESULTS) -> str:
+    """What kernels reach of the device's own rates, a table a run of ``hotrain bench ops``."""
+    tables = []
+    for rows in _by_run(_of_bench("ops", folder)).values():
+        lines = []
+        for row in rows:
+            cells = [row["subject"], row["variant"], f"{row['median_ms'] * 1e3:.1f} ± {row['spread_ms'] * 1e3:.1f}"]
+            cells += [f"{row['tb_s']:.2f}", f"{row['tflop_s']:.0f}" if row["operations"] else ""]
+            cells.append("" if row["share"] is None else f"{row['share']:.0%} of {row['ceiling']}")
+            lines.append(cells)
+        table = _markdown(["work", "variant", "µs", "TB/s", "TFLOP/s", "reached"], lines)
+        tables.append(_conditions(rows[0]) + "\n\n" + table)
+    return "\n\n".join(tables) or _none_yet("ops")
+
+
+def gpu_layers(folder: Path = RESULTS) -> str:
+    """Backward and save of single layers on a GPU, a table a run of ``hotrain bench layers``; speed-ups within it."""
+    tables = []
+    for rows in _by_run(_of_bench("layers", folder)).values():
+        times = {(row["subject"], row["variant"]): row["median_ms"] for row in rows}
+        lines = []
+        for row in rows:
+            cells = [row["subject"], row["variant"], f"{row['median_ms'] * 1e3:.1f} ± {row['spread_ms'] * 1e3:.1f}"]
+            cells.append(f"{row['eager_ms'] * 1e3:.1f}")
+            suffix = WITH_BIAS if row["bias"] else ""
+            for baseline in ("bf16", "tf32", "fp32"):
+                # Only bf16 is measured with the bias gradient too; the other products leave it out.
+                base = times.get((row["subject"], baseline + (suffix if baseline == "bf16" else "")))
+                whole = row["role"] == "method" and (baseline == "bf16" or not row["bias"])
+                cells.append(f"{base / row['median_ms']:.2f}" if base and whole else "")
+            cells.append("" if row["activation_bytes"] is None else f"{row['activation_bytes']:,}")
+            lines.append(cells)
+        headers = ["layer", "variant", "µs", "µs eager", "× bf16", "× TF32", "× fp32", "bytes kept"]
+        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+    return "\n\n".join(tables) or _none_yet("layers")
+
+
+def steps(folder: Path = RESULTS) -> str:
+    """Whole training steps, a table a run of ``hotrain bench step``, each beside compiled exact of its run."""
+    tables = []
+    for rows in _by_run(_of_bench("step", folder)).values():
+        lines = []
+        for row in rows:
+            name = row["variant"] + (" (again)" if row["round"] > 1 else "")
+            if row["error"] is not None:
+                lines.append([row["subject"], name, row["error"].replace("|", "\\|"), "", "", ""])
+                continue
+            base = _step_ms(rows, row["subject"], STEP_BASELINE)
+            cells = [row["subject"], name, f"{row['median_ms']:.2f} ± {row['spread_ms']:.2f}"]
+            cells.append("" if base is None or row["variant"] == STEP_BASELINE else f"{row['median_ms'] / base:.3f}")
+            cells += ["–" if row[k] is None else f"{row[k] / 2**30:.2f}" for k in ("peak_bytes", "activation_bytes")]
+            lines.append(cells)
+        headers = ["subject", "variant", "ms a step", "÷ exact+compile", "peak GiB", "activations GiB"]
+        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+    return "\n\n".join(tables) or _none_yet("step")
+
+
+def _step_ms(rows: list[dict[str, Any]], subject: str, variant: str) -> float | None:
+    """The mean over the rounds of one variant's medians; None where none was measured."""
+    found = [
+        row["median_ms"]
+        for row in rows
+        if (row["subject"], row["variant"]) == (subject, variant) and row["median_ms"] is not None
+    ]
+    return statistics.fmean(found) if found else None
+
+
+def curves(folder: Path = RESULTS) -> str:
+    """Loss curves with the kernels against the definition's, a line a record of ``benchmarks/curves.py``."""
+    rows = _of_bench("curves", folder)
+    if not rows:
+        return (
+            "*Nothing is recorded yet: `python benchmarks/curves.py --data cifar10.npz --out "
+            "benchmarks/results/curves_DEVICE_DATE.jsonl` trains on a GPU, `make docs` prints it here.*"
+        )
+    lines = []
+    for row in rows:
+        cells = [row["subject"], row["variant"], str(row["seeds"]), f"{row['distance']:.4f}", f"{row['spread']:.4f}"]
+        lines.append([*cells, "follows" if row["within"] else "**does not follow**", _conditions(row)])
+    headers = ["training", "method", "seeds", "distance of the mean curves", "spread over seeds", "", "conditions"]
+    return _markdown(headers, lines)
+
+
+STEP_BASELINE = "exact+compile"
+WITH_BIAS = " with bias"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A line of the speed that was asked for.
+
+    work, baseline: as asked.  goal, stretch: to reach; at least where `higher`, else at most.  measure: from the
+    records of one run to what was reached by whom, or None.  unit: behind the figure.
+    """
+
+    work: str
+    baseline: str
+    goal: float
+    stretch: float | None
+    bench: str
+    measure: Callable[[list[dict[str, Any]]], tuple[float, str] | None]
+    higher: bool = True
+    unit: str = ""
+
+    def cells(self, runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+        """The latest run that measured it."""
+        reached = None
+        for rows in runs.values():
+            reached = self.measure(rows) or reached
+        sign = "≥" if self.higher else "≤"
+        asked = [
+            f"{sign} {self._text(self.goal)}",
+            "" if self.stretch is None else f"{sign} {self._text(self.stretch)}",
+        ]
+        if reached is None:
+            return [self.work, self.baseline, *asked, "not recorded yet", ""]
+        value, who = reached
+        return [self.work, self.baseline, *asked, f"{self._text(value)} ({who})", self._verdict(value)]
+
+    def _text(self, value: float) -> str:
+        return f"{value:.0%}" if self.unit == "%" else f"{value:.2f}{self.unit}"
+
+    def _verdict(self, value: float) -> str:
+        better = [goal for goal in (self.goal, self.stretch) if goal is not None and (value - goal) * self._sign >= 0]
+        return ("missed", "met", "met, stretch too")[len(better)]
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.higher else -1
+
+
+def _layers_target(model: str, baseline: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
+    """The mean over a model's layers of baseline ÷ method, and the method: the one with the largest mean."""
+
+    def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
+        times = {(row["subject"], row["variant"]): row["median_ms"] for row in rows}
+        subjects = dict.fromkeys(row["subject"] for row in rows if row["subject"].startswith(f"{model}/"))
+        methods = dict.fromkeys(row["variant"] for row in rows if row["role"] == "method" and not row["bias"])
+        means = []
+        for method in methods:
+            ratios = [
+                times[subject, baseline] / times[subject, method]
+                for subject in subjects
+                if (subject, baseline) in times and (subject, method) in times
+            ]
+            if ratios:
+                means.append((statistics.fmean(ratios), method))
+        return max(means, default=None)
+
+    return measure
+
+
+def _kernel_target(ending: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
+    """The smallest share of the copy rate over the layers, by the method where it is largest."""
+
+    def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
+        shares: dict[str, list[float]] = {}
+        for row in rows:
+            if row["subject"].endswith(f"/{ending}") and row["ceiling"] == "copy" and row["share"] is not None:
+                shares.setdefault(row["variant"], []).append(row["share"])
+        return max(((min(each), f"{method}, slowest layer") for method, each in shares.items()), default=None)
+
+    return measure
+
+
+def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
+    """Step time of the fastest hotrain variant over the baseline's. kind: ``exact`` or ``fp8``, of its forward."""
+
+    def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
+        base = _step_ms(rows, subject, baseline)
+        ratios = []
+        for variant in dict.fromkeys(row["variant"] for row in rows):
+            if variant.startswith("hotrain") and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
+                mine = _step_ms(rows, subject, variant)
+                if mine is not None and base is not None:
+                    ratios.append((mine / base, variant))
+        return min(ratios, default=None)
+
+    return measure
+
+
+TORCHAO = "torchao-float8-tensorwise"
+VIT, LLAMA = "backward + save, ViT-B layers, batch 128", "backward + save, Llama-3-8B q/up/down, 8192 tokens"
+TARGETS = (
+    Target(VIT, "bf16 cuBLAS, both products", 1.5, 1.8, "layers", _layers_target("vit_b", "bf16"), unit="×"),
+    Target(LLAMA, "bf16 cuBLAS, both products", 2.2, 2.5, "layers", _layers_target("llama8b", "bf16"), unit="×"),
+    Target(VIT, "fp32", 15.0, None, "layers", _layers_target("vit_b", "fp32"), unit="×"),
+    Target(VIT, "TF32", 3.0, None, "layers", _layers_target("vit_b", "tf32"), unit="×"),
+    Target("g_y kernel", "copy bandwidth", 0.85, 0.92, "ops", _kernel_target("g_y"), unit="%"),
+    Target("x kernel", "copy bandwidth", 0.85, 0.92, "ops", _kernel_target("keep"), unit="%"),
+    *(
+        Target(f"step, {subject}", "compiled bf16", goal, stretch, "step", _step_target(subject, base, "exact"), False)
+        for subject, base, goal, stretch in (
+            ("vit_base_patch16_224/b128", STEP_BASELINE, 1.00, 0.90),
+            ("vit_large_patch16_224/b128", STEP_BASELINE, 0.92, 0.80),
+            ("vit_huge_patch14_224/b64", STEP_BASELINE, 0.88, 0.80),
+            ("llama8b-4blocks/t8192", STEP_BASELINE, 0.72, 0.65),
+        )
+    ),
+    Target(
+        "step, llama8b-4blocks/t8192, forward in fp8",
+        "torchao float8 tensorwise, compiled",
+        0.92,
+        0.85,
+        "step",
+        _step_target("llama8b-4blocks/t8192", TORCHAO, "fp8"),
+        False,
+    ),
+)
+
+
+def targets(folder: Path = RESULTS) -> str:
+    """What was asked for, what the latest run that measured it reached, and whether that is enough."""
+    runs = {kind: _by_run(_of_bench(kind, folder)) for kind in ("layers", "step", "ops")}
+    rows = [target.cells(runs[target.bench]) for target in TARGETS]
+    return _markdown(["work", "baseline", "goal", "stretch", "reached", ""], rows)
 
 
 def accuracy(folder: Path = RESULTS) -> str:

@@ -1,65 +1,189 @@
 """The autograd functions: run the exact product forward, keep what the method keeps, call the two gradients.
 
-They decide nothing. A `Step` says what one forward of one layer does; `ctx.needs_input_grad` says what is asked.
-All that lives until backward goes through `save_for_backward`, the key of the draws too: a forward recomputed by
-activation checkpointing then hands backward its own key together with its own codes.
+They decide nothing. A `Step` says what one forward of one layer does, and whether the definition or the kernels do
+it; `ctx.needs_input_grad` says what is asked. All that lives until backward goes through `save_for_backward`, the key
+of the draws too: a forward recomputed by activation checkpointing then hands backward its own key together with its
+own codes.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import backward, convolution
+from . import backward, convolution, draws
 from .convolution import Geometry, channels_last
 from .method import Method
 from .saved import Format
 from .transform.tokens import Grid, Layout, layout, project
+
+Needs = tuple[bool, bool, bool]  # of x, w, b
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """`hotrain.kernels` where that device may run them; imported when first asked for."""
+    if device.type != "cuda":
+        return None
+    from . import kernels
+
+    return kernels
 
 
 @dataclass(frozen=True)
 class Step:
     """One training forward of one layer.
 
-    key: of its draws.  grid: of its tokens, where known.  transposed: w is (I, O), as in transformers' Conv1D.
-    name: of the layer, for messages.
+    key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
+    grid: of its tokens, where known.  transposed: w is (I, O), as in transformers' Conv1D.  name: of the layer, for
+    messages.  handle: of the layer, for the kernels.  served: by the kernels (`on` decides).
     """
 
     method: Method
-    key: int
+    key: int | Tensor
     grid: Grid | None = None
     transposed: bool = False
     name: str = "linear"
+    handle: int = 0
+    word: int | None = None
+    served: bool = False
 
     def layout(self, lead: tuple[int, ...]) -> Layout:
         """Where the tiles of an input of shape (*lead, C) lie."""
         rows, across = self.method.grad_weight, self.method.grad_input.transform != "lowpass"
-        return layout(tuple(lead), rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
+        return layout(tuple(map(int, lead)), rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
 
     def format(self, columns: int, dtype: torch.dtype) -> Format:
         return Format(self.method.saved, columns, dtype)
 
-    def keep(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What x, (*lead, C), leaves for grad_weight."""
+    def on(self, x: Tensor, lay: Layout | None) -> Step:
+        """This step with its ways chosen for an x of that layout: the kernels where they serve it, else the
+        definition. lay: None where only the definition will do.
+
+        The definition wants an integer key: where only the device knows it, reading it waits for the device, so
+        the definition cannot draw inside a captured CUDA graph.
+        """
+        if self._is_served(x, lay):
+            return replace(self, key=self._device_key(x.device), served=True)
+        return self if isinstance(self.key, int) else replace(self, key=self._host_key())
+
+    def _is_served(self, x: Tensor, lay: Layout | None) -> bool:
+        kernels = None if lay is None else kernels_for(x.device)
+        return kernels is not None and kernels.reason(self.method, lay, x.dtype, x.device) is None
+
+    def _device_key(self, device: torch.device) -> Tensor:
+        if isinstance(self.key, Tensor):
+            return self.key
+        return torch.full((), draws.signed(self.key), dtype=torch.int64, device=device)
+
+    def _host_key(self) -> int:
+        if isinstance(self.key, int):
+            return self.key
+        if self.word is not None or not self.method.draws:
+            return self.word or 0
+        return int(self.key) & ((1 << 64) - 1)
+
+    def keep(self, x: Tensor | None, lay: Layout) -> tuple[Tensor, ...]:
+        """What forward leaves for `gradients`: the key, where the method draws, and what x, (*lead, C), leaves for
+        g_w (nothing for None)."""
+        key: tuple[Tensor, ...] = ()
+        if self.method.draws:
+            key = (
+                self.key
+                if isinstance(self.key, Tensor)
+                else torch.tensor(draws.signed(self.key), dtype=torch.int64, device="cpu"),
+            )
+        if x is None:
+            return key
+        if self.served:
+            kernels = kernels_for(x.device)
+            assert kernels is not None
+            matrix = x.reshape(-1, x.shape[-1])
+            return (*key, *kernels.keep(matrix, self.method, lay, self.key, self.handle))
+        assert isinstance(self.key, int)
         wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
-        rows = project(wide, self.layout(x.shape[:-1]), self.key)
-        return self.format(x.shape[-1], x.dtype).keep(rows, self.key)
+        return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
 
-    def pack_key(self) -> tuple[Tensor, ...]:
-        """The key as a tensor to save; nothing for a method that draws nothing."""
+    def _with_key_of(self, kept: tuple[Tensor, ...]) -> tuple[Step, tuple[Tensor, ...]]:
+        """This step with the key that `keep` left, and the rest of what it left."""
         if not self.method.draws:
-            return ()
-        word = self.key & ((1 << 64) - 1)  # as a signed one
-        return (torch.tensor(word - (word >> 63 << 64), dtype=torch.int64, device="cpu"),)
+            return self, kept
+        key, *rest = kept
+        return replace(self, key=key if self.served else int(key) & ((1 << 64) - 1)), tuple(rest)
 
-    def unpack_key(self, saved: list[Tensor]) -> int:
-        """Take the key off the front of the saved tensors."""
-        return int(saved.pop(0)) & ((1 << 64) - 1) if self.method.draws else 0
+    def gradients(
+        self,
+        g_y: Tensor,
+        w: Tensor | None,
+        kept: tuple[Tensor, ...],
+        columns: int,
+        lay: Layout,
+        w_dtype: torch.dtype,
+        needs: Needs,
+    ) -> Grads:
+        """(g_x, g_w, g_b), None where not needed: (T, columns) as g_y, one shaped as w in `w_dtype`, and (O,).
+
+        g_y: (*lead, O).  w: (O, columns), or (columns, O) when transposed; needed for g_x only.  kept: of `keep`.
+        """
+        step, kept = self._with_key_of(kept)
+        matrix = g_y.reshape(-1, g_y.shape[-1])
+        if step.served:
+            kernels = kernels_for(g_y.device)
+            assert kernels is not None
+            return kernels.gradients(
+                matrix, w, kept, step.method, lay, step.key, step.handle, needs,
+                transposed=step.transposed, dtype=w_dtype, columns=columns,
+            )  # fmt: skip
+        assert isinstance(step.key, int)
+        g_x = g_w = g_b = None
+        if needs[0]:
+            assert w is not None
+            g_x = backward.grad_input(matrix, w.T if step.transposed else w, step.method, step.key, lay)
+        if needs[1]:
+            rows = step.format(columns, g_y.dtype).restore(kept)
+            g_w = backward.grad_weight(g_y, rows, lay, step.method, step.key).to(w_dtype)
+            g_w = g_w.T if step.transposed else g_w
+        if needs[2]:
+            g_b = matrix.sum(0)
+        return g_x, g_w, g_b
+
+    def conv_gradients(
+        self,
+        g_y: Tensor,
+        w: Tensor | None,
+        kept: tuple[Tensor, ...],
+        shape: tuple[int, int, int, int],
+        geometry: Geometry,
+        w_dtype: torch.dtype,
+        needs: Needs,
+    ) -> Grads:
+        """`gradients` of a convolution whose patches overlap, always by the definition.
+
+        g_y: (B, O, H', W').  w: (O, C/groups, kh, kw).  shape: of x.  Returns g_x shaped as x, g_w as w, g_b.
+        """
+        step, kept = self._with_key_of(kept)
+        assert isinstance(step.key, int)
+        g_x = g_w = g_b = None
+        if needs[0]:
+            assert w is not None
+            positions = step.layout((shape[0], *g_y.shape[2:]))
+            g_x = convolution.grad_input(g_y, w, shape, geometry, step.method, step.key, positions)
+        if needs[1]:
+            # grad_weight asks w for its shape alone
+            like_w = g_y.new_empty(1).expand(g_y.shape[1], shape[1] // geometry.groups, *geometry.kernel)
+            rows = step.format(shape[1], g_y.dtype).restore(kept)
+            lay = step.layout((shape[0], *shape[2:]))
+            g_w = convolution.grad_weight(g_y, rows, like_w, shape, geometry, lay, step.method, step.key)
+            g_w = g_w.to(w_dtype)
+        if needs[2]:
+            g_b = g_y.sum((0, 2, 3))
+        return g_x, g_w, g_b
 
 
 def autocast(t: Tensor) -> Tensor:
@@ -107,38 +231,38 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, step: Step) -> Tensor:
         x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
+        lay = step.layout(x.shape[:-1])
+        step = step.on(x_cast, lay)
         with _outside_autocast(x):
             y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
-            kept = step.keep(x_cast) if ctx.needs_input_grad[1] else ()
-        weight = (w,) if ctx.needs_input_grad[0] else ()
-        ctx.save_for_backward(*step.pack_key(), *weight, *kept)
-        ctx.step, ctx.shape, ctx.dtype, ctx.x_dtype, ctx.w_dtype = (
-            step,
-            x.shape,
-            x_cast.dtype,
-            x.dtype,
-            w.dtype,
-        )
+            # Of three axes it is a view, which autograd would not let the next layer change in place.
+            y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+            kept = step.keep(x_cast if ctx.needs_input_grad[1] else None, lay)
+        _save(ctx, w, kept)
+        ctx.step, ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = step, lay, x.shape, x.dtype, w.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        step, saved = ctx.step, list(ctx.saved_tensors)
-        g_x = g_w = g_b = None
         with torch.no_grad(), _outside_autocast(g_y):
-            key, lay = step.unpack_key(saved), step.layout(ctx.shape[:-1])
-            matrix = g_y.reshape(-1, g_y.shape[-1])
-            if ctx.needs_input_grad[0]:
-                w = saved.pop(0)
-                g_x = backward.grad_input(matrix, w.T if step.transposed else w, step.method, key, lay)
+            w, kept = _saved(ctx)
+            g_x, g_w, g_b = ctx.step.gradients(
+                g_y, w, kept, ctx.shape[-1], ctx.layout, ctx.w_dtype, ctx.needs_input_grad[:3]
+            )
+            if g_x is not None:
                 g_x = g_x.view(ctx.shape).to(ctx.x_dtype)
-            if ctx.needs_input_grad[1]:
-                kept = step.format(ctx.shape[-1], ctx.dtype).restore(tuple(saved))
-                g_w = backward.grad_weight(g_y, kept, lay, step.method, key).to(ctx.w_dtype)
-                g_w = g_w.T if step.transposed else g_w
-            if ctx.needs_input_grad[2]:
-                g_b = matrix.sum(0)
-        return (*_once(step.name, (g_x, g_w, g_b)), None)
+        return (*_once(ctx.step.name, (g_x, g_w, g_b)), None)
+
+
+def _save(ctx: Any, w: Tensor, kept: tuple[Tensor, ...]) -> None:
+    """Save w, the parameter itself and no copy, where g_x will ask for it, and what the step keeps."""
+    ctx.save_for_backward(*((w,) if ctx.needs_input_grad[0] else ()), *kept)
+
+
+def _saved(ctx: Any) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """What `_save` saved."""
+    saved = ctx.saved_tensors
+    return (saved[0], saved[1:]) if ctx.needs_input_grad[0] else (None, saved)
 
 
 def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -156,41 +280,35 @@ class Conv2d(torch.autograd.Function):
         x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
         with _outside_autocast(x):
             y = geometry.forward(x_cast, w_cast, b_cast)
-            kept: tuple[Tensor, ...] = ()
-            if ctx.needs_input_grad[1]:
-                tokens = convolution.patches(x_cast, geometry) if geometry.is_patches else channels_last(x_cast)
-                kept = step.keep(tokens)
-        weight = (w,) if ctx.needs_input_grad[0] else ()
-        ctx.save_for_backward(*step.pack_key(), *weight, *kept)
-        ctx.step, ctx.geometry, ctx.dtype, ctx.x_dtype, ctx.w_dtype = (
-            step,
-            geometry,
-            x_cast.dtype,
-            x.dtype,
-            w.dtype,
-        )
+            if geometry.is_patches:
+                tokens = convolution.patches(x_cast, geometry)
+                lay = step.layout(tokens.shape[:-1])
+                step = step.on(x_cast, lay)
+            else:
+                tokens = channels_last(x_cast)
+                lay = step.layout(tokens.shape[:-1])
+                step = step.on(x_cast, None)
+            kept = step.keep(tokens if ctx.needs_input_grad[1] else None, lay)
+        _save(ctx, w, kept)
+        ctx.step, ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = step, lay, geometry, x.dtype, w.dtype
         ctx.shape, ctx.w_shape = x.shape, w.shape
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        step, geometry, saved = ctx.step, ctx.geometry, list(ctx.saved_tensors)
-        shape, batch = tuple(ctx.shape), ctx.shape[0]
-        g_x = g_w = g_b = None
+        shape, needs = tuple(ctx.shape), ctx.needs_input_grad[:3]
         with torch.no_grad(), _outside_autocast(g_y):
-            key = step.unpack_key(saved)
-            positions = step.layout((batch, *g_y.shape[2:]))
-            if ctx.needs_input_grad[0]:
-                g_x = convolution.grad_input(g_y, saved.pop(0), shape, geometry, step.method, key, positions).to(
-                    ctx.x_dtype
-                )
-            if ctx.needs_input_grad[1]:
-                lay = positions if geometry.is_patches else step.layout((batch, *shape[2:]))
-                like_w = g_y.new_empty(1).expand(ctx.w_shape)  # grad_weight asks w for its shape alone
-                columns = like_w[0].numel() if geometry.is_patches else shape[1]
-                kept = step.format(columns, ctx.dtype).restore(tuple(saved))
-                g_w = convolution.grad_weight(g_y, kept, like_w, shape, geometry, lay, step.method, key)
-                g_w = g_w.to(ctx.w_dtype)
-            if ctx.needs_input_grad[2]:
-                g_b = g_y.sum((0, 2, 3))
-        return (*_once(step.name, (g_x, g_w, g_b)), None, None)
+            w, kept = _saved(ctx)
+            if ctx.geometry.is_patches:
+                tokens, matrix = channels_last(g_y), None if w is None else w.flatten(1)
+                columns = ctx.w_shape[1:].numel()
+                g_x, g_w, g_b = ctx.step.gradients(tokens, matrix, kept, columns, ctx.layout, ctx.w_dtype, needs)
+                if g_x is not None:
+                    g_x = convolution.patches_transposed(g_x.view(*tokens.shape[:3], columns), shape, ctx.geometry)
+            else:
+                g_x, g_w, g_b = ctx.step.conv_gradients(g_y, w, kept, shape, ctx.geometry, ctx.w_dtype, needs)
+            if g_x is not None:
+                g_x = g_x.to(ctx.x_dtype)
+            if g_w is not None:
+                g_w = g_w.view(ctx.w_shape)
+        return (*_once(ctx.step.name, (g_x, g_w, g_b)), None, None)

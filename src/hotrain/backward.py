@@ -9,6 +9,7 @@ H: block-diagonal Walsh–Hadamard of order 16 along the output channels O. It i
 product; it spreads outliers over 16 channels before they are rounded. Nothing is lost but the rounding.
 P: r of 16 Walsh rows along the tokens T. PᵀP is a projection: what lies outside the kept rows is lost, or, with
 drawn rows, kept on average (E[PᵀP] = I). Everything is orthonormal: at r = 16 without bits both are exact.
+Q: integer codes, or fp8 codes (`Method.override(number="e4m3")`), which are rounded to nearest.
 
 Matrices in, matrices out; no autograd context, no layer. docs/maths.md has the derivations.
 """
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from . import draws
-from .method import GradInput, Method
-from .products import int_matmul
-from .quantize import published
+from .method import FLOATS, GradInput, Method, partner
+from .products import code_matmul
+from .quantize import floating, published
 from .quantize.integer import Quantized, largest_code, quantize
 from .saved import Kept, values
 from .transform.hadamard import rotate
@@ -51,8 +52,15 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: int, lay: Layout | N
         return ((codes @ weight.codes.to(codes.dtype)) * (alpha * weight.scale)).to(g_y.dtype)
     grad = rotated_grad(g_y, path, key)
     weight = rotated_weight(w, path, key)
-    product = int_matmul(grad.codes, weight.codes, largest_code(path.bits) ** 2)
+    product = code_matmul(grad.codes, weight.codes, largest_code(path.bits) ** 2, grad.scale.dtype)
     return (product.to(grad.scale.dtype) * grad.scale * weight.scale).to(g_y.dtype)
+
+
+def encode(t: Tensor, number: str, bits: int, scale: str, rounding: str, key: int, stream: int) -> Quantized:
+    """Q(t): `floating.quantize` for an fp8 number, else integer codes as `quantize` makes them."""
+    if number in FLOATS:
+        return floating.quantize(t, number)
+    return quantize(t, bits, scale, rounding, key, stream)
 
 
 def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
@@ -60,7 +68,7 @@ def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
     assert path.bits is not None
     g = g_y.to(wide(g_y.dtype))
     g = rotate(g) if path.transform == "hadamard" else g
-    return quantize(g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
+    return encode(g, path.number, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 
 def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
@@ -68,14 +76,15 @@ def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
     assert path.bits is not None
     w = w.to(wide(w.dtype))
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
-    return quantize(w, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
+    number = partner(path.number)
+    return encode(w, number, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
 
 
 def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) -> Tensor:
     """g_w = Q(P g_y)ᵀ Q(P x), with Q(P x) as forward kept it.
 
     g_y: (..., O), tokens as `lay` describes them.  kept: P x, (lay.rows, I).  key: the one that drew P for x.
-    Returns (O, I): float32 (float64 for float64) after an integer product, else g_y's dtype.
+    Returns (O, I): float32 (float64 for float64) after a product of codes, else g_y's dtype.
     """
     path = method.grad_weight
     if path.drop:
@@ -88,7 +97,8 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) 
 
 
 def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor:
-    """Q(g)ᵀ Q(x) over the rows of g, (R, O), and x, (R, I): an integer product where both are integers.
+    """Q(g)ᵀ Q(x) over the rows of g, (R, O), and x, (R, I): an integer product where both are integers, exact; of fp8
+    codes, products summed in g's dtype.
 
     A scale a row of x lies on the contraction axis and cannot leave the product; it is folded into the same row of
     g before g is quantized.
@@ -99,13 +109,14 @@ def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor
         codes, alpha = published.luq(g, key, draws.GRAD_WEIGHT)
         return (codes.T @ values(kept, codes.dtype)) * alpha
     if not isinstance(kept, Quantized):
-        kept = quantize(kept.to(g.dtype), path.bits, "tensor", path.rounding, key, draws.SAVED)
+        x = kept.to(g.dtype)
+        kept = encode(x, partner(path.number), path.bits, "tensor", path.rounding, key, draws.SAVED)
     scale = kept.scale
     if scale.dim() == 2:
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
-    grad = quantize(g, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    grad = encode(g, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
     limit = largest_code(path.bits) * largest_code(kept.bits)
-    product = int_matmul(grad.codes.T, kept.unpacked(), limit)
+    product = code_matmul(grad.codes.T, kept.unpacked(), limit, g.dtype)
     return product.to(g.dtype) * (grad.scale * scale)
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backward, draws
-from .method import GradInput, Method
-from .products import int_matmul
+from .method import GradInput, Method, partner
+from .products import code_matmul
 from .quantize import published
 from .quantize.integer import Quantized, largest_code, quantize
 from .saved import Kept, values
@@ -213,7 +213,7 @@ def grad_input(
             g_y, w = _rounded(g_y, w, path, key)
         g_x = _exact(g_y, g_y.new_empty(1).expand(padded), w.to(g_y.dtype), geometry, of_input=True)
     else:
-        g_x = _integer_grad_input(g_y, w, padded, geometry, method, key)
+        g_x = _coded_grad_input(g_y, w, padded, geometry, method, key)
     return geometry.pad_transposed(g_x, *shape[2:])
 
 
@@ -225,7 +225,7 @@ def _rounded(g_y: Tensor, w: Tensor, path: GradInput, key: int) -> tuple[Tensor,
     return grad.view(tokens.shape).permute(0, 3, 1, 2), weight.view(w.shape)
 
 
-def _integer_grad_input(
+def _coded_grad_input(
     g_y: Tensor, w: Tensor, padded: tuple[int, int, int, int], geometry: Geometry, method: Method, key: int
 ) -> Tensor:
     """Q(g_y H) Q(Hᵀ w) as patches, a few samples at a time, folded back into the padded image."""
@@ -236,7 +236,7 @@ def _integer_grad_input(
     out = torch.empty(padded[0], *padded[2:], padded[1], dtype=g_y.dtype, device=g_y.device)
     matrix = channels_last(g_y).reshape(batch * positions, groups, outputs // groups)
     kernels = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, taps * inputs)
-    limit = largest_code(path.bits) ** 2
+    limit, wide = largest_code(path.bits) ** 2, backward.wide(g_y.dtype)
     for group in range(groups):
         own = draws.mix(key, group)
         grad = backward.rotated_grad(matrix[:, group], path, own)
@@ -244,7 +244,7 @@ def _integer_grad_input(
         for part in _chunks(batch, positions * taps * inputs, g_y.device):
             rows = slice(part.start * positions, min(part.stop, batch) * positions)
             scale = grad.scale[rows] if grad.scale.dim() else grad.scale
-            product = int_matmul(grad.codes[rows], weight.codes, limit)
+            product = code_matmul(grad.codes[rows], weight.codes, limit, wide)
             columns = (product * (scale * weight.scale)).view(-1, down, across, taps, inputs)
             image = fold(columns, geometry, (padded[2], padded[3]))
             out[part, :, :, group * inputs : (group + 1) * inputs] = image
@@ -271,13 +271,14 @@ def grad_weight(
     path = method.grad_weight
     if path.drop:
         g_y = backward.dropped(g_y, path.drop, key)
-    if path.bits is not None and path.number == "int" and not _small_groups(w, geometry):
-        return _integer_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
+    if path.bits is not None and path.number != "luq" and not _small_groups(w, geometry):
+        return _coded_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
     alpha = None
     if path.bits is not None and path.number == "luq":
         g_y, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
     elif path.bits is not None and method.grad_input.transform is None:
-        codes = quantize(g_y.flatten(1), path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+        matrix = g_y.flatten(1)
+        codes = backward.encode(matrix, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
         g_y = codes.dequantize(g_y.dtype).view(g_y.shape)
     x = _image(values(kept, g_y.dtype), shape, lay, key)
     g_w = _exact(g_y, geometry.pad(x), w.to(g_y.dtype), geometry, of_input=False)
@@ -290,7 +291,7 @@ def _image(rows: Tensor, shape: tuple[int, int, int, int], lay: Layout, key: int
     return lift(rows, lay, key).view(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
-def _integer_grad_weight(
+def _coded_grad_weight(
     g_y: Tensor,
     kept: Kept,
     w: Tensor,
@@ -300,28 +301,33 @@ def _integer_grad_weight(
     method: Method,
     key: int,
 ) -> Tensor:
-    """Q(g_y)ᵀ U(Q(x̂)): codes are unfolded, a few samples at a time, and multiplied as integers."""
+    """Q(g_y)ᵀ U(Q(x̂)): codes are unfolded, a few samples at a time, and multiplied as codes."""
     path, groups = method.grad_weight, geometry.groups
     assert path.bits is not None
     batch, outputs, down, across = g_y.shape
     matrix = channels_last(g_y).reshape(-1, outputs).to(backward.wide(g_y.dtype))
-    grad = quantize(matrix, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    grad = backward.encode(matrix, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
     if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
         codes = kept  # x itself was kept in codes: no second rounding
     else:
         x = lift(values(kept, matrix.dtype), lay, key)
-        codes = quantize(x, max(8, path.bits), "tensor", method.saved.rounding, key, draws.LIFTED)
-    image = codes.unpacked().view(batch, shape[2], shape[3], shape[1])
+        rounding = method.saved.rounding
+        codes = backward.encode(x, partner(path.number), max(8, path.bits), "tensor", rounding, key, draws.LIFTED)
+    kept_codes = codes.unpacked()
+    dtype = kept_codes.dtype
+    # fp8 codes are unfolded as their bits: PyTorch does not pad float8, and code 0 is bits 0.
+    image = kept_codes.view(torch.int8).view(batch, shape[2], shape[3], shape[1])
     limit = largest_code(path.bits) * largest_code(codes.bits)
     inputs, taps, positions = w.shape[1], w[0, 0].numel(), down * across
-    total = torch.zeros(groups, outputs // groups, taps * inputs, dtype=torch.int64, device=g_y.device)
+    summed = matrix.dtype if dtype.is_floating_point else torch.int64
+    total = torch.zeros(groups, outputs // groups, taps * inputs, dtype=summed, device=g_y.device)
     for part in _chunks(batch, positions * taps * shape[1], g_y.device):
         columns = unfold(_pad_codes(image[part], geometry), geometry, (down, across))
         rows = grad.codes[part.start * positions : min(part.stop, batch) * positions]
         for group in range(groups):
             g = rows[:, group * (outputs // groups) : (group + 1) * (outputs // groups)]
             x_codes = columns[..., group * inputs : (group + 1) * inputs].reshape(-1, taps * inputs)
-            total[group] += int_matmul(g.T, x_codes, limit)
+            total[group] += code_matmul(g.T, x_codes.view(dtype), limit, matrix.dtype)
     g_w = total.to(matrix.dtype) * (grad.scale * codes.scale)
     return g_w.view(outputs, *w.shape[2:], inputs).permute(0, 3, 1, 2)
 

@@ -4,13 +4,19 @@ Nothing here keeps a generator's state. A layer owns a `Draws`, which counts its
 gets a `key`, and every number of that step is a hash of the key and the number's own index. So a forward that
 activation checkpointing recomputes draws the same numbers, processes of a distributed run draw different ones,
 PyTorch's own generators are left alone, and a kernel can make the same noise in registers.
+
+The count is a Python integer on the CPU. On a GPU, and in compiled graphs everywhere, it lives on the device
+(`Draws.counter`), so that a graph that is replayed draws anew each time; the keys are the same ones, bit for bit.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 import zlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MASK64 = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
 # One stream for each use within a step: they must not share numbers.
 ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED = range(7)
@@ -28,20 +35,28 @@ ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED = range(7)
 class _Seed:
     value: int | None = None  # None: follow torch.initial_seed()
     generation: int = 0  # grows with every manual_seed, so that layers know to count from 0 again
+    graphs: bool = False  # whether a compiled or captured graph may move counters that the host does not see
 
 
 _seed = _Seed()
+_live: weakref.WeakSet[Draws] = weakref.WeakSet()
+_handles = itertools.count(1)
 
 
 def manual_seed(seed: int) -> None:
     """Fix the draws of every converted layer and count its steps from 0 again.
 
-    Without it draws follow `torch.initial_seed()`, that is the last `torch.manual_seed`.
+    Without it draws follow `torch.initial_seed()`, that is the last `torch.manual_seed`. Compiled graphs follow this
+    function at once; `torch.manual_seed`, and a process group made later, only when they are traced anew or an
+    uncompiled training forward comes by.
     """
     if type(seed) is not int:
         raise ValueError(f"manual_seed: got {seed!r}, accepted is an integer")
     _seed.value = seed & _MASK64
     _seed.generation += 1
+    for layer in list(_live):
+        if layer.counter is not None:
+            layer.restart()
 
 
 def current_seed() -> int:
@@ -57,11 +72,34 @@ def mix(*words: int) -> int:
     """A 64-bit hash of integers (splitmix64's finaliser, chained)."""
     h = 0
     for word in words:
-        h = (h + (word & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
-        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK64
+        h = (h + (word & _MASK64) + _GOLDEN) & _MASK64
+        h = ((h ^ (h >> 30)) * _FIRST) & _MASK64
+        h = ((h ^ (h >> 27)) * _SECOND) & _MASK64
         h ^= h >> 31
     return h
+
+
+def signed(word: int) -> int:
+    """The 64-bit word as the value of an int64."""
+    word &= _MASK64
+    return word - (word >> 63 << 64)
+
+
+def next_key(counter: Tensor, moves: bool = True) -> Tensor:
+    """The key after this one: int64, (), equal to ``mix(seed, rank, layer, step)`` as a signed word.
+
+    counter: int64 (3,), [salt, step, key]; the salt is ``mix(seed, rank, layer)``. The step is counted up in place
+    (unless `moves` is False) and the key written beside it. The last round of `mix`, on int64: wrapping products,
+    masked shifts.
+    """
+    if moves:
+        counter[1:2].add_(1)
+    h = counter[0] + counter[1] + signed(_GOLDEN)
+    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed(_FIRST)
+    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed(_SECOND)
+    key = h ^ ((h >> 31) & ((1 << 33) - 1))
+    counter[2:].copy_(key)
+    return key
 
 
 def in_backward() -> bool:
@@ -69,34 +107,124 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@dataclass
 class Draws:
-    """The step counter of one layer. `next()` is called once in every training forward."""
+    """The step counter of one layer. `next()`, or on a GPU `next_on()`, is called once in every training forward.
 
-    layer: int
-    step: int = -1
-    generation: int = field(default_factory=lambda: _seed.generation)
+    handle: a number that no other layer of this process has.
+    counter: [salt, step, key] on a device, once `place` put it there; the truth about the step from then on. It is no
+        buffer: DistributedDataParallel would give every rank the first one's.
+    tag: an int64 (), on the same device, whose address stands for `handle` in compiled graphs (`handle_of`).
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.generation = _seed.generation
+        self._host_step = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.handle = next(_handles)
+        self.counter: Tensor | None = None
+        self.tag: Tensor | None = None
+        self._salt: int | None = None  # the one written to `counter`
+        _live.add(self)
 
     @classmethod
     def of(cls, name: str) -> Draws:
         return cls(zlib.crc32(name.encode()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy counts on from the same step, with a counter, a tag and a handle of its own."""
+        return {"layer": self.layer, "generation": self.generation, "step": self.step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.layer, self.generation, self._host_step = state["layer"], state["generation"], state["step"]
+        self._start()
+
+    @property
+    def step(self) -> int:
+        """The step of the last training forward, −1 before the first; assignable. Waits for the device that has it."""
+        return self._host_step if self.counter is None else int(self.counter[1])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._host_step = value
+        if self.counter is not None:
+            self._salt = self._current_salt()
+            self.counter[:2].copy_(torch.tensor([signed(self._salt), value], device="cpu"))
+
+    def _current_salt(self) -> int:
+        return mix(current_seed(), _rank(), self.layer)
+
+    def restart(self) -> None:
+        """Count from 0 again, with the seed in force."""
+        self.generation = _seed.generation
+        self.step = -1
+
     def next(self) -> int:
         """The key of this forward; a recomputed forward gets the key of the one it repeats."""
         if self.generation != _seed.generation:
-            self.step, self.generation = -1, _seed.generation
+            self.restart()
         if self.step < 0 or not in_backward():
             self.step += 1
         return mix(current_seed(), _rank(), self.layer, self.step)
+
+    def place(self, device: torch.device) -> bool:
+        """Have counter and tag on that device, the salt up to date. Returns whether they had to be made."""
+        made = self.counter is None or self.counter.device != device
+        if self.generation != _seed.generation:
+            self.restart()
+        if made:
+            step = self.step
+            with torch.inference_mode(False):
+                self.counter = torch.zeros(3, dtype=torch.int64, device=device)
+                self.tag = torch.full((), self.handle, dtype=torch.int64, device=device)
+            address = self.tag.data_ptr()
+            _by_address[address] = self.handle
+            weakref.finalize(self.tag, _by_address.pop, address, None).atexit = False
+            self.step = step
+        elif self._salt != self._current_salt():
+            assert self.counter is not None
+            self._salt = self._current_salt()
+            self.counter[0].fill_(signed(self._salt))
+        return made
+
+    def next_on(self, device: torch.device, make: Callable[[Tensor, bool], Tensor] = next_key) -> Tensor:
+        """`next` as an int64 () on that device, without waiting for it. make: `next_key`, or a kernel in its place."""
+        self.place(device)
+        assert self.counter is not None
+        _seed.graphs = _seed.graphs or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        moves = self._host_step < 0 or not in_backward()
+        self._host_step += moves
+        return make(self.counter, moves)
+
+    def host_key(self) -> int | None:
+        """The key last given out, where it is known without waiting for a device."""
+        return None if _seed.graphs else mix(current_seed(), _rank(), self.layer, self._host_step)
+
+
+_by_address: dict[int, int] = {}
+
+
+def handle_of(tag: Tensor) -> int:
+    """The handle that a `Draws.tag` stands for, 0 for a copy of one. Reads its address alone, never the device."""
+    return _by_address.get(tag.data_ptr(), 0)
+
+
+def place_all(device: torch.device) -> list[Draws]:
+    """Give every layer without a counter one on that device, for a graph that is about to be traced; returns those.
+
+    Blocks that share a compiled graph must all look alike before the first of them is traced.
+    """
+    _seed.graphs = True
+    return [layer for layer in list(_live) if layer.counter is None and layer.place(device)]
 
 
 def state_dict(model: nn.Module) -> dict[str, int]:
     """The seed and every converted layer's step: what a resumed run needs to draw on. Plain integers."""
     from .nn.state import layer_states
 
-    # A signed word, so that the value survives formats that hold 64-bit integers.
-    seed = current_seed()
-    state = {"seed": seed - (1 << 64) if seed >= 1 << 63 else seed}
+    state = {"seed": signed(current_seed())}  # signed: formats that hold 64-bit integers keep its value
     for name, layer in layer_states(model):
         fresh = layer.draws.generation == _seed.generation
         state[f"step.{name}"] = layer.draws.step if fresh else -1
@@ -120,7 +248,7 @@ def load_state_dict(model: nn.Module, state: dict[str, int]) -> None:
         layer.draws.step, layer.draws.generation = state[f"step.{name}"], _seed.generation
 
 
-def _signed(word: int) -> int:
+def _signed32(word: int) -> int:
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
 
@@ -132,14 +260,14 @@ def hash_bits(count: int, key: int, stream: int, device: torch.device, start: in
     that Triton repeats it bit for bit.
     """
     word = mix(key, stream)
-    k0, k1 = _signed(word), _signed(word >> 32)
+    k0, k1 = _signed32(word), _signed32(word >> 32)
     h = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
     t = torch.empty_like(h)
     h.add_(k0)
     torch.bitwise_right_shift(h, 16, out=t)
     h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     torch.bitwise_right_shift(h, 15, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(k1).mul_(_signed(0x846CA68B))
+    h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(k1).mul_(_signed32(0x846CA68B))
     torch.bitwise_right_shift(h, 16, out=t)
     return h.bitwise_xor_(t.bitwise_and_(0xFFFF))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,20 @@ def as_method(method: str | Method) -> Method:
     raise ValueError(f"method {method!r} is neither a preset's name nor a hotrain.Method")
 
 
-def check_input(name: str, x: Tensor, channels: int, axis: int) -> None:
-    """Raise TypeError or ValueError for an x that no method can serve."""
+class Named(Protocol):
+    name: str
+
+
+def check_input(owner: str | Named, x: Tensor, channels: int, axis: int) -> None:
+    """Raise TypeError or ValueError for an x that no method can serve.
+
+    owner: the name that the message starts with, or who has it; it is not read unless there is a message, so that
+    compiled layers of different names are alike.
+    """
+    served = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS
+    if served and x.dim() > 0 and x.dim() >= -axis and x.shape[axis] == channels:
+        return
+    name = owner if isinstance(owner, str) else owner.name
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: the input is a {type(x).__name__}; accepted is a dense floating-point tensor")
     if x.layout != torch.strided or x.dtype not in FLOATS:
@@ -34,10 +48,7 @@ def check_input(name: str, x: Tensor, channels: int, axis: int) -> None:
             f"{name}: the input is {kind}; accepted are dense tensors of float16, bfloat16, float32 or float64. "
             "Convert the input, or leave the layer exact with filter_fn."
         )
-    if x.dim() == 0 or x.dim() < -axis or x.shape[axis] != channels:
-        raise ValueError(
-            f"{name}: the input has shape {tuple(x.shape)}; accepted are {channels} channels on axis {axis}"
-        )
+    raise ValueError(f"{name}: the input has shape {tuple(x.shape)}; accepted are {channels} channels on axis {axis}")
 
 
 def linear(

@@ -12,7 +12,7 @@ stand in `hotrain.backward`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ ROUNDINGS = ("stochastic", "nearest", "pseudo")
 SCALES = ("tensor", "token", "auto")
 ORDERS = ("lp_l1", "sequency", "auto")
 BITS = (4, 8, None)
+FLOATS = ("e4m3", "e5m2")
 TILES = (1, 16, 64)
+FORWARDS = ("exact", "fp8", "int8")
 
 
 def _require(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -34,6 +36,22 @@ def _require_int(owner: str, name: str, value: object, low: int, high: int) -> N
         raise ValueError(f"{owner}: {name}={value!r} is not an integer from {low} to {high}")
 
 
+def _require_fp8(owner: str, part: object, number: str, accepted: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise `ValueError` unless every field of `part` has one of the values that fp8 goes with."""
+    got = {name: getattr(part, name) for name in accepted}
+    wrong = {name: value for name, value in got.items() if value not in accepted[name]}
+    if wrong:
+        raise ValueError(
+            f"{owner}: number={number!r} with {', '.join(f'{k}={v!r}' for k, v in wrong.items())} is not defined; "
+            f"accepted are {', '.join(f'{k}={accepted[k][0]!r}' for k in wrong)}"
+        )
+
+
+def partner(number: str) -> str:
+    """The number of w beside g_y in that number, and of x: e4m3 beside either fp8, else integers."""
+    return "e4m3" if number in FLOATS else "int"
+
+
 @dataclass(frozen=True)
 class GradInput:
     """The path of ``g_x = g_y w``.
@@ -42,9 +60,10 @@ class GradInput:
         bits the rotation cancels in the product and is skipped); ``"lowpass"`` keeps `GradWeight`'s rows of
         the tokens of g_y and lifts the product back (LBP-WHT); None leaves both operands as they are.
     bits: of the codes of g_y and w; None is not quantized.
-    number: ``"int"`` symmetric integers; ``"luq"`` signed powers of two for g_y, SAWB integers for w.
+    number: ``"int"`` symmetric integers; ``"e4m3"`` or ``"e5m2"`` that fp8 for g_y and e4m3 for w, with bits=8, both
+        rounded to nearest, one scale each; ``"luq"`` signed powers of two for g_y, SAWB integers for w.
     scale: one scale for the whole of g_y (``"tensor"``) or one a token (``"token"``); ``"auto"`` is a scale a
-        token until a calibration decides.
+        token until a calibration decides, and one scale for fp8.
     rounding: of g_y.  weight_rounding: of w.
     weight_scale: one scale for the whole of w, or one for each input channel (``"column"``).
     """
@@ -60,7 +79,7 @@ class GradInput:
     def __post_init__(self) -> None:
         _require("grad_input", "transform", self.transform, (None, "hadamard", "lowpass"))
         _require("grad_input", "bits", self.bits, BITS)
-        _require("grad_input", "number", self.number, ("int", "luq"))
+        _require("grad_input", "number", self.number, ("int", *FLOATS, "luq"))
         _require("grad_input", "scale", self.scale, SCALES)
         _require("grad_input", "rounding", self.rounding, ROUNDINGS)
         _require("grad_input", "weight_scale", self.weight_scale, ("tensor", "column"))
@@ -72,6 +91,15 @@ class GradInput:
                 f"grad_input: number='luq' with bits={self.bits!r}, transform={self.transform!r} is not defined; "
                 "accepted are bits=4 and transform=None"
             )
+        if self.number in FLOATS:
+            accepted: dict[str, tuple[object, ...]] = {
+                "bits": (8,),
+                "scale": ("tensor", "auto"),
+                "rounding": ("nearest",),
+                "weight_scale": ("tensor",),
+                "weight_rounding": ("nearest",),
+            }
+            _require_fp8("grad_input", self, self.number, accepted)
 
     @property
     def is_exact(self) -> bool:
@@ -79,8 +107,10 @@ class GradInput:
 
     @property
     def scale_axis(self) -> str:
-        """The scale in force: what ``"auto"`` means without a calibration is a scale a token."""
-        return "token" if self.scale == "auto" else self.scale
+        """The scale in force: what ``"auto"`` means without a calibration is a scale a token (fp8: one scale)."""
+        if self.scale == "auto":
+            return "tensor" if self.number in FLOATS else "token"
+        return self.scale
 
     def __str__(self) -> str:
         if self.transform == "lowpass":
@@ -88,7 +118,7 @@ class GradInput:
         if self.bits is None:
             return "g_x:exact"
         rotated = "H16·" if self.transform == "hadamard" else ""
-        number = "luq" if self.number == "luq" else f"int{self.bits}/{self.scale}"
+        number = f"int{self.bits}/{self.scale}" if self.number == "int" else self.number
         return f"g_x:{rotated}{number}"
 
 
@@ -102,7 +132,7 @@ class GradWeight:
     order: which rows count as low: ``"lp_l1"`` by v+h on 2-D tiles of a token grid, ``"sequency"`` in one
         dimension, ``"auto"`` the first where a grid is known and the second elsewhere.
     bits: of the codes of P g_y; with `Saved.bits` also an integer product. None is a product in floating point.
-    number: as in `GradInput`.  rounding: of P g_y.
+    number: of P g_y, as in `GradInput`; x beside fp8 is e4m3.  rounding: of P g_y.
     drop: the fraction of the entries of g_y set to zero at random (EVMT's dropout control).
     """
 
@@ -121,12 +151,14 @@ class GradWeight:
         _require_int("grad_weight", "sampled", self.sampled, 0, self.rank)
         _require("grad_weight", "order", self.order, ORDERS)
         _require("grad_weight", "bits", self.bits, BITS)
-        _require("grad_weight", "number", self.number, ("int", "luq"))
+        _require("grad_weight", "number", self.number, ("int", *FLOATS, "luq"))
         _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
         if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
         if self.number == "luq" and self.bits != 4:
             raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
+        if self.number in FLOATS:
+            _require_fp8("grad_weight", self, self.number, {"bits": (8,), "rounding": ("nearest",)})
 
     @property
     def is_low_rank(self) -> bool:
@@ -147,7 +179,7 @@ class GradWeight:
             rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
             parts.append(f"P{rows}of{self.tile}" if self.rank < self.tile else f"H{self.tile}")
         if self.bits is not None:
-            parts.append("luq" if self.number == "luq" else f"int{self.bits}")
+            parts.append(f"int{self.bits}" if self.number == "int" else self.number)
         if self.drop:
             parts.append(f"drop{self.drop:g}")
         return "g_w:" + ("·".join(parts) or "exact")
@@ -158,7 +190,8 @@ class Saved:
     """What forward leaves for ``g_w``: P x, in these codes.
 
     bits: 8, 4 (two codes a byte), or None for P x in the precision of x.
-    number: ``"int"`` scales by the largest magnitude; ``"sawb"`` clips as LUQ's forward operands do.
+    number: ``"int"`` scales by the largest magnitude; ``"e4m3"`` is fp8, with bits=8, rounded to nearest, one scale;
+        ``"sawb"`` clips as LUQ's forward operands do.
     scale: one scale for all of P x, or one a row (a token-frequency), which backward folds into that row of g_y.
     rounding: of P x.
     """
@@ -170,16 +203,18 @@ class Saved:
 
     def __post_init__(self) -> None:
         _require("saved", "bits", self.bits, BITS)
-        _require("saved", "number", self.number, ("int", "sawb"))
+        _require("saved", "number", self.number, ("int", "e4m3", "sawb"))
         _require("saved", "scale", self.scale, ("tensor", "row"))
         _require("saved", "rounding", self.rounding, ROUNDINGS)
         if self.number == "sawb" and self.bits != 4:
             raise ValueError(f"saved: number='sawb' with bits={self.bits!r} is not defined; accepted is bits=4")
+        if self.number == "e4m3":
+            _require_fp8("saved", self, self.number, {"bits": (8,), "scale": ("tensor",), "rounding": ("nearest",)})
 
     def __str__(self) -> str:
         if self.bits is None:
             return "saved:Px"  # P is the identity where tile is 1
-        return f"saved:{'sawb' if self.number == 'sawb' else 'int'}{self.bits}/{self.scale}"
+        return "saved:e4m3" if self.number == "e4m3" else f"saved:{self.number}{self.bits}/{self.scale}"
 
 
 @dataclass(frozen=True)
@@ -187,6 +222,7 @@ class Method:
     """How a layer computes its two gradients and what it keeps for them.
 
     Build one with `hotrain.preset`, vary it with `override`. `knobs` are the overrides that concern it.
+    forward: of Linear layers: the exact product, or one of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
     """
 
     name: str
@@ -194,14 +230,23 @@ class Method:
     grad_weight: GradWeight = field(default_factory=GradWeight)
     saved: Saved = field(default_factory=Saved)
     knobs: frozenset[str] = frozenset()
+    forward: str = "exact"
 
     def __post_init__(self) -> None:
+        _require(self.name, "forward", self.forward, FORWARDS)
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
+        g_w, saved = self.grad_weight, self.saved
+        if g_w.bits and saved.bits and g_w.number != "luq" and partner(g_w.number) != partner(saved.number):
+            raise ValueError(
+                f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
+                "(e4m3, e5m2) for grad_weight with number='e4m3' for saved"
+            )
 
     @property
     def is_exact(self) -> bool:
-        return self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
+        exact = self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
+        return exact and self.forward == "exact"
 
     @property
     def compresses(self) -> bool:
@@ -228,7 +273,11 @@ class Method:
             drawn rows.
         grad_input_bits, grad_weight_bits, saved_bits: 4, 8, or None for not quantized.
         scale: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
+        forward: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every method.
         rounding: of g_y on both paths and of the kept x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+        number: ``"e4m3"`` or ``"e5m2"`` turns a method of integers to fp8: g_y of both paths in that number, w and the
+            kept x in e4m3, 8 bits each, one scale, rounded to nearest. Bits, scale and rounding are then given, and
+            no longer its overrides. ``"int"`` is what the presets have.
 
         Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
         the message names the field, the value and what is allowed.
@@ -236,9 +285,15 @@ class Method:
         for name in overrides:
             if name not in KNOBS:
                 raise ValueError(f"{self.name}: unknown override {name!r}; known: {', '.join(sorted(KNOBS))}")
+        if "forward" in overrides:
+            return replace(self, forward=overrides.pop("forward")).override(**overrides)
+        if "number" in self.knobs and "number" in overrides:
+            return self._in_number(overrides.pop("number")).override(**overrides)
+        for name in overrides:
             if name not in self.knobs:
                 known = ", ".join(sorted(self.knobs)) or "none"
-                raise ValueError(f"{self.name}: {name}={overrides[name]!r} does not concern it; its overrides: {known}")
+                what = f"{self.name} in fp8" if self.grad_weight.number in FLOATS else self.name
+                raise ValueError(f"{what}: {name}={overrides[name]!r} does not concern it; its overrides: {known}")
         g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
         if "rank" in overrides:
             rank = overrides["rank"]
@@ -274,12 +329,37 @@ class Method:
             saved = replace(saved, rounding=rounding)
         return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved)
 
+    def _in_number(self, number: str) -> Method:
+        """The override `number`."""
+        _require(self.name, "number", number, ("int", *FLOATS))
+        g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
+        if number == g_w.number:
+            return self
+        if number == "int":
+            raise ValueError(
+                f"{self.name} in fp8: number='int' does not bring its bits and rounding back; "
+                f"start from preset({self.name!r})"
+            )
+        if not (g_x.bits and g_w.bits and saved.bits == 8):
+            raise ValueError(
+                f"{self.name}: number={number!r} needs codes on both paths and 8 bits of what is kept, got {g_x}, "
+                f"{g_w}, {saved}"
+            )
+        g_x = replace(g_x, weight_scale="tensor", weight_rounding="nearest")
+        # Codes with an exponent need no rotation to hold outliers (docs/maths.md), and go without its cost.
+        g_x = replace(g_x, number=number, bits=8, transform=None, scale="tensor", rounding="nearest")
+        g_w = replace(g_w, number=number, bits=8, rounding="nearest")
+        saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")
+        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, knobs=self.knobs & FP8_KNOBS)
+
     def __str__(self) -> str:
         if self.is_exact:
             return self.name if self.name == "exact" else f"{self.name}  exact"
-        return f"{self.name}  {self.grad_input}  {self.grad_weight}  {self.saved}"
+        forward = "" if self.forward == "exact" else f"y:{self.forward}  "
+        return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}"
 
 
 KNOBS = frozenset(
-    {"rank", "sampled", "order", "grad_input_bits", "grad_weight_bits", "saved_bits", "scale", "rounding"}
+    {"rank", "sampled", "order", "grad_input_bits", "grad_weight_bits", "saved_bits", "scale", "rounding", "number"}
 )
+FP8_KNOBS = frozenset({"rank", "sampled", "order", "number"})

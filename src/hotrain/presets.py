@@ -54,7 +54,8 @@ def hot() -> Method:
 
     g_x: output channels rotated by H16, int4, stochastic rounding of g_y, one scale a token or one for the tensor
     as LQS chooses. g_w: 8 of 16 low-pass rows along the tokens, int8. Kept: the int8 codes of P x, an eighth of
-    fp32. The low-pass loses the energy of the other 8 rows: g_w is biased.
+    fp32. The low-pass loses the energy of the other 8 rows: g_w is biased. ``number="e4m3"`` has all codes in fp8,
+    8 bits on both paths, rounded to nearest with one scale each.
     """
     return Method(
         "hot",
@@ -71,7 +72,7 @@ def hot_unbiased() -> Method:
 
     4 low-pass rows are fixed; 4 of the other 12 are drawn for every block of 16 tokens and scaled by √3, so that
     E[PᵀP] = I and E[g_w] is exact; w is rounded stochastically too, so that E[g_x] is exact. Same bytes and same
-    product sizes as HOT.
+    product sizes as HOT. In fp8 (``number="e4m3"``) all is rounded to nearest: unbiased in its low-rank step only.
     """
     return Method(
         "hot-unbiased",
@@ -94,13 +95,16 @@ def hla() -> Method:
         GradInput("hadamard"),
         GradWeight(tile=16, rank=8),
         Saved(),
-        KNOBS,
+        KNOBS - {"number"},
     )
 
 
 @_register
 def hq() -> Method:
-    """HOT without its low-rank step (HOT, Table 2, r = 16): full rank, g_x int4, g_w int8, x kept in int8."""
+    """HOT without its low-rank step (HOT, Table 2, r = 16): full rank, g_x int4, g_w int8, x kept in int8.
+
+    ``number="e4m3"`` has all codes in fp8, as in `hot`.
+    """
     return Method(
         "hq",
         GradInput("hadamard", bits=4),
@@ -122,7 +126,7 @@ def hq4() -> Method:
         GradInput("hadamard", bits=4),
         GradWeight(tile=16, rank=16, bits=8),
         Saved(bits=4, scale="row", rounding="stochastic"),
-        KNOBS,
+        KNOBS - {"number"},
     )
 
 

@@ -1,4 +1,4 @@
-"""Integer matrix products with int32 accumulation, on whatever the device offers for them; always exact.
+"""Matrix products of codes: of integers with int32 accumulation, on whatever the device offers, always exact; of fp8.
 
 CUDA and CPUs with VNNI have `torch._int_mm`. Elsewhere float32 carries the same integers: a partial sum below 2²⁴ is
 exact, so the contraction is cut into pieces that cannot exceed it.
@@ -53,6 +53,13 @@ def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
         part = a[:, first : first + piece].to(torch.float32) @ b[first : first + piece].to(torch.float32)
         total += part.to(torch.int32)
     return total
+
+
+def code_matmul(a: Tensor, b: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
+    """a @ b of codes: int8, `int_matmul` with that limit; float8, the products (exact) summed in `dtype`."""
+    if a.dtype.is_floating_point:
+        return a.to(dtype) @ b.to(dtype)
+    return int_matmul(a, b, limit)
 
 
 def _single_row(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from . import draws
 from .method import Saved
-from .quantize import published
+from .quantize import floating, published
 from .quantize.integer import Quantized, quantize
 
 # What backward gets: codes with a scale, or the rows themselves.
@@ -24,7 +24,7 @@ Kept = Quantized | Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """A matrix of rows (R, C) of one dtype, kept as `spec` says: itself, int8 codes, or packed int4 codes."""
+    """A matrix of rows (R, C) of one dtype, kept as `spec` says: itself, int8, e4m3 or packed int4 codes."""
 
     spec: Saved
     columns: int
@@ -35,6 +35,9 @@ class Format:
         spec = self.spec
         if spec.bits is None:
             return (rows.to(self.dtype),)
+        if spec.number == "e4m3":
+            kept = floating.quantize(rows, "e4m3")
+            return kept.codes, kept.scale
         step = published.sawb_step(rows, spec.bits) if spec.number == "sawb" else None
         axis = "token" if spec.scale == "row" else "tensor"
         kept = quantize(rows, spec.bits, axis, spec.rounding, key, draws.SAVED, step=step).pack()

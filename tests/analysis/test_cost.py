@@ -85,6 +85,18 @@ def test_hot_linear_by_hand() -> None:
     assert answer.forward.bit_ops == T * O * I * FP
 
 
+@pytest.mark.parametrize("unfolds", [False, True], ids=["linear", "3x3"])
+def test_fp8_counts_eight_bits_an_operand(unfolds: bool) -> None:
+    """hq in e4m3 costs what hq with int8 on both paths costs."""
+    layer = nn.Conv2d(I, O, 3, padding=1) if unfolds else _linear()
+    x = torch.randn(2, I, 8, 8, requires_grad=True) if unfolds else _tokens()
+    fp8, int8 = hotrain.preset("hq", number="e4m3"), hotrain.preset("hq", grad_input_bits=8)
+    got, want = cost(_converted(layer, "hq"), x, method=fp8), cost(_converted(layer, "hq"), x, method=int8)
+    for path in ("grad_input", "grad_weight", "overhead"):
+        assert getattr(got, path) == getattr(want, path)
+    assert got.grad_weight.bit_ops < cost(layer, x, method="exact").grad_weight.bit_ops
+
+
 @pytest.mark.parametrize(
     ("method", "grad_input", "grad_weight"),
     [

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import hotrain
-from hotrain.nn.activation import BitReLU
-from hotrain.saved import pack_bits, unpack_bits
+from hotrain.nn.activation import BitReLU, pack_bits, unpack_bits
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def _grad_weight(
             overhead += count.floats(kept * QUANTIZE)
         elif saved.scale == "row":  # folded into the rows of P g_y
             overhead += count.floats(rows * shape.outputs)
-    elif path.number == "int" and (lay.lines.tile > 1 or saved.bits is None or saved.scale == "row"):
+    elif path.number != "luq" and (lay.lines.tile > 1 or saved.bits is None or saved.scale == "row"):
         bits = max(8, path.bits)  # x̂ gets codes of its own
         entries = math.prod(shape.input_lead) * shape.channels
         overhead += count.floats(kept * DEQUANTIZE * (saved.bits is not None) + entries * QUANTIZE)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, calibrate, compare, demo, listing, report, train
+from hotrain.cli import audit, bench, calibrate, compare, demo, listing, report, train
 from hotrain.cli.errors import HotrainGroup
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("calibrate", rich_help_panel=LOOK)(calibrate.calibrate)
 app.command("memory", rich_help_panel=LOOK)(audit.memory)
 app.command("cost", rich_help_panel=LOOK)(audit.cost)
 app.command("fidelity", rich_help_panel=LOOK)(audit.fidelity)
+app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.command("recipes", rich_help_panel=RECORD)(listing.recipes)
 app.command("presets", rich_help_panel=RECORD)(listing.presets)
 app.command("report", rich_help_panel=RECORD)(report.report)

@@ -10,8 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..saved import pack_bits, unpack_bits
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Booleans of any shape, eight a byte: uint8, (⌈numel/8⌉,); the first is the lowest bit."""
+    flat = flags.flatten()
+    flat = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    return flat.mul(_bit_values(flat.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The booleans that `pack_bits` took, in their shape."""
+    flags = packed[:, None].bitwise_and(_bit_values(packed.device)).ne(0)
+    return flags.flatten()[: shape.numel()].view(shape)
+
+
+def _bit_values(device: torch.device) -> Tensor:
+    # Not kept from call to call: a compiler that traces this needs one of its own.
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    return torch.ones_like(places).bitwise_left_shift_(places)
 
 
 class Relu(torch.autograd.Function):
@@ -38,4 +56,17 @@ class BitReLU(nn.ReLU):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled() and input.requires_grad):
             return super().forward(input)
+        if torch.compiler.is_dynamo_compiling():
+            y = torch.ops.hotrain.relu(input)
+            return input.copy_(y) if self.inplace else y
         return Relu.apply(input, self.inplace)
+
+
+def _relu(x: Tensor) -> Tensor:
+    return Relu.apply(x, False)
+
+
+# One node for a tracer; the compiler differentiates `Relu` and fuses what is inside, the bits with it.
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define("relu(Tensor x) -> Tensor")
+_lib.impl("relu", _relu, "CompositeImplicitAutograd")

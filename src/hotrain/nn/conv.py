@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .. import functional
+from .. import functional, ops
 from ..convolution import Geometry
 from ..method import Method
-from .state import ATTRIBUTE, LayerState, outside_trace
+from .state import ATTRIBUTE, LayerState
 
 
 class HadamardConv2d(nn.Conv2d):
@@ -34,11 +36,19 @@ class HadamardConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         return self._training_forward(input) if self.training else super().forward(input)
 
-    @outside_trace
     def _training_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
-        functional.check_input(state.name, input, self.in_channels, -3)
-        step = state.step(self, input, samples_only=input.shape[-2:].numel() == 1)
+        functional.check_input(state, input, self.in_channels, -3)
+        samples_only = math.prod(input.shape[-2:]) == 1
+        if torch.compiler.is_dynamo_compiling():
+            kernels = state.traced(self, input, samples_only)
+            if kernels is None:
+                return super().forward(input)
+            return ops.conv2d(
+                input, self.weight, self.bias, state.draws, state.spec, state.random, kernels,
+                self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
+            )  # fmt: skip
+        step = state.step(self, input, samples_only)
         if step is None:
             return super().forward(input)
         return functional.convolve(input, self.weight, self.bias, self.geometry, step)

@@ -5,11 +5,14 @@ Imported only when a model holds one: transformers is then there.
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from .. import functional
-from .state import LayerState, outside_trace
+from .. import functional, ops
+from .state import LayerState
 
 
 class HadamardConv1D(Conv1D):
@@ -20,11 +23,18 @@ class HadamardConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         return self._training_forward(x) if self.training else super().forward(x)
 
-    @outside_trace
     def _training_forward(self, x: Tensor) -> Tensor:
         state = self._hotrain
-        functional.check_input(state.name, x, self.nx, -1)
-        step = state.step(self, x, samples_only=x.shape[1:-1].numel() == 1, transposed=True)
+        functional.check_input(state, x, self.nx, -1)
+        samples_only = math.prod(x.shape[1:-1]) == 1
+        if torch.compiler.is_dynamo_compiling():
+            kernels = state.traced(self, x, samples_only)
+            if kernels is None:
+                return super().forward(x)
+            return ops.linear(
+                x, self.weight, self.bias, state.draws, state.spec, state.random, kernels, transposed=True
+            )
+        step = state.step(self, x, samples_only, transposed=True)
         if step is None:
             return super().forward(x)
         return functional.linear_step(x, self.weight, self.bias, step)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .. import functional
+from .. import functional, ops
 from ..method import Method
 from ..transform.tokens import Grid
-from .state import ATTRIBUTE, LayerState, outside_trace
+from .state import ATTRIBUTE, LayerState
 
 
 class HadamardLinear(nn.Linear):
@@ -30,11 +32,16 @@ class HadamardLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return self._training_forward(input) if self.training else super().forward(input)
 
-    @outside_trace
     def _training_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
-        functional.check_input(state.name, input, self.in_features, -1)
-        step = state.step(self, input, samples_only=input.shape[1:-1].numel() == 1)
+        functional.check_input(state, input, self.in_features, -1)
+        samples_only = math.prod(input.shape[1:-1]) == 1
+        if torch.compiler.is_dynamo_compiling():
+            kernels = state.traced(self, input, samples_only)
+            if kernels is None:
+                return super().forward(input)
+            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
+        step = state.step(self, input, samples_only)
         if step is None:
             return super().forward(input)
         return functional.linear_step(input, self.weight, self.bias, step)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import autograd, ops
 from ..autograd import Step
-from ..draws import Draws
+from ..draws import Draws, place_all
 from ..method import Method
 from ..transform.tokens import Grid
 
 ATTRIBUTE = "_hotrain"
 
-Forward = Callable[[Any, Tensor], Tensor]
-
-
-def outside_trace(forward: Forward) -> Forward:
-    """A layer's training forward, one graph break under `torch.compile`.
-
-    Its draws are Python integers that change with every step, and its products are no operators of the compiler's.
-    """
-    untraced = torch._disable_dynamo(forward)  # imports the compiler when first called: only where it runs already
-
-    @functools.wraps(forward)
-    def call(module: Any, x: Tensor) -> Tensor:
-        return untraced(module, x) if torch.compiler.is_compiling() else forward(module, x)
-
-    return call
+_SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
 
 @dataclass
@@ -40,7 +26,8 @@ class LayerState:
 
     name: in its model.  method: assignable; the next forward follows it.  grid: of its tokens.  chosen: asked for by
     a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
-    calls: training forwards that followed the method.
+    calls: training forwards that followed the method; of a compiled layer, those that were traced.
+    spec, random, low_rank: what a trace reads of method and grid, and so is guarded by.
     """
 
     name: str
@@ -50,15 +37,26 @@ class LayerState:
     fallback: str | None = None
     calls: int = 0
     draws: Draws = field(default=None)  # type: ignore[assignment]
+    spec: str = field(init=False, repr=False, default="")
+    random: bool = field(init=False, repr=False, default=False)
+    low_rank: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         if self.draws is None:
             self.draws = Draws.of(self.name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("method", "grid") and "grid" in self.__dict__:
+            self.__dict__["spec"] = ops.encode(self.method, self.grid)
+            self.__dict__["random"] = self.method.draws
+            self.__dict__["low_rank"] = self.method.grad_weight.is_low_rank
+
     @property
     def reached(self) -> bool:
-        """Whether a training forward has come through the layer."""
-        return self.draws.step >= 0
+        """Whether a training forward has come through the layer; of compiled layers, those that draw nothing do not
+        count their forwards and are taken as reached."""
+        return self.draws.step >= 0 or (self.draws.counter is not None and not self.random)
 
     def step(self, module: nn.Module, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
         """The step of this forward, or None where the exact path runs.
@@ -68,17 +66,71 @@ class LayerState:
         """
         if not module.training:
             return None
-        key = self.draws.next()
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        key: int | Tensor
+        word = None
+        if x.device.type == "cuda":
+            self._place(x.device)
+            kernels = autograd.kernels_for(x.device)
+            assert kernels is not None
+            key, word = self.draws.next_on(x.device, kernels.next_key), self.draws.host_key()
+        else:
+            key = self.draws.next()
+        if not self._asked(module, x):
             return None
-        if samples_only and self.method.grad_weight.is_low_rank and weight.requires_grad and not self.chosen:
-            self.fallback = "2-D input (or one token a sample): its rows are samples, not tokens"
+        if samples_only and self._mixes(module):
+            self.fallback = _SAMPLES
             return None
         self.fallback = None
         self.calls += 1
-        return Step(self.method, key, self.grid, transposed, self.name)
+        return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word)
+
+    def traced(self, module: nn.Module, x: Tensor, samples_only: bool) -> bool | None:
+        """`step`, where a compiler traces the layer: whether kernels may run it, or None where the exact path runs.
+
+        Nothing that changes from step to step is read, so that nothing is compiled twice; what is written down of
+        the layer is written while it is traced.
+        """
+        if not self._asked(module, x):
+            return None
+        if samples_only and self._mixes(module):
+            self._prepare(x.device, _SAMPLES)
+            return None
+        return self._prepare(x.device, None)
+
+    def _asked(self, module: Any, x: Tensor) -> bool:
+        return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
+
+    def _mixes(self, module: Any) -> bool:
+        return self.low_rank and module.weight.requires_grad and not self.chosen
+
+    def _prepare(self, device: torch.device, fallback: str | None) -> bool:
+        """What a trace needs of the layer in the world outside: it runs when the layer is traced, and then only.
+
+        Returns whether kernels may serve the method there, as they are switched on or off now.
+        """
+        self.fallback = fallback
+        self.calls += fallback is None
+        for draws in place_all(device):
+            _ready(draws, device)
+        self._place(device)
+        kernels, step = autograd.kernels_for(device), Step(self.method, 0, self.grid)
+        return kernels is not None and kernels.reason(self.method, step.layout((1, 16)), torch.float32, device) is None
+
+    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+    def _place(self, device: torch.device) -> None:
+        if self.draws.place(device):
+            _ready(self.draws, device)
+
+
+def _ready(draws: Draws, device: torch.device) -> None:
+    """Let compiled graphs take the layer's new tensors where they are, and the kernels make what they need."""
+    for tensor in (draws.counter, draws.tag):
+        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
+    kernels = autograd.kernels_for(device)
+    if kernels is not None:
+        kernels.prepare(0, device)  # of layers whose tag was copied: `draws.handle_of`
+        kernels.prepare(draws.handle, device)
 
 
 def layer_state(module: nn.Module) -> LayerState | None:

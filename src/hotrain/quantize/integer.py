@@ -8,6 +8,7 @@ a non-finite gradient is never quantized away.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,10 @@ def largest_code(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Integer codes and what one step is worth.
+    """Codes and what a code of one is worth.
 
-    codes: int8, (R, C); 4-bit codes are packed two a byte, uint8, (R, ⌈C/2⌉), when `packed`.
+    codes: int8, (R, C); 4-bit codes are packed two a byte, uint8, (R, ⌈C/2⌉), when `packed`; float8 codes (R, C) of
+        `hotrain.quantize.floating`.
     scale: float32 (float64 for float64 input): () for the tensor, (R, 1) for rows, (1, C) for columns.
     """
 
@@ -41,7 +43,7 @@ class Quantized:
     packed: bool = False
 
     def unpacked(self) -> Tensor:
-        """The codes as int8, (R, C)."""
+        """The codes as int8 or float8, (R, C)."""
         return packing.unpack(self.codes, self.columns) if self.packed else self.codes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,6 +60,15 @@ class Quantized:
         if self.bits != 4 or self.packed:
             return self
         return Quantized(packing.pack(self.codes), self.scale, 4, self.columns, packed=True)
+
+
+def row_blocks(t: Tensor) -> Iterator[slice]:
+    """The rows of a matrix in the blocks in which a quantizer passes over them; on other devices than a CPU, all."""
+    # An even number of rows a block: pairs of neighbours share a hash (draws.noise16).
+    height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
+    if t.device.type != "cpu":
+        height = max(1, t.shape[0])
+    return (slice(first, min(first + height, t.shape[0])) for first in range(0, t.shape[0], height))
 
 
 def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
@@ -107,11 +118,6 @@ def quantize(
         round_(v, rounding, key or 0, stream, start=(rows.start or 0) * t.shape[1])
         codes[rows].copy_(v.clamp_(-limit, limit))
 
-    # An even number of rows a block: pairs of neighbours share a hash (draws.noise16).
-    height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
-    if t.device.type != "cpu" or t.shape[0] <= height:
-        block(slice(0, t.shape[0]))
-    else:
-        for first in range(0, t.shape[0], height):
-            block(slice(first, min(first + height, t.shape[0])))
+    for rows in row_blocks(t):
+        block(rows)
     return Quantized(codes, step, bits, t.shape[1])

@@ -1,0 +1,121 @@
+"""Whether training with the kernels follows the definition: mean loss curves over seeds, and how far they are apart.
+
+    python benchmarks/curves.py --data cifar10.npz [--recipes small_vit_cifar10,small_resnet18_cifar10] [--out FILE]
+
+Every recipe is trained for `--steps` updates with each seed, with the kernels and with `hotrain.kernels.disabled`, from
+the same weights and batches. The verdict compares the distance of the two mean curves with the spread over seeds.
+Needs a CUDA device: elsewhere there are no kernels to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrain.bench.conditions import conditions, write
+from hotrain.cli.workbench import configure
+from hotrain.train import Progress, TrainRun, train
+
+WINDOW = 10  # updates that a point of a curve is the mean of
+
+
+def main() -> int:
+    """Train, write the records, print the verdicts; 1 where a curve does not follow."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--data", required=True, help="an .npz file, or a name that hotrain.train.load_data knows")
+    parser.add_argument("--recipes", default="small_vit_cifar10,small_resnet18_cifar10", help="comma-separated")
+    parser.add_argument("--method", default="hot-unbiased")
+    parser.add_argument("--seeds", type=int, default=3, help="how many; two at least")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--set", action="append", default=["warmup_epochs=0.1"], help="field=value of the runs")
+    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--out", type=Path, help="append the records to this file")
+    args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: a spread takes two seeds at least")
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device, so there are no kernels to compare")
+    common = conditions(torch.device("cuda"), sys.argv, args.commit)
+    followed = True
+    for recipe in args.recipes.split(","):
+        curves: dict[str, list[list[float]]] = {"definition": [], "kernels": []}
+        for seed in range(args.seeds):
+            for path, found in curves.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    settings = [f"steps={args.steps}", "audit=false", *args.set]
+                    run = configure(
+                        recipe, method=args.method, data=args.data, settings=settings, seed=seed, out=Path(folder)
+                    )
+                    found.append(losses(run, kernels=path == "kernels"))
+        answer = verdict(curves["definition"], curves["kernels"])
+        followed &= answer["within"]
+        write(args.out, record(f"{recipe}/{args.steps} updates", args.method, curves, answer) | common)
+        print(f"{recipe} {args.method}: {answer}")
+    return 0 if followed else 1
+
+
+def losses(run: TrainRun, kernels: bool) -> list[float]:
+    """The training loss of every update, with the kernels or with the definition in their place."""
+    curve: list[float] = []
+    total, epoch, count = 0.0, 0, 0
+
+    def note(progress: Progress) -> None:
+        nonlocal total, epoch, count
+        if progress.accuracy is not None:
+            return
+        if progress.epoch != epoch:
+            total, epoch, count = 0.0, progress.epoch, 0
+        # Progress has the mean of the epoch so far.
+        count += 1
+        curve.append(progress.loss * count - total)
+        total = progress.loss * count
+
+    without = contextlib.nullcontext() if kernels else importlib.import_module("hotrain.kernels").disabled()
+    with without:
+        train(run, on_progress=note)
+    return curve
+
+
+def windows(curve: list[float]) -> list[float]:
+    """The means of `WINDOW` updates each; what is left over joins nobody."""
+    return [statistics.fmean(curve[i : i + WINDOW]) for i in range(0, len(curve) - WINDOW + 1, WINDOW)]
+
+
+def verdict(definition: list[list[float]], kernels: list[list[float]]) -> dict[str, Any]:
+    """How two sets of curves, one a seed, lie to each other.
+
+    distance: of the mean curves, the mean over windows of its magnitude.  spread: of the definition's curves over
+    seeds, the mean of their standard deviation.  within: whether the first is at most the second.
+    Raises ValueError for curves of different lengths, fewer than two seeds, or none of `WINDOW` updates.
+    """
+    smooth = [[windows(curve) for curve in side] for side in (definition, kernels)]
+    lengths = {len(curve) for side in smooth for curve in side}
+    if len(lengths) != 1 or 0 in lengths or min(map(len, smooth)) < 2:
+        raise ValueError(f"curves of {sorted(lengths)} windows, {[len(side) for side in smooth]} seeds: not comparable")
+    first, second = ([statistics.fmean(points) for points in zip(*side, strict=True)] for side in smooth)
+    distance = statistics.fmean(abs(a - b) for a, b in zip(first, second, strict=True))
+    spread = statistics.fmean(statistics.stdev(points) for points in zip(*smooth[0], strict=True))
+    return {"distance": distance, "spread": spread, "within": distance <= spread}
+
+
+def record(subject: str, method: str, curves: dict[str, list[list[float]]], answer: dict[str, Any]) -> dict[str, Any]:
+    """What `write` gets: the verdict, and the mean curves it was read from."""
+    empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
+    means = {
+        path: [round(statistics.fmean(p), 5) for p in zip(*map(windows, side), strict=True)]
+        for path, side in curves.items()
+    }
+    meta = {"bench": "curves", "subject": subject, "variant": method, "seeds": len(curves["kernels"])}
+    return {**empty, **meta, **answer, "window": WINDOW, "mean_curves": means}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

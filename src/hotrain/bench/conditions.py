@@ -1,0 +1,108 @@
+"""Under what a measurement was made: device, versions, clocks, commit and command; and the line it becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+import shlex
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotrain.train import record
+
+PACKAGES = ("triton", "timm", "transformers", "torchao")
+# Not part of what was measured: where the records go, and what the commit is called.
+UNRECORDED = ("--out", "-o", "--commit")
+CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device to measure on: the GPU unless another is asked for.
+
+    Raises ValueError where there is no GPU and none was renounced, and for another kind of device.
+    """
+    device = torch.device(name or "cuda")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"--device: got {name!r}, accepted are cuda, cuda:N and cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("bench: there is no CUDA device here; --device cpu --tiny tries the same code on small shapes")
+    return device
+
+
+def conditions(device: torch.device, argv: Sequence[str], commit: str | None = None) -> dict[str, Any]:
+    """The fields that every record of one run shares. argv: of the process; commit: where git is silent."""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "run_id": secrets.token_hex(4),
+        "device": record.device_name(device),
+        "torch": torch.__version__,
+        "versions": versions,
+        "commit": commit or record.commit(),
+        "command": command(argv),
+        "conditions": {
+            "host_threads": torch.get_num_threads(),
+            "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else None,
+        },
+    }
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command line as one would type it in a checkout: without `UNRECORDED` options, files by their names."""
+    program = Path(argv[0])
+    words = (
+        ["hotrain"] if program.name in ("hotrain", "main.py") else ["python", f"{program.parent.name}/{program.name}"]
+    )
+    skip = False
+    for word in argv[1:]:
+        option, equals, value = word.partition("=")
+        if skip or option in UNRECORDED:
+            skip = not skip and not equals
+            continue
+        shown = equals and value.startswith("/")
+        words.append(f"{option}={Path(value).name}" if shown else Path(word).name if word.startswith("/") else word)
+    return shlex.join(words)
+
+
+class Clocks:
+    """What nvidia-smi says of the GPU while work is queued on it. It is only asked; nothing is set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        if device.type != "cuda":
+            return
+        # PyTorch's number counts what CUDA_VISIBLE_DEVICES shows; the UUID is the same for both.
+        uuid = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+        query = ["nvidia-smi", "-i", uuid, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def read(self) -> dict[str, str] | None:
+        """The answer by name; None where there was none."""
+        if self._process is None:
+            return None
+        try:
+            answer, _ = self._process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return None
+        cells = [cell.strip() for cell in answer.strip().split(",")]
+        return dict(zip(CLOCKS, cells, strict=True)) if len(cells) == len(CLOCKS) else None
+
+
+def write(out: Path | None, row: dict[str, Any]) -> None:
+    """Append one record to the file, at once: what was measured stays when a later measurement is cut off."""
+    if out is not None:
+        record.append(out, row)

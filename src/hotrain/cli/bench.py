@@ -1,0 +1,157 @@
+"""``hotrain bench layers``, ``step`` and ``ops``: this machine's times, each beside its baseline in one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotrain.cli.errors import note
+from hotrain.cli.options import split_names
+
+if TYPE_CHECKING:
+    import torch
+
+app = typer.Typer(
+    no_args_is_help=True, help="Time layers, training steps and kernels on a GPU, each beside its baseline."
+)
+
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Append the records to this JSONL file.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda (the default), cuda:N or cpu.")]
+TinyOption = Annotated[bool, typer.Option("--tiny", help="Small shapes: whether it runs, not how fast.")]
+CommitOption = Annotated[str | None, typer.Option("--commit", help="Of the tree, where git does not tell.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Rounds in which every variant runs once.")]
+MethodsOption = Annotated[str, typer.Option("--methods", help="Presets, with overrides as in hot:rank=4+scale=token.")]
+
+
+def _record(
+    rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
+) -> Iterator[dict[str, Any]]:
+    """The rows with what they were measured under, each written as soon as it is there."""
+    from hotrain.bench import conditions
+
+    common = conditions.conditions(device, sys.argv, commit)
+    for row in rows:
+        conditions.write(out, row | common)
+        yield row | common
+
+
+@app.command("layers")
+def layers(
+    models: Annotated[str, typer.Option("--models", help="vit_b and llama.")] = "vit_b,llama",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
+    methods: MethodsOption = "hot-unbiased",
+    repeats: RepeatsOption = 50,
+    device: DeviceOption = None,
+    tiny: TinyOption = False,
+    commit: CommitOption = None,
+    out: OutOption = None,
+) -> None:
+    """Backward and save of Linear layers against cuBLAS in bf16, and fp32 and TF32 for ViT-B.
+
+    Gradients are checked first; a wrong one ends with exit code 1 and no times.
+    """
+    from hotrain.analysis.tables import table
+    from hotrain.bench import layers as library
+    from hotrain.bench.conditions import device_named
+
+    where = device_named(device)
+    rows = library.run(split_names(models, "--models"), batch, split_names(methods, "--methods"), where, repeats, tiny)
+    try:
+        done = list(_record(rows, where, commit, out))
+    except library.Wrong as wrong:
+        note(f"wrong: {wrong}")
+        raise typer.Exit(1) from wrong
+    base = {row["subject"]: row["median_ms"] for row in done if row["variant"] == library.BASELINE}
+    lines = [
+        [
+            row["subject"],
+            row["variant"],
+            f"{row['median_ms'] * 1e3:.1f}",
+            f"{row['spread_ms'] * 1e3:.1f}",
+            f"{row['eager_ms'] * 1e3:.1f}",
+            f"{base[row['subject']] / row['median_ms']:.2f}",
+        ]
+        for row in done
+    ]
+    typer.echo(table(["layer", "variant", "µs", "±", "eager µs", "bf16 ÷ it"], lines))
+
+
+@app.command("step")
+def step(
+    subjects: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
+    variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
+    again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Start no variant after so long.")] = None,
+    device: DeviceOption = None,
+    tiny: TinyOption = False,
+    commit: CommitOption = None,
+    out: OutOption = None,
+) -> None:
+    """Whole training steps: time, peak memory and activations of every variant, each in a fresh model.
+
+    A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
+    """
+    from hotrain.analysis.tables import table
+    from hotrain.bench import step as library
+    from hotrain.bench.conditions import device_named
+
+    where = device_named(device)
+    chosen = None if variants is None else split_names(variants, "--variants")
+    rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
+    lines = []
+    failed = 0
+    for row in _record(rows, where, commit, out):
+        if row["error"] is not None:
+            failed += 1
+            note(f"{row['subject']} {row['variant']}: {row['error']}")
+            continue
+        note(f"{row['subject']} {row['variant']}: {row['median_ms']:.2f} ms")
+        cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
+        cells += ["–" if row[k] is None else f"{row[k] / 2**30:.2f}" for k in ("peak_bytes", "activation_bytes")]
+        lines.append(cells)
+    typer.echo(table(["subject", "variant", "ms a step", "±", "peak GiB", "activations GiB"], lines))
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("ops")
+def ops(
+    methods: MethodsOption = "hot-unbiased",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
+    repeats: RepeatsOption = 50,
+    device: DeviceOption = None,
+    tiny: TinyOption = False,
+    commit: CommitOption = None,
+    out: OutOption = None,
+) -> None:
+    """Kernels against the GPU's copy bandwidth and product rates, measured in the same run."""
+    from hotrain.analysis.tables import table
+    from hotrain.bench import ops as library
+    from hotrain.bench.conditions import device_named
+    from hotrain.bench.layers import Wrong
+
+    where = device_named(device)
+    rows = library.run(split_names(methods, "--methods"), batch, where, repeats, tiny)
+    try:
+        done = list(_record(rows, where, commit, out))
+    except Wrong as wrong:
+        note(f"wrong: {wrong}")
+        raise typer.Exit(1) from wrong
+    lines = [
+        [
+            row["subject"],
+            row["variant"],
+            f"{row['median_ms'] * 1e3:.1f}",
+            f"{row['tb_s']:.2f}",
+            f"{row['tflop_s']:.0f}",
+            row["ceiling"] or "",
+            "" if row["share"] is None else f"{row['share']:.0%}",
+        ]
+        for row in done
+    ]
+    typer.echo(table(["work", "variant", "µs", "TB/s", "TFLOP/s", "ceiling", "share"], lines))

@@ -1,0 +1,31 @@
+"""The forward product in low precision, for a method that asks for it: ``y = Q(x) Q(w)ᵀ + b``.
+
+The papers keep y exact, and so do the presets. With ``forward="fp8"`` both operands are e4m3 codes with one scale each; with
+``"int8"`` x has a scale a token and w a scale an output channel. Rounding is to nearest. The gradients stay the method's
+own, of the exact product, with respect to x and w themselves.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .backward import wide
+from .products import code_matmul
+from .quantize import floating
+from .quantize.integer import Quantized, largest_code, quantize
+
+
+def codes_of(t: Tensor, number: str) -> Quantized:
+    """Codes of an operand, (R, C), as the product of that number wants them: number is ``"fp8"`` or ``"int8"``."""
+    t = t.to(wide(t.dtype))
+    return floating.quantize(t, "e4m3") if number == "fp8" else quantize(t, 8, "token", "nearest")
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
+    """Q(x) Q(w)ᵀ + b: x (T, I), w (O, I), b (O,) or None. Returns (T, O) in x's dtype."""
+    left, right = codes_of(x, number), codes_of(w, number)
+    limit = largest_code(8) ** 2
+    y = code_matmul(left.codes, right.codes.T, limit, left.scale.dtype) * left.scale
+    y = y * (right.scale.T if right.scale.dim() else right.scale)
+    return (y if b is None else y + b.to(y.dtype)).to(x.dtype)
+

@@ -1,0 +1,626 @@
+"""The kernel that reads a matrix once and leaves its codes: rotated along channels, projected along tokens, or both.
+
+::
+
+    g_y (T, O)  ──►  codes of g_y H   (T, O')        row-major: the left operand of g_x
+                ──►  codes of P g_y   (O, R')        transposed: the left operand of g_w
+                ──►  column sums      (O,)           the bias gradient
+    x (T, I)    ──►  codes of P x     (I, R')        transposed: the right operand of g_w
+
+A program holds `TILES` tiles of 16 tokens by `BC` channels. Both transforms are products with ±1 matrices that it builds in
+registers; ¼ (and the gain of a drawn row) is multiplied on afterwards, so 16-bit inputs are transformed without any
+rounding but float32's.
+
+**Scales without another pass.** An fp8 scale is a power of two, so a code times its scale does not depend on it while the
+code is a normal number. The kernel takes the scale from the last step's largest magnitude and finds this step's on the way;
+`_settle_kernel` then looks whether the guess was right within a few binades, and only if not writes the codes anew. An
+integer scale is the exact one of the definition: a first pass finds it, the second writes codes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import draws
+from ..transform.rows import Rows
+from ..transform.tokens import Layout
+from .noise import noise16, round_nearest, round_stochastic, stream_words
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# What an output holds.
+NONE, INT, E4M3, E5M2, COPY = range(5)
+_INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
+
+# A layer's hints: for each quantity the last largest magnitude (its bits), a ticket, and bins that find this step's.
+X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
+BINS = 64
+HINT = 2 + BINS  # int32 words a quantity
+_BINS, _HINT = tl.constexpr(BINS), tl.constexpr(HINT)
+_HEADROOM = tl.constexpr(2)  # binades above the guess: a gradient may grow fourfold without a second writing
+_SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written anew
+_DERIVED = tl.constexpr(3)
+
+
+@triton.jit
+def magnitude_bits(v):
+    """|v| as an int32 that orders as the number does; infinity is larger than any number, NaN largest."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def exponent_for(bits, NUMBER: tl.constexpr):
+    """The biased exponent of the smallest power of two that brings a magnitude into fp8's range (1.75·2⁸ or 1.75·2¹⁵)."""
+    TOP: tl.constexpr = 8 if NUMBER == _E4M3 else 15
+    exponent = (bits >> 23) - TOP + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent, 1), 253)
+
+
+@triton.jit
+def power(exponent):
+    """2^(exponent − 127) as float32."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def guessed_exponent(bits, NUMBER: tl.constexpr):
+    """The exponent of a scale guessed from an earlier magnitude; 1.0 where there was none."""
+    return tl.where(bits == 0, 127, tl.minimum(exponent_for(bits, NUMBER) + _HEADROOM, 253))
+
+
+@triton.jit
+def integer_scale(bits, LIMIT: tl.constexpr):
+    """`quantize.integer.scale_of`: magnitude / largest code, at least the smallest normal number; NaN stays."""
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), bits.to(tl.float32, bitcast=True) * 0.0 + LIMIT)
+    return tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+
+
+@triton.jit
+def on_fp8_grid(v, NUMBER: tl.constexpr):
+    """v rounded to fp8's numbers, halves to even, still float32: the interpreter's own cast loses a carry."""
+    DROPPED: tl.constexpr = 20 if NUMBER == _E4M3 else 21
+    SMALLEST: tl.constexpr = 2.0**-6 if NUMBER == _E4M3 else 2.0**-14
+    LIFT: tl.constexpr = 1.5 * 2.0**14 if NUMBER == _E4M3 else 1.5 * 2.0**7
+    bits = v.to(tl.int32, bitcast=True)
+    bits = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
+    normal = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(v) < SMALLEST, (v + LIFT) - LIFT, tl.where(v == v, normal, v))
+
+
+@triton.jit
+def encode(v, noise, NUMBER: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, UPCAST: tl.constexpr):
+    """Codes of v, which is in units of the scale. A non-finite entry becomes fp8's NaN."""
+    if NUMBER == _INT:
+        v = round_stochastic(v, noise) if STOCHASTIC else round_nearest(tl.minimum(tl.maximum(v, -300.0), 300.0))
+        codes = tl.minimum(tl.maximum(v, -LIMIT), LIMIT).to(tl.int8)
+    else:
+        # The hardware's cast saturates; an infinity has made the scale NaN (`settled`), a NaN stays one.
+        if UPCAST:
+            v = on_fp8_grid(tl.where(v == v, tl.minimum(tl.maximum(v, -LIMIT), LIMIT), v), NUMBER)
+        codes = v.to(tl.float8e4nv) if NUMBER == _E4M3 else v.to(tl.float8e5)
+    return codes
+
+
+@triton.jit
+def parity_sign(bits):
+    """(−1)^(number of set bits) of 4 bits, float32: 0x6996 holds the parities of 0..15."""
+    return (((0x6996 >> bits) & 1) << 31 | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def hadamard16():
+    """Sylvester's H16, ±1, (16, 16) float32."""
+    i = tl.arange(0, 16)
+    return parity_sign(i[:, None] & i[None, :])
+
+
+@triton.jit
+def _walsh_rows(b, table, s, j, k, total, singles, tile_blocks, ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr):
+    """P of block b as ±1 and 0, (ROWS, SLOTS), and which of its rows there are.
+
+    Row j is place k of tile j // RANKP, or, in a dense block, the token of slot j itself.
+    """
+    if b >= tile_blocks:
+        p = (j[:, None] == s[None, :]).to(tl.float32)
+        real = (b - tile_blocks) * ROWS + j < singles
+    else:
+        tile = b * TILES + j // RANKP
+        real = (tile < total) & (k < RANK)
+        natural = tl.load(table + tile * RANK + k, mask=real, other=0).to(tl.int32)
+        own = real[:, None] & ((j // RANKP)[:, None] == (s // 16)[None, :])
+        p = tl.where(own, parity_sign(natural[:, None] & (s % 16)[None, :]), 0.0)
+    return p, real
+
+
+@triton.jit
+def _within_threads(v, M: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr):
+    """The largest of every EACH neighbours: what a thread holds, without a word to its neighbours. (M, N) to (M, N/EACH)."""
+    return tl.max(tl.reshape(v, (M, N // EACH, EACH)), axis=2)
+
+
+@triton.jit
+def _block(
+    b, first, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale, proj_scale,
+    rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+    ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
+    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr, PROJ_STREAM: tl.constexpr,
+    ROT_STREAM: tl.constexpr, MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens b by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles come first, then dense ones."""
+    SLOTS: tl.constexpr = TILES * 16
+    ROWS: tl.constexpr = TILES * RANKP
+    QUARTER: tl.constexpr = 0.25 if ROTATE else 1.0
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else t.dtype.element_ty
+    INNER: tl.constexpr = 8 if BC >= 128 else 1
+    MASKED: tl.constexpr = not (FULL and WHOLE)
+    s = tl.arange(0, SLOTS)
+    token = tl.load(index + b * SLOTS + s)
+    inside = token >= 0
+    row = token.to(tl.int64) if WIDE else token
+    is_dense = b >= tile_blocks
+    if ROT:
+        h = hadamard16().to(DTYPE)
+        rot_found = tl.zeros((SLOTS, BC // INNER), tl.int32 if ROT == _INT else tl.float32)
+        if WRITE and ROT_EACH:
+            scale = integer_scale(tl.load(rot_max + row, mask=inside, other=0), ROT_LIMIT)
+            rot_factor = (QUARTER * tl.div_rn(scale * 0.0 + 1.0, scale))[:, None]
+            tl.store(rot_scale + row, scale, mask=inside & (first == 0))
+        else:
+            rot_factor = rot_inverse * QUARTER
+        if ROT_NOISE:
+            r0, r1 = stream_words(tl.load(key), ROT_STREAM)
+    if PROJ or SUMS:
+        j = tl.arange(0, ROWS)
+        k = j % RANKP
+        p, real = _walsh_rows(b, table, s, j, k, total, singles, tile_blocks, ROWS, RANK, RANKP, TILES)
+        p = p.to(DTYPE)
+        factor = tl.where(is_dense, 1.0, tl.where(k < FIXED, 0.25, 0.25 * GAIN))
+        if RANK == RANKP:
+            start = tl.where(is_dense, dense_rows + (b - tile_blocks) * ROWS, b * (TILES * RANK))
+            if ALIGNED:
+                start = tl.multiple_of(start, 16)
+            r = start + j
+        else:
+            r = tl.where(is_dense, dense_rows + (b - tile_blocks) * ROWS + j, (b * TILES + j // RANKP) * RANK + k)
+        proj_found = tl.zeros((ROWS, BC // 2), tl.int32 if PROJ == _INT else tl.float32)
+        if PROJ_NOISE:
+            p0, p1 = stream_words(tl.load(key), PROJ_STREAM)
+        # A row of ones sums the tokens on the tensor cores; slots that repeat a token count once.
+        once = tl.where(is_dense, s < ROWS, s >= 0)
+        ones = tl.broadcast_to(once[None, :], (16, SLOTS)).to(DTYPE)
+    for chunk in tl.range(first, tl.minimum(first + LOOP, chunks), num_stages=STAGES):
+        c0 = chunk * BC
+        c = c0 + tl.arange(0, BC)
+        # FULL: every slot holds a token. WHOLE: the channels are a multiple of BC.
+        if MASKED:
+            x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
+        else:
+            x = tl.load(t + row[:, None] * stride + c[None, :])
+        x = x.to(DTYPE)
+        if ROT:
+            if ROTATE:
+                v = tl.reshape(tl.dot(tl.reshape(x, (SLOTS * BC // 16, 16)), h, input_precision="ieee"), (SLOTS, BC))
+            else:
+                v = x.to(tl.float32)
+            if MEASURE:
+                size = magnitude_bits(v) if ROT == _INT else tl.abs(v)
+                rot_found = tl.maximum(rot_found, _within_threads(size, SLOTS, BC, INNER))
+            if WRITE:
+                v = v * rot_factor
+                noise = v
+                if ROT_NOISE:
+                    noise = noise16(row[:, None], c0, CP, r0, r1, BC, True)
+                codes = encode(v, noise, ROT, ROT_LIMIT, ROT_NOISE, UPCAST)
+                to = rot + row[:, None] * rot_pitch + c[None, :]
+                if MASKED:
+                    tl.store(to, codes, mask=inside[:, None] & (c < CP)[None, :])
+                else:
+                    tl.store(to, codes)
+        if SUMS:
+            added = tl.dot(ones, x, input_precision="ieee")
+            first_row = (tl.arange(0, 16) == 0)[:, None]
+            lines = tl.arange(0, 16)[:, None] * 0
+            tl.store(sums + b * C + c[None, :] + lines, added, mask=first_row & (c < C)[None, :])
+        if PROJ:
+            z = tl.dot(p, x, input_precision="ieee")
+            if MEASURE and PROJ_EACH:
+                tl.atomic_max(proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed")
+            elif MEASURE and not DERIVED:
+                size = magnitude_bits(z * factor[:, None]) if PROJ == _INT else tl.abs(z)
+                proj_found = tl.maximum(proj_found, _within_threads(size, ROWS, BC, 2))
+            if WRITE:
+                if PROJ == _COPY:
+                    codes = (z * factor[:, None]).to(proj.dtype.element_ty)
+                else:
+                    if PROJ_EACH:
+                        scale = integer_scale(tl.load(proj_max + c, mask=c < C, other=0), PROJ_LIMIT)
+                        z = z * factor[:, None] * tl.div_rn(scale * 0.0 + 1.0, scale)[None, :]
+                        tl.store(proj_scale + c, scale, mask=(c < C) & (b == 0))
+                    elif PROJ == _INT:
+                        z = z * factor[:, None] * proj_inverse
+                    else:
+                        z = z * (factor * proj_inverse)[:, None]
+                    noise = z
+                    if PROJ_NOISE:
+                        noise = noise16(r[:, None], c0, C, p0, p1, BC, EVEN)
+                    codes = encode(z, noise, PROJ, PROJ_LIMIT, PROJ_NOISE, UPCAST)
+                to = proj + (c.to(tl.int64) if WIDE else c)[:, None] * proj_pitch + r[None, :]
+                if MASKED:
+                    tl.store(to, tl.trans(codes), mask=(c < C)[:, None] & real[None, :])
+                else:
+                    tl.store(to, tl.trans(codes))
+    if MEASURE and ROT:
+        if ROT_EACH:
+            largest = tl.max(rot_found, axis=1).to(tl.float32, bitcast=True) * QUARTER
+            tl.atomic_max(rot_max + row, magnitude_bits(largest), mask=inside, sem="relaxed")
+        else:
+            largest = tl.max(rot_found)
+            if ROT == _INT:
+                largest = largest.to(tl.float32, bitcast=True)
+            tl.atomic_max(rot_max + (b + first) % _BINS, magnitude_bits(largest * QUARTER), sem="relaxed")
+    if MEASURE and PROJ and not (PROJ_EACH or DERIVED):
+        largest = tl.max(proj_found)
+        if PROJ == _INT:
+            largest = largest.to(tl.float32, bitcast=True)
+        else:
+            # The largest factor for all rows: a binade too much at most.
+            largest = largest * tl.where(is_dense, 1.0, 0.25 * GAIN)
+        tl.atomic_max(proj_max + (b + first) % _BINS, magnitude_bits(largest), sem="relaxed")
+
+
+@triton.jit
+def derived_exponent(exponent):
+    """The scale of P g from that of g: no |entry| of P g is above 4·√3·max|g| for the rows in use, three binades."""
+    return tl.minimum(exponent + _DERIVED, 253)
+
+
+@triton.jit
+def _compress_kernel(
+    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_hint, proj_hint,
+    rot_scale, proj_scale, C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
+    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr, PROJ_STREAM: tl.constexpr,
+    ROT_STREAM: tl.constexpr, MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Neighbours in time are GROUP blocks of tokens by all channels: whole rows are read, whole lines written.
+    pid = tl.program_id(0)
+    group = pid // (GROUP * slices)
+    height = tl.minimum(blocks - group * GROUP, GROUP)
+    inner = pid - group * GROUP * slices
+    b, piece = group * GROUP + inner % height, inner // height
+    rot_inverse, proj_inverse = 1.0, 1.0
+    if WRITE:
+        if ROT == _INT and not ROT_EACH:
+            scale = integer_scale(tl.max(tl.load(rot_max + tl.arange(0, _BINS))), ROT_LIMIT)
+            rot_inverse = tl.div_rn(scale * 0.0 + 1.0, scale)
+            tl.store(rot_scale, scale, mask=pid == 0)
+        if ROT == _E4M3 or ROT == _E5M2:
+            exponent = guessed_exponent(tl.load(rot_hint), ROT)
+            rot_inverse = power(254 - exponent)
+        if PROJ == _INT and not PROJ_EACH:
+            scale = integer_scale(tl.max(tl.load(proj_max + tl.arange(0, _BINS))), PROJ_LIMIT)
+            proj_inverse = tl.div_rn(scale * 0.0 + 1.0, scale)
+            tl.store(proj_scale, scale, mask=pid == 0)
+        if DERIVED:
+            proj_inverse = power(254 - derived_exponent(exponent))
+        elif PROJ == _E4M3 or PROJ == _E5M2:
+            proj_inverse = power(254 - guessed_exponent(tl.load(proj_hint), PROJ))
+    _block(
+        b, piece * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale, proj_scale,
+        rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+        ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
+        MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP, STAGES, UPCAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def settled(hint, NUMBER: tl.constexpr):
+    """(exponent to use, whether the codes must be written anew, the magnitude found) of one quantity."""
+    found = tl.max(tl.load(hint + 2 + tl.arange(0, _BINS)))
+    used = guessed_exponent(tl.load(hint), NUMBER)
+    need = exponent_for(found, NUMBER)
+    wrong = ((used < need) | ((used > need + _SLACK) & (found > 0))) & (found < 0x7F800000)
+    return tl.where(wrong, need, used), wrong, found
+
+
+@triton.jit
+def final_scale(exponent, found):
+    """The scale as a number; NaN with an infinity among the entries, which fp8's saturating cast would hide."""
+    return tl.where(found < 0x7F800000, power(exponent), float("nan"))
+
+
+@triton.jit
+def remember(hint, found):
+    """Keep this step's magnitude as the next one's guess and clear the bins."""
+    tl.store(hint, tl.where((found > 0) & (found < 0x7F800000), found, tl.load(hint)))
+    tl.store(hint + 2 + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
+
+
+@triton.jit
+def _add_columns(partial, to, me, count, rows, C, BLOCK: tl.constexpr):
+    """The sum over the rows of `partial`, (rows, C); the programs share the columns."""
+    for first in range(me * 32, C, count * 32):
+        c = first + tl.arange(0, 32)
+        total = tl.zeros((BLOCK, 32), tl.float32)
+        for start in range(0, rows, BLOCK):
+            r = start + tl.arange(0, BLOCK)
+            total += tl.load(partial + r[:, None] * C + c[None, :], mask=(r < rows)[:, None] & (c < C)[None, :], other=0.0)
+        tl.store(to + c, tl.sum(total, axis=0), mask=c < C)
+
+
+@triton.jit
+def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
+    _add_columns(partial, to, tl.program_id(0), tl.num_programs(0), rows, C, BLOCK)
+
+
+@triton.jit
+def _settle_kernel(
+    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint, rot_scale, proj_scale,
+    C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr,
+    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
+    FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
+    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write the scales and the column sums; write the codes anew where a guess was off. Integers are passed as NONE."""
+    me, count = tl.program_id(0), tl.num_programs(0)
+    if SUMS:
+        _add_columns(partial, total_sums, me, count, blocks, C, 128)
+    rot_inverse, proj_inverse = 1.0, 1.0
+    wrong = False
+    ticket = rot_hint if ROT else proj_hint
+    if ROT:
+        exponent, off, rot_found = settled(rot_hint, ROT)
+        rot_inverse = power(254 - exponent)
+        wrong = wrong | off
+        tl.store(rot_scale, final_scale(exponent, rot_found), mask=me == 0)
+        if DERIVED:
+            exponent = derived_exponent(exponent)
+            proj_inverse = power(254 - exponent)
+            tl.store(proj_scale, final_scale(exponent, rot_found), mask=me == 0)
+    if PROJ and not DERIVED:
+        exponent, off, proj_found = settled(proj_hint, PROJ)
+        proj_inverse = power(254 - exponent)
+        wrong = wrong | off
+        tl.store(proj_scale, final_scale(exponent, proj_found), mask=me == 0)
+    tl.debug_barrier()
+    # The last program to have read the bins clears them.
+    if tl.atomic_add(ticket + 1, 1) == count - 1:
+        tl.store(ticket + 1, 0)
+        if ROT:
+            remember(rot_hint, rot_found)
+        if PROJ and not DERIVED:
+            remember(proj_hint, proj_found)
+    if wrong:
+        for i in range(me, blocks * slices, count):
+            _block(
+                i // slices, i % slices * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, t, t, t, rot_scale,
+                proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+                ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0,
+                False, True, False, False, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP, 1, UPCAST,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one output holds: its number, largest code, rounding and stream of noise.
+
+    each: integers have a scale of their own for each token (of the rotated output) or channel (of the projected one).
+    """
+
+    number: int
+    limit: float = 0.0
+    stochastic: bool = False
+    stream: int = 0
+    each: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.number in (E4M3, E5M2)
+
+
+NOTHING = Output(NONE)
+DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a launch is cut.
+
+    tiles, channels: of one block.  warps: a program.  loop: blocks along the channels a program walks through, with that
+    many stages of loads in flight.  group: blocks of tokens that run side by side.
+    """
+
+    tiles: int = 4
+    channels: int = 128
+    warps: int = 4
+    loop: int = 4
+    stages: int = 3
+    group: int = 16
+
+
+@functools.lru_cache(maxsize=256)
+def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Tensor, bool]:
+    """The token in every slot of every block, int32, −1 for none, (blocks, 16·tiles); and whether all are filled.
+
+    Blocks of `tiles` tiles of any samples come first, then blocks of `rows` dense tokens.
+    """
+    slots = torch.tensor(lay.slots, dtype=torch.int64)
+    start = torch.arange(lay.samples)[:, None] * lay.tokens
+    end = lay.tiles * 16
+
+    def blocks(part: Tensor, each: int) -> Tensor:
+        t = torch.where(part >= 0, start + part, -1).flatten()
+        t = torch.nn.functional.pad(t, (0, -t.numel() % each), value=-1).view(-1, each)
+        return torch.nn.functional.pad(t, (0, 16 * tiles - each), value=-1)
+
+    index = torch.cat((blocks(slots[:end], 16 * tiles), blocks(slots[end:], rows)))
+    # A dense block fills `rows` of its slots; the others may read anything that is there, P has zeros for them.
+    filled = bool((index[: -(-lay.samples * lay.tiles // tiles)] >= 0).all()) and lay.samples * lay.dense % rows == 0
+    if filled:
+        index = torch.where(index < 0, index[:, :1], index)
+    return index.to(torch.int32).to(device), filled
+
+
+def padded(n: int) -> int:
+    """n rounded up to a multiple of 16, what the products ask of their operands' pitches."""
+    return -(-n // 16) * 16
+
+
+def compress(
+    t: Tensor,
+    lay: Layout,
+    rows: Tensor | None,
+    key: Tensor,
+    rotated: Output = NOTHING,
+    projected: Output = NOTHING,
+    *,
+    rotate: bool = True,
+    sums: bool = False,
+    hint: Tensor | None = None,
+    quantities: tuple[int, int] = (ROTATED, PROJECTED),
+    scale_to: Tensor | None = None,
+    tiling: Tiling = Tiling(),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Codes of t H, (T, C'), and of P t, transposed (C', R'), with their scales, and t's column sums, (C,) float32.
+
+    t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: `kept_rows(lay, key)`, needed for P.
+    rotate: False leaves out H (the plain cast of a forward operand).  hint: (5, HINT) int32, the layer's; needed for fp8.
+    Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked.
+    scale_to: float32, (1,): where to write the scale of P t.
+    A scale is float32 of shape (), or (T,) for one a token, (C,) for one a channel. C' is C, R' is lay.rows, each padded to a multiple of 16.
+    """
+    tokens, channels = t.shape
+    device, fp8 = t.device, rotated.is_fp8 or projected.is_fp8
+    rank, rows_of = lay.lines.rank, lay.lines
+    wide, kept = padded(channels), padded(lay.rows)
+    rankp = max(triton.next_power_of_2(rank), 16 // tiling.tiles)
+    bc = min(tiling.channels, max(16, triton.next_power_of_2(wide)))
+    index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
+    total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
+    tile_blocks, blocks, chunks = triton.cdiv(total, tiling.tiles), len(index), triton.cdiv(wide, bc)
+    rot = torch.empty(tokens, wide, dtype=DTYPES[rotated.number], device=device) if rotated.number else None
+    proj = None
+    if projected.number:
+        proj = torch.empty(wide, kept, dtype=DTYPES.get(projected.number, t.dtype), device=device)
+        if wide > channels:
+            proj[channels:].zero_()
+        if kept > lay.rows:
+            proj[:, lay.rows :].zero_()
+    integers = INT in (rotated.number, projected.number)
+    own, each = (tokens if rotated.each else BINS), (channels if projected.each else BINS)
+    found = torch.zeros(own + each, dtype=torch.int32, device=device) if integers else t
+    # Each scale on a boundary of 16 bytes, as `torch._scaled_mm` asks.
+    second = own + -own % 4
+    scales = torch.empty(second + each if integers else 8, dtype=torch.float32, device=device)
+    rot_scale, proj_scale = scales, scales[second if integers else 4 :] if scale_to is None else scale_to
+    hints = t if hint is None else hint
+    rot_hint, proj_hint = (hints[q] if hint is not None else t for q in quantities)
+    # fp8 finds its magnitudes in the layer's hints, integers in zeroed memory of this call.
+    rot_max = rot_hint[2:] if rotated.is_fp8 else found
+    proj_max = proj_hint[2:] if projected.is_fp8 else found[own:] if integers else t
+    partial = torch.empty(blocks, channels, dtype=torch.float32, device=device) if sums else t
+    loop = min(tiling.loop, chunks)
+    slices = triton.cdiv(chunks, loop)
+    where = (channels, wide, total, singles, tile_blocks, total * rank, blocks, chunks, slices)
+    # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
+    derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
+    shape = dict(
+        FULL=full and rank == rankp, WHOLE=channels % bc == 0, ALIGNED=total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
+        DERIVED=derived, WIDE=max(tokens, 16) * max(wide, t.stride(0)) >= 1 << 31 or channels * kept >= 1 << 31,
+        TILES=tiling.tiles, RANK=rank, RANKP=rankp, FIXED=rows_of.fixed, GAIN=rows_of.gain, BC=bc,
+        LOOP=loop, STAGES=tiling.stages, UPCAST=INTERPRETED, num_warps=tiling.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    table = t if rows is None else rows
+    rot_to, proj_to = (t if rot is None else rot), (t if proj is None else proj)
+
+    def launch(rotated: Output, projected: Output, measure: bool, write: bool, sums: bool) -> None:
+        _compress_kernel[(blocks * slices,)](
+            t, t.stride(0), index, table, key, rot_to, wide, proj_to, kept, partial, rot_max, proj_max, rot_hint, proj_hint,
+            rot_scale, proj_scale, *where,
+            ROT=rotated.number, ROTATE=rotate, ROT_LIMIT=rotated.limit, ROT_EACH=rotated.each, ROT_NOISE=rotated.stochastic,
+            PROJ=projected.number, PROJ_LIMIT=projected.limit, PROJ_EACH=projected.each,
+            PROJ_NOISE=projected.stochastic,
+            PROJ_STREAM=projected.stream, ROT_STREAM=rotated.stream,
+            MEASURE=measure, WRITE=write, SUMS=sums, EVEN=channels % 2 == 0, GROUP=tiling.group, **shape,
+        )  # fmt: skip
+
+    if integers:
+        launch(
+            rotated if rotated.number == INT else NOTHING, projected if projected.number == INT else NOTHING,
+            measure=True, write=False, sums=False,
+        )  # fmt: skip
+    launch(rotated, projected, measure=fp8, write=True, sums=sums)
+    total_sums = torch.empty(channels, dtype=torch.float32, device=device) if sums else t
+    if fp8:
+        _settle_kernel[(min(blocks * slices, 2 * _multiprocessors(device)),)](
+            t, t.stride(0), index, table, key, rot_to, wide, proj_to, kept, partial, total_sums, rot_hint, proj_hint, rot_scale,
+            proj_scale, *where, SUMS=sums,
+            ROT=rotated.number if rotated.is_fp8 else NONE, ROTATE=rotate, ROT_LIMIT=rotated.limit,
+            PROJ=projected.number if projected.is_fp8 else NONE, PROJ_LIMIT=projected.limit, **shape,
+        )  # fmt: skip
+    elif sums:
+        _sums_kernel[(triton.cdiv(channels, 32),)](partial, total_sums, blocks, channels, BLOCK=128)
+    return (
+        rot,
+        None if rot is None else rot_scale[:tokens] if rotated.each else rot_scale[0],
+        proj,
+        None if projected.number in (NONE, COPY) else proj_scale[:channels] if projected.each else proj_scale[0],
+        total_sums if sums else None,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def new_hints(device: torch.device) -> Tensor:
+    """The hints of one layer: nothing guessed yet."""
+    return torch.zeros(5, HINT, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def whole(size: int, rotate: bool) -> Layout:
+    """The layout that makes P the rotation H along an axis of that size, padded to whole blocks, or the identity."""
+    rows = Rows(16, 16, 0, "sequency")
+    tiles = -(-size // 16) if rotate else 0
+    slots = (*range(size), *(-1,) * (16 * tiles - size)) if rotate else tuple(range(size))
+    return Layout(1, size, 0, tiles, 0 if rotate else size, slots, rows, rows)
+
+
+@functools.lru_cache(maxsize=256)
+def natural_rows(size: int, device: torch.device) -> Tensor:
+    """Every row of H16 in its natural order, block after block: `rows` for `whole(size, True)`."""
+    return torch.arange(16, dtype=torch.uint8, device=device).repeat(-(-size // 16))
+
+
+def compress_weight(
+    w: Tensor, key: Tensor, output: Output, hint: Tensor | None, rotate: bool = True, tiling: Tiling = Tiling(2, 128, 4, 2)
+) -> tuple[Tensor, Tensor]:
+    """Codes of Hᵀ w, or of w, transposed, (I', O'), and their scale: the right operand of g_x.
+
+    w: (O, I), unit stride along I.  output: `each` for a scale an input channel. To rotate along O is a projection that
+    keeps every row.
+    """
+    lay = whole(w.shape[0], rotate)
+    rows = natural_rows(w.shape[0], w.device)
+    _, _, codes, scale, _ = compress(
+        w, lay, rows, key, NOTHING, output, hint=hint, quantities=(ROTATED, WEIGHT), tiling=tiling
+    )
+    assert codes is not None and scale is not None
+    return codes, scale

@@ -1,0 +1,81 @@
+"""What the kernels compute, in plain PyTorch and with their signatures: the tests' reference, and what takes their place
+where one does not compile. It reads the key on the host, which waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..products import int_matmul
+from ..quantize import floating
+from ..quantize.integer import quantize
+from ..transform import tokens
+from ..transform.hadamard import rotate as rotate_channels
+from ..transform.tokens import Layout, project
+from .compress import COPY, E4M3, INT, NONE, NOTHING, Output, padded
+
+
+def _host(key: Tensor) -> int:
+    return int(key) & ((1 << 64) - 1)
+
+
+def _codes(t: Tensor, output: Output, axis: str, key: int) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix and their scale. axis: of an integer scale that is not one for all."""
+    if output.number == INT:
+        bits = 8 if output.limit > 7 else 4
+        rounding = "stochastic" if output.stochastic else "nearest"
+        found = quantize(t, bits, axis if output.each else "tensor", rounding, key, output.stream)
+    else:
+        found = floating.quantize(t, "e4m3" if output.number == E4M3 else "e5m2")
+    return found.codes, found.scale.flatten() if output.each else found.scale
+
+
+def _pad(t: Tensor) -> Tensor:
+    """Zeros behind a matrix up to multiples of 16 on both axes; of codes as bytes."""
+    pad = (0, padded(t.shape[1]) - t.shape[1], 0, padded(t.shape[0]) - t.shape[0])
+    if t.dtype.itemsize == 1:
+        return F.pad(t.contiguous().view(torch.int8), pad).view(t.dtype)
+    return F.pad(t, pad).contiguous()
+
+
+def kept_rows(lay: Layout, key: Tensor) -> Tensor:
+    """`hotrain.kernels.rows.kept_rows`."""
+    return tokens.row_indices(lay, _host(key), key.device).to(torch.uint8)
+
+
+def compress(
+    t: Tensor,
+    lay: Layout,
+    key: Tensor,
+    rotated: Output = NOTHING,
+    projected: Output = NOTHING,
+    *,
+    rotate: bool = True,
+    sums: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`hotrain.kernels.compress.compress`."""
+    word, values = _host(key), t.to(torch.float32)
+    rot = rot_scale = proj = proj_scale = None
+    if rotated.number != NONE:
+        rows = rotate_channels(values) if rotate else values
+        rot, rot_scale = _codes(F.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1])), rotated, "token", word)
+    if projected.number == COPY:
+        proj = _pad(project(values, lay, word).to(t.dtype).T)
+    elif projected.number != NONE:
+        codes, proj_scale = _codes(project(values, lay, word), projected, "column", word)
+        proj = _pad(codes.T)
+    return rot, rot_scale, proj, proj_scale, values.sum(0) if sums else None
+
+
+def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True) -> tuple[Tensor, Tensor]:
+    """`hotrain.kernels.compress.compress_weight`."""
+    values = w.to(torch.float32)
+    codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _host(key))
+    return _pad(codes.T), scale
+
+
+def int8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`hotrain.kernels.product.int8_product`."""
+    product = int_matmul(a, b.T).to(torch.float32)
+    return (product * (scale_a[:, None] if scale_a.dim() else scale_a) * scale_b).to(dtype)

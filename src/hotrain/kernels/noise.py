@@ -1,0 +1,74 @@
+"""The numbers of `hotrain.draws` inside a kernel, bit for bit: nothing is read from memory but the key."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Entries get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.rounding`.
+STEP16 = tl.constexpr(2.0**-16)
+HALF16 = tl.constexpr(0.5 + 2.0**-17)
+
+
+@triton.jit
+def mix(state, word):
+    """One round of `draws.mix`: splitmix64's finaliser of state + word. uint64."""
+    h = state + word + 0x9E3779B97F4A7C15
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EB
+    return h ^ (h >> 31)
+
+
+@triton.jit
+def stream_words(key, STREAM: tl.constexpr):
+    """The two 32-bit words with which `draws.hash_bits` mixes an index. key: int64."""
+    zero = key.to(tl.uint64, bitcast=True) * 0
+    word = mix(mix(zero, key.to(tl.uint64, bitcast=True)), zero + STREAM)
+    return word.to(tl.uint32), (word >> 32).to(tl.uint32)
+
+
+@triton.jit
+def hash_bits(index, k0, k1):
+    """`draws.hash_bits` at `index`. uint32 in and out."""
+    h = index + k0
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ k1) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _low(h):
+    return h.to(tl.int32, bitcast=True) << 16 >> 16
+
+
+@triton.jit
+def _high(h):
+    return h.to(tl.int32, bitcast=True) >> 16
+
+
+@triton.jit
+def noise16(rows, first, PITCH, k0, k1, N: tl.constexpr, PAIRS: tl.constexpr):
+    """`draws.noise16` of a block as float32. rows: (M, 1) indices, PITCH entries a row; N columns from `first` on.
+
+    PAIRS: PITCH and `first` are even, so that one hash serves two neighbours; else each entry hashes for itself.
+    """
+    if PAIRS:
+        pair = rows.to(tl.int64) * (PITCH // 2) + first // 2 + tl.arange(0, N // 2)[None, :]
+        h = hash_bits(pair.to(tl.uint32), k0, k1)
+        return tl.interleave(_low(h), _high(h)).to(tl.float32)
+    # The index in int64 first: its lowest bit tells the half, the 32 bits above it the pair.
+    index = rows.to(tl.int64) * PITCH + first + tl.arange(0, N)[None, :]
+    h = hash_bits((index >> 1).to(tl.uint32), k0, k1)
+    return tl.where((index & 1) == 0, _low(h), _high(h)).to(tl.float32)
+
+
+@triton.jit
+def round_stochastic(v, noise):
+    """`quantize.rounding.stochastic` with that noise."""
+    return tl.floor(v + noise * STEP16 + HALF16)
+
+
+@triton.jit
+def round_nearest(v):
+    """Halves to even, for |v| below 2²²: adding and taking away 1.5·2²³ leaves the integer."""
+    return (v + 12582912.0) - 12582912.0

@@ -1,0 +1,460 @@
+"""What the kernels serve, and the two calls that a layer makes: `keep` in forward, `gradients` in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import draws
+from ..method import FLOATS, Method
+from ..quantize.integer import largest_code
+from ..transform.tokens import Layout
+
+if TYPE_CHECKING:
+    from .compress import Output
+
+Needs = tuple[bool, bool, bool]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_ROWS_AT = 4  # words of `side` before the rows: the scale, and room to the next boundary of 16 bytes
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_off = threading.local()
+_warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Within it, every layer follows the definition. The environment variable HOTRAIN_KERNELS=0 does so everywhere."""
+    before = getattr(_off, "value", False)
+    _off.value = True
+    try:
+        yield
+    finally:
+        _off.value = before
+
+
+@functools.cache
+def _unserved_device(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return None if os.environ.get("TRITON_INTERPRET") == "1" else "the kernels run on a GPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the kernels were written for CUDA devices, not for {'ROCm' if torch.version.hip else device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    return None
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unserved_method(method: Method) -> str | None:
+    g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
+    if g_w.tile != 16:
+        return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
+    if g_w.drop:
+        return "the kernels do not drop entries of g_y"
+    if g_x.transform == "lowpass" or "luq" in (g_x.number, g_w.number) or saved.number == "sawb":
+        return f"the kernels do not have the numbers of {method.name}"
+    if "pseudo" in (g_x.rounding, g_x.weight_rounding, g_w.rounding, saved.rounding):
+        return "the kernels do not round pseudo-stochastically"
+    if (g_w.bits is None) != (saved.bits is None):
+        return "the kernels want codes of both operands of g_w, or of none"
+    if saved.bits is not None and (saved.bits != 8 or saved.scale != "tensor"):
+        return "the kernels keep x in 8 bits with one scale"
+    return None
+
+
+def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernels do not serve this, as a clause; None where they do. It depends on static facts alone.
+
+    lay: of x's tokens.  dtype: of x.
+    """
+    if getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0":
+        return "the kernels are switched off"
+    found = _unserved_device(device) or _unserved_method(method)
+    if found is not None:
+        return found
+    if dtype not in _DTYPES:
+        return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if not _has_fp8(device) and (method.grad_input.number in FLOATS or method.grad_weight.number in FLOATS):
+        return "the device has no fp8 units"
+    if lay.rows == 0:
+        return "there are no tokens"
+    return None
+
+
+def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Warn, once for each reason, that a layer on a GPU follows the definition."""
+    if why not in _warned:
+        _warned.add(why)
+        warnings.warn(
+            f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer follows "
+            "the definition in plain PyTorch: the same gradients, slower.",
+            stacklevel=3,
+        )
+
+
+# --- hints: what the kernels remember of a layer between steps, for speed alone
+
+_hints: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def prepare(handle: int, device: torch.device) -> None:
+    """Make a layer's hints, before anything is captured into a CUDA graph."""
+    if _unserved_device(device) is None:
+        _hint(handle, device)
+
+
+def _hint(handle: int, device: torch.device) -> Tensor:
+    found = _hints.get((handle, device))
+    if found is None:
+        from .compress import new_hints
+
+        found = _hints[handle, device] = new_hints(device)
+    return found
+
+
+# --- a kernel that does not compile
+
+
+_broken: set[str] = set()
+
+
+def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[], Any]) -> Any:
+    """`kernel()`, or, where it cannot be compiled or launched here, `definition()`, now and from now on."""
+    if name in _broken:
+        return definition()
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import TritonError
+
+    try:
+        return kernel()
+    except (CompilationError, TritonError) as error:
+        _broken.add(name)
+        warnings.warn(
+            f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the definition in plain PyTorch "
+            "takes its place, slower.",
+            stacklevel=4,
+        )
+        return definition()
+
+
+# --- the two calls
+
+
+@functools.lru_cache(maxsize=1024)
+def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
+    """What x, g_y H, P g_y and Hᵀ w are turned into."""
+    from .compress import COPY, E4M3, E5M2, INT, NOTHING, Output
+
+    numbers = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}
+    limits = {"e4m3": 448.0, "e5m2": 57344.0}
+
+    def output(number: str, bits: int | None, rounding: str, stream: int, each: bool = False) -> Output:
+        if bits is None:
+            return Output(COPY)
+        limit = limits.get(number, float(largest_code(bits)))
+        return Output(numbers[number], limit, rounding == "stochastic", stream, each)
+
+    g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
+    x = output(saved.number, saved.bits, saved.rounding, draws.SAVED)
+    projected = output(g_w.number, g_w.bits, g_w.rounding, draws.GRAD_WEIGHT)
+    if g_x.bits is None:
+        return x, NOTHING, projected, NOTHING
+    rotated = output(g_x.number, g_x.bits, g_x.rounding, draws.GRAD_INPUT, g_x.scale_axis == "token")
+    partner = "e4m3" if g_x.number in FLOATS else "int"
+    weight = output(partner, g_x.bits, g_x.weight_rounding, draws.WEIGHT, g_x.weight_scale == "column")
+    return x, rotated, projected, weight
+
+
+def _row_words(lay: Layout) -> int:
+    """float32 words that the rows of a layout take."""
+    return -(-lay.samples * lay.tiles * lay.lines.rank // 4)
+
+
+def kept_shapes(
+    columns: int, lay: Layout, method: Method, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what `keep` returns for x of that many columns and that dtype."""
+    from .compress import DTYPES, padded
+
+    codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
+    return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
+
+
+def _rows(lay: Layout, side: Tensor) -> Tensor:
+    """The kept rows of every tile, uint8, behind the scale in `side`."""
+    return side[_ROWS_AT:].view(torch.uint8)
+
+
+def _contiguous_rows(t: Tensor) -> Tensor:
+    """t, or a copy of it, with unit stride along its rows that do not overlap."""
+    return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
+
+
+def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+    """What forward leaves for g_w: the codes of P x, transposed, and beside them their scale and the rows of P.
+
+    x: (T, I), tokens as `lay` describes them.  key: int64 on x's device; None for a method that draws nothing.
+    Returns codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile
+    keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
+    """
+    from .compress import COPY, ROTATED, X, compress
+    from .rows import kept_rows
+
+    x = _contiguous_rows(x)
+    output = _outputs(method)[0]
+    key = _key(key, x.device)
+    side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=x.device)
+    if output.number == COPY:
+        side[:1].fill_(1.0)
+
+    def kernel() -> Tensor:
+        kept_rows(lay, key, _rows(lay, side))
+        codes = compress(
+            x, lay, _rows(lay, side), key, projected=output, hint=_hint(handle, x.device), quantities=(ROTATED, X),
+            scale_to=side[:1], tiling=_tiling(x, forward=True),
+        )[2]  # fmt: skip
+        assert codes is not None
+        return codes
+
+    def definition() -> Tensor:
+        from .definition import compress, kept_rows
+
+        _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
+        _, _, codes, scale, _ = compress(x, lay, key, projected=output)
+        if scale is not None:
+            side[:1] = scale
+        assert codes is not None
+        return codes
+
+    return _or_definition("keep", kernel, definition), side
+
+
+def forward(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    method: Method,
+    lay: Layout,
+    key: Tensor | None,
+    handle: int,
+    keeps: bool,
+    transposed: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(y, what `keep` returns, nothing unless `keeps`): the forward product of codes, x read once for both.
+
+    x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
+    """
+    from .compress import COPY, E4M3, FORWARD, INT, NOTHING, WEIGHT, X, Output, compress, whole
+    from .rows import kept_rows
+
+    x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
+    operand = Output(E4M3, 448.0) if method.forward == "fp8" else Output(INT, 127.0, each=True)
+    output = _outputs(method)[0] if keeps else NOTHING
+    hint, outputs = _hint(handle, x.device), w.shape[0]
+    side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=x.device) if keeps else None
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        rows = None
+        if side is not None:
+            if output.number == COPY:
+                side[:1].fill_(1.0)
+            rows = _rows(lay, side)
+            kept_rows(lay, key, rows)
+        return compress(
+            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, hint=hint,
+            quantities=(FORWARD, X), scale_to=None if side is None else side[:1], tiling=_tiling(x, forward=False),
+        )  # fmt: skip
+
+    def definition() -> tuple[Tensor | None, ...]:
+        from . import definition
+
+        if side is not None:
+            _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = definition.kept_rows(lay, key).flatten()
+        found = definition.compress(x, lay, key, operand, output, rotate=False)
+        if side is not None:
+            side[:1] = 1.0 if found[3] is None else found[3]
+        return found
+
+    codes, scale, kept, _, _ = _or_definition("forward", kernel, definition)
+
+    def weight_kernel() -> tuple[Tensor | None, ...]:
+        return compress(
+            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X), tiling=_tiling(w, False)
+        )  # fmt: skip
+
+    def weight_definition() -> tuple[Tensor | None, ...]:
+        from .definition import compress
+
+        return compress(w, whole(outputs, False), key, operand, rotate=False)
+
+    weight, weight_scale = _or_definition("weight", weight_kernel, weight_definition)[:2]
+    assert codes is not None and scale is not None and weight is not None and weight_scale is not None
+    pad = -outputs % 16 if operand.number == E4M3 else 0
+    if pad:
+        weight = torch.nn.functional.pad(weight.view(torch.int8), (0, 0, 0, pad)).view(weight.dtype)
+    y = product(codes, weight, weight_scale, scale, x.dtype, outputs)
+    y = y if b is None else y.add_(b)
+    return y, () if side is None or kept is None else (kept, side)
+
+
+@functools.lru_cache(maxsize=8)
+def _no_key(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _key(key: Tensor | None, device: torch.device) -> Tensor:
+    return _no_key(device) if key is None else key
+
+
+def _tiling(t: Tensor, forward: bool) -> Any:
+    from .compress import Tiling
+
+    # Measured on an H200 (benchmarks/tune.py).
+    if t.dtype == torch.float32:
+        return Tiling(2, 128, 4, 4, 2)
+    return Tiling(4, 128, 4, 6, 3) if forward else Tiling(8, 64, 4, 12, 3)
+
+
+def _weight_tiling(w: Tensor) -> Any:
+    from .compress import Tiling
+
+    return Tiling(1, 128, 4, 2, 3) if w.dtype == torch.float32 else Tiling(2, 128, 4, 2, 3)
+
+
+def grad_codes(
+    g_y: Tensor, side: Tensor | None, method: Method, lay: Layout, key: Tensor | None, handle: int, needs: Needs
+) -> tuple[Tensor | None, ...]:
+    """What g_y, (T, O), is read for: (codes of g_y H, their scale, codes of P g_y, their scale, column sums).
+
+    side: the rows of P that `keep` left; None where P is not needed.  needs: which of the three.
+    """
+    from .compress import NOTHING, compress, whole
+
+    _, rotated, projected, _ = _outputs(method)
+    rotated = rotated if needs[0] else NOTHING
+    projected = projected if needs[1] else NOTHING
+    if rotated is NOTHING and projected is NOTHING:
+        return None, None, None, None, None
+    key, rotates = _key(key, g_y.device), method.grad_input.transform == "hadamard"
+    rows = _rows(lay, side) if side is not None and needs[1] else None
+    # Without P the tokens may lie as they like.
+    tokens = lay if needs[1] else whole(len(g_y), False)
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        return compress(
+            g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2], hint=_hint(handle, g_y.device),
+            tiling=_tiling(g_y, forward=False),
+        )  # fmt: skip
+
+    def definition() -> tuple[Tensor | None, ...]:
+        from .definition import compress
+
+        return compress(g_y, tokens, key, rotated, projected, rotate=rotates, sums=needs[2])
+
+    return _or_definition("gradients", kernel, definition)
+
+
+def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+    """Codes of Hᵀ w, transposed, (I', O'), and their scale. w: (O, I), any strides."""
+    from .compress import compress_weight
+
+    w, key = _contiguous_rows(w), _key(key, w.device)
+    output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
+
+    def kernel() -> tuple[Tensor, Tensor]:
+        return compress_weight(w, key, output, _hint(handle, w.device), rotates, _weight_tiling(w))
+
+    def definition() -> tuple[Tensor, Tensor]:
+        from .definition import compress_weight
+
+        return compress_weight(w, key, output, rotates)
+
+    return _or_definition("weight", kernel, definition)
+
+
+def gradients(
+    g_y: Tensor,
+    w: Tensor | None,
+    kept: tuple[Tensor, ...],
+    method: Method,
+    lay: Layout,
+    key: Tensor | None,
+    handle: int,
+    needs: Needs,
+    transposed: bool = False,
+    dtype: torch.dtype | None = None,
+    columns: int | None = None,
+) -> Grads:
+    """(g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, shaped as w in `dtype` (None: g_y's), (O,) as g_y.
+
+    g_y: (T, O).  w: (O, I), or (I, O) when `transposed`, any float dtype; needed for g_x only.  kept: of `keep`.
+    columns: I, needed where w is not given.
+    """
+    g_y = _contiguous_rows(g_y)
+    codes, side = kept if needs[1] else (None, None)
+    if columns is None:
+        columns = w.shape[0 if transposed else 1] if w is not None else codes.shape[0] if codes is not None else 0
+    rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, handle, needs)
+    g_x = g_w = g_b = None
+    if needs[2]:
+        g_b = g_y.sum(0) if sums is None else sums.to(g_y.dtype)
+    if needs[0]:
+        assert w is not None
+        matrix = w.T if transposed else w
+        if rot is None:
+            g_x = g_y @ matrix.to(g_y.dtype)
+        else:
+            g_x = product(rot, *weight_codes(matrix, method, key, handle), rot_scale, g_y.dtype, columns)
+    if needs[1]:
+        assert proj is not None and codes is not None and side is not None
+        proj, dtype = proj[: g_y.shape[1]], g_y.dtype if dtype is None else dtype
+        if proj_scale is None:
+            g_w = (proj @ codes[:columns].T).to(dtype)
+        else:
+            g_w = product(proj, codes, side[0], proj_scale, dtype, columns)
+        g_w = g_w.T if transposed else g_w
+    return g_x, g_w, g_b
+
+
+def product(
+    a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int
+) -> Tensor:
+    """(a bᵀ) with its scales, without the columns that pad b."""
+    from .product import fp8_product, int8_product
+
+    assert scale_a is not None
+    if a.dtype != torch.int8:
+        found = fp8_product(a, b, scale_a, scale_b, dtype)
+        return found if columns == found.shape[1] else found[:, :columns].contiguous()
+
+    def definition() -> Tensor:
+        from .definition import int8_product
+
+        return int8_product(a, b[:columns], scale_a, scale_b, dtype)
+
+    return _or_definition("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), definition)
+
+
+def next_key(counter: Tensor, moves: bool = True) -> Tensor:
+    """`hotrain.draws.next_key` in one launch. counter: int64 (3,), [salt, step, key], on the device."""
+    from .rows import next_key
+
+    return next_key(counter, moves)

@@ -1,0 +1,60 @@
+"""fp8 codes, e4m3 or e5m2: value ≈ scale × code, the scale a power of two.
+
+Scaling by a power of two is exact, so a code's relative error, at most 2⁻⁴ (e4m3) or 2⁻³ (e5m2), does not depend on
+the scale; nor does scale × code, save for the entries whose code lies below fp8's smallest normal number. Edge cases
+are part of the definition: zeros give zero codes; the scale never falls below float32's smallest normal number; a
+non-finite entry becomes a NaN code and leaves the scale and every other code as they would be without it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .integer import Quantized, row_blocks
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SMALLEST = -126  # exponent of float32's smallest normal number
+
+
+def largest_code(number: str) -> float:
+    """448 for e4m3, 57344 for e5m2."""
+    return torch.finfo(DTYPES[number]).max
+
+
+def scale_of(t: Tensor, number: str) -> Tensor:
+    """The smallest power of two, not below 2⁻¹²⁶, that brings every finite entry of t within ±`largest_code`.
+
+    t: floating, any shape. Returns float32 (float64 for float64), ().
+    Equivalent to ``2 ** ceil(log2(max|t| / largest_code))`` over the finite entries, without the error of a logarithm.
+    """
+    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
+    low, high = torch.aminmax(t.nan_to_num(0.0, 0.0, 0.0)) if t.numel() else (t.new_zeros(()),) * 2
+    largest = torch.maximum(low.neg(), high).to(wide)
+    (mantissa, exponent), (top, top_exponent) = torch.frexp(largest), math.frexp(largest_code(number))
+    exponent = exponent - top_exponent + (mantissa > top).to(exponent.dtype)
+    exponent = torch.where(largest > 0, exponent.clamp(min=_SMALLEST), _SMALLEST)
+    # Put together from its bits: a power function need not be exact.
+    if wide == torch.float64:
+        return ((exponent.to(torch.int64) + 1023) << 52).view(wide)
+    return ((exponent.to(torch.int32) + 127) << 23).view(wide)
+
+
+def quantize(t: Tensor, number: str, scale: Tensor | None = None) -> Quantized:
+    """Quantize a matrix to fp8.
+
+    t: (R, C), floating point.  number: ``"e4m3"`` or ``"e5m2"``.  scale: use this power of two, at least `scale_of`,
+    instead of it.
+    Equivalent to ``codes = (t / scale).to(torch.float8_…)`` in float32 (float64 entries are rounded to float32 once
+    they are scaled), to nearest with halves to even, and NaN where t is not finite.
+    """
+    scale = scale_of(t, number) if scale is None else scale
+    codes = torch.empty(t.shape, dtype=DTYPES[number], device=t.device)
+    inverse = scale.reciprocal()
+    for rows in row_blocks(t):
+        v = (t[rows].to(scale.dtype) * inverse).to(torch.float32)
+        # A cast makes an infinity a NaN, an infinity or the largest code, by format, device and version.
+        codes[rows].copy_(v.nan_to_num_(math.nan, math.nan, math.nan))
+    return Quantized(codes, scale, 8, t.shape[1])

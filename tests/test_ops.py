@@ -1,0 +1,235 @@
+"""The operators behind `torch.compile`: their fakes promise what they return, and kernels are reached through them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hotrain
+from hotrain import autograd, draws, functional, ops
+from hotrain.autograd import Step
+from hotrain.draws import Draws
+from hotrain.method import Method
+from hotrain.transform.tokens import Layout
+
+# What is kept differs: codes with one scale, with a scale a row, two codes a byte, rows in x's precision, x itself.
+METHODS = {
+    "hot-unbiased": hotrain.preset("hot-unbiased"),
+    "int4 rows": hotrain.preset("hot-unbiased", saved_bits=4),
+    "hla": hotrain.preset("hla"),
+    "hq4": hotrain.preset("hq4"),
+    "lbp-wht": hotrain.preset("lbp-wht"),
+}
+EVERY = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+
+
+@pytest.mark.parametrize("name", hotrain.presets())
+@pytest.mark.parametrize("grid", [None, hotrain.Grid(7, 14, 1, dense_prefix=False)], ids=["no grid", "grid"])
+def test_a_method_survives_the_string(name: str, grid: hotrain.Grid | None) -> None:
+    """All that steers a gradient; the knobs of `override` do not."""
+    method = hotrain.preset(name)
+    found, place = ops.decode(ops.encode(method, grid))
+    assert (found.name, found.grad_input, found.grad_weight, found.saved) == (
+        method.name,
+        method.grad_input,
+        method.grad_weight,
+        method.saved,
+    )
+    assert place == grid
+
+
+def layer() -> tuple[Draws, Tensor, Tensor]:
+    """(draws, key, tag) of a layer placed on the CPU."""
+    owner = Draws.of("layer")
+    key = owner.next_on(torch.device("cpu"))
+    assert owner.tag is not None
+    return owner, key, owner.tag
+
+
+# float64 keeps a scale of its own width; 50 and 33 fill no tile, 30 channels no block of the rotation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2, 50, 30), (33, 64)], ids=str)
+@EVERY
+def test_fakes_promise_what_linear_operators_return(method: Method, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Shapes, dtypes and strides: compiled code relies on them without looking."""
+    _, key, tag = layer()
+    draw, spec = key if method.draws else None, ops.encode(method, None)
+    x, w = torch.randn(shape, dtype=dtype), torch.randn(48, shape[-1])
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.hotrain.keep, (x, draw, tag, spec, False), test_utils=checks)
+    codes, scale = torch.ops.hotrain.keep(x, draw, tag, spec, False)
+    g_y = torch.randn(*shape[:-1], 48, dtype=dtype)
+    for needs in ([True, True, True], [False, True, False], [True, False, True]):
+        kept = (codes, scale) if needs[1] else (None, None)
+        weight = w if needs[0] else None
+        args = (g_y, weight, *kept, draw, tag, spec, torch.float32, False, False, shape[-1], needs)
+        torch.library.opcheck(torch.ops.hotrain.linear_gradients, args, test_utils=checks)
+
+
+@EVERY
+def test_fakes_promise_what_convolution_operators_return(method: Method) -> None:
+    _, key, tag = layer()
+    draw, spec = key if method.draws else None, ops.encode(method, None)
+    x, w, g_y = torch.randn(2, 32, 9, 9), torch.randn(48, 16, 3, 3), torch.randn(2, 48, 5, 5)
+    codes, scale = torch.ops.hotrain.keep(x.permute(0, 2, 3, 1).clone(), draw, tag, spec, False)
+    geometry = ([3, 3], [2, 2], [1, 1], [1, 1], "", 2, "zeros")
+    args = (g_y, w, codes, scale, draw, spec, torch.float32, list(x.shape), *geometry, [True, True, True])
+    torch.library.opcheck(torch.ops.hotrain.conv2d_gradients, args, test_utils=("test_schema", "test_faketensor"))
+
+
+# --- Kernels, by a stand-in that keeps their format and calls the definition
+
+
+class StandIn:
+    """`hotrain.kernels` as `Step` knows it, on the CPU: codes of P x transposed, rows padded to 16 with zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.inputs: list[Tensor] = []
+
+    def reason(self, method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
+        return None if method.saved == hotrain.Saved(8, rounding="stochastic") else "not this one"
+
+    def prepare(self, handle: int, device: torch.device) -> None:
+        self.calls.append(("prepare", handle))
+
+    @staticmethod
+    def step(method: Method, key: Tensor, transposed: bool = False) -> Step:
+        return Step(method, int(key) & ((1 << 64) - 1), transposed=transposed)
+
+    def keep(self, x: Tensor, method: Method, lay: Layout, key: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+        self.calls.append(("keep", handle))
+        self.inputs.append(x)
+        _, codes, scale = self.step(method, key).keep(x, lay)
+        return F.pad(codes, (0, 0, 0, -codes.shape[0] % 16)).T.contiguous(), scale
+
+    def kept_shapes(self, columns: int, lay: Layout, method: Method, dtype: torch.dtype) -> list[Any]:
+        return [((columns, -(-lay.rows // 16) * 16), torch.int8), ((), torch.float32)]
+
+    def gradients(
+        self, g_y: Tensor, w: Tensor | None, kept: tuple[Tensor, Tensor], method: Method, lay: Layout, key: Tensor,
+        handle: int, needs: tuple[bool, bool, bool], transposed: bool, dtype: torch.dtype, columns: int,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        self.calls.append(("gradients", handle))
+        rows = (kept[0].T[: lay.rows].contiguous(), kept[1]) if kept else ()
+        step = self.step(method, key, transposed)
+        saved = (torch.tensor(draws.signed(step.key)), *rows)  # type: ignore[arg-type]
+        return step.gradients(g_y, w, saved, columns, lay, dtype, needs)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    found = StandIn()
+    monkeypatch.setattr(autograd, "kernels_for", lambda device: found)
+    return found
+
+
+def grads(run: Any, *tensors: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(run(*tensors).square().sum(), tensors))
+
+
+CASES = {
+    "tokens": (lambda x, w: functional.linear(x, w, key=7), (2, 50, 64), (48, 64)),
+    "transposed": (lambda x, w: functional.linear(x, w, key=7, transposed=True), (2, 50, 64), (64, 48)),
+    "1×1": (lambda x, w: functional.conv2d(x, w, key=7), (2, 64, 6, 6), (48, 64, 1, 1)),
+    "patches": (lambda x, w: functional.conv2d(x, w, stride=4, key=7), (2, 3, 16, 16), (48, 3, 4, 4)),
+}
+
+
+@pytest.mark.parametrize(("run", "x", "w"), CASES.values(), ids=CASES.keys())
+def test_kernels_serve_matrices(
+    run: Any, x: tuple[int, ...], w: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linear layers and convolutions whose patches do not overlap; the stand-in's numbers are the definition's."""
+    tensors = torch.randn(x, requires_grad=True), torch.randn(w, requires_grad=True)
+    want = grads(run, *tensors)
+    found = StandIn()
+    monkeypatch.setattr(autograd, "kernels_for", lambda device: found)
+    got = grads(run, *tensors)
+    assert [name for name, _ in found.calls] == ["keep", "gradients"]
+    assert found.inputs[0].dim() == 2
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_channels_last_images_are_tokens_without_a_copy(kernels: StandIn) -> None:
+    x = torch.randn(2, 64, 6, 6).to(memory_format=torch.channels_last)
+    functional.conv2d(x, torch.randn(48, 64, 1, 1, requires_grad=True), key=7)
+    assert kernels.inputs[0].data_ptr() == x.data_ptr()
+
+
+def test_the_definition_serves_the_rest(kernels: StandIn) -> None:
+    """A method that the kernels give a reason against, and every k×k convolution."""
+    x, w = torch.randn(2, 50, 64), torch.randn(48, 64, requires_grad=True)
+    functional.linear(x, w, method="hq4").sum().backward()
+    image, k = torch.randn(2, 32, 6, 6), torch.randn(48, 32, 3, 3, requires_grad=True)
+    functional.conv2d(image, k, key=7).sum().backward()
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_kernels_are_asked_for_what_is_needed(kernels: StandIn, frozen: str) -> None:
+    """Nothing is kept for a frozen weight, and w is not kept for an input without gradient."""
+    x = torch.randn(2, 50, 64, requires_grad=frozen != "input")
+    w = torch.randn(48, 64, requires_grad=frozen != "weight")
+    functional.linear(x, w, key=7).sum().backward()
+    assert [name for name, _ in kernels.calls] == (["gradients"] if frozen == "weight" else ["keep", "gradients"])
+    assert (x.grad is None, w.grad is None) == (frozen == "input", frozen == "weight")
+
+
+def test_compiled_layers_reach_the_kernels_by_their_handles(kernels: StandIn) -> None:
+    """The handle does not stand in the graph, which layers share; the address of a tensor tells it."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    hotrain.convert(model, "hot-unbiased")
+    x = torch.randn(2, 40, 64, requires_grad=True)
+    handles = [state.draws.handle for _, _, state in hotrain.converted_layers(model)]
+    found = []
+    torch._dynamo.reset()
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        hotrain.manual_seed(1)
+        for _ in range(2):
+            model.zero_grad()
+            kernels.calls.clear()
+            run(x).square().mean().backward()
+            calls = [call for call in kernels.calls if call[0] != "prepare"]
+            assert sorted(calls) == sorted((name, handle) for name in ("keep", "gradients") for handle in handles)
+        found.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+    assert draws.handle_of(torch.zeros(())) == 0  # a copy of a tag, or anything else, is nobody's
+
+
+def test_layers_are_made_ready_before_they_are_traced(kernels: StandIn) -> None:
+    """Allocation happens when a graph is traced, outside of it, once a layer."""
+    model = nn.Linear(64, 64)
+    hotrain.convert(model, "hot-unbiased")
+    (state,) = (state for _, _, state in hotrain.converted_layers(model))
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 40, 64)
+    run(x).sum().backward()
+    run(x).sum().backward()
+    assert kernels.calls.count(("prepare", state.draws.handle)) == 1
+    assert kernels.calls.index(("prepare", state.draws.handle)) < kernels.calls.index(("keep", state.draws.handle))
+
+
+def test_on_the_cpu_no_kernels_are_looked_for() -> None:
+    assert autograd.kernels_for(torch.device("cpu")) is None
+
+
+def test_a_device_key_is_read_for_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a layer hands on a tensor; what the host knows of it, as long as no graph moves it, spares the wait."""
+    monkeypatch.setattr(draws._seed, "graphs", False)
+    owner, key, _ = layer()
+    word = owner.host_key()
+    method = hotrain.preset("hot-unbiased")
+    x = torch.randn(2, 40, 64)
+    assert word is not None
+    for step in (Step(method, key), Step(method, key, word=word)):
+        assert step.on(x, step.layout(x.shape[:-1])).key == word
+    monkeypatch.setattr(draws._seed, "graphs", True)
+    assert owner.host_key() is None
