@@ -8,7 +8,6 @@ Compiles first, in parallel processes that fill Triton's cache, then times each 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -74,8 +73,8 @@ def label(kind: str, t: C.Tiling) -> str:
 def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
     """(subject, variant, call, bytes or operations)."""
     found: list[tuple[str, str, Callable[[], object], float]] = []
-    key = torch.tensor(12345, device="cuda")
-    bf = torch.bfloat16
+    key, one = torch.tensor(12345, device="cuda"), torch.ones((), device="cuda")
+    bf, loop6 = torch.bfloat16, C.Tiling(loop=6)
 
     def add(subject: str, variant: str, call: Callable[[], object], work: float) -> None:
         found.append((subject, variant, call, work))
@@ -85,11 +84,16 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
         add("ceiling", "copy", lambda: torch.neg(b, out=a), 4.0 * 2**29)
         x, y = (torch.randn(8192, 8192, device="cuda", dtype=bf) for _ in range(2))
         add("ceiling", "bf16", lambda: x @ y.t(), 2 * 8192.0**3)
-        xq, yq, one = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+        xq, yq = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
         add("ceiling", "fp8", lambda: P.fp8_product(xq, yq, one, one, bf), 2 * 8192.0**3)
         xi, yi = (torch.randint(-127, 128, (8192, 8192), device="cuda", dtype=torch.int8) for _ in range(2))
         for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 8, 4)):
-            add("ceiling", f"int8 {blocks}", lambda blocks=blocks: P.int8_product(xi, yi, one, one, bf, blocks), 2 * 8192.0**3)
+            add(
+                "ceiling",
+                f"int8 {blocks}",
+                lambda blocks=blocks: P.int8_product(xi, yi, one, one, bf, blocks),
+                2 * 8192.0**3,
+            )
     for name, (lead, outputs, inputs) in LAYERS.items():
         tokens = lead[0] * lead[1]
         lay = of(name)
@@ -98,52 +102,170 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
             g = torch.randn(tokens, outputs, device="cuda").to(bf)
             hint = C.new_hints(g.device)
             for tiling in tilings():
-                add(name, label("g", tiling), lambda t=tiling, g=g, r=rows, lay=lay, h=hint: C.compress(g, lay, r, key, FP8, FP8, sums=True, rotate=False, hint=h, tiling=t), 3.5 * g.numel())
+                add(
+                    name,
+                    label("g", tiling),
+                    lambda t=tiling, g=g, r=rows, lay=lay, h=hint: C.compress(
+                        g, lay, r, key, FP8, FP8, sums=True, rotate=False, hint=h, tiling=t
+                    ),
+                    3.5 * g.numel(),
+                )
         if which in ("x2", "all") and name in ("vitb.fc1", "vitb.fc2"):
             x = torch.randn(tokens, inputs, device="cuda").to(bf)
             hint = C.new_hints(x.device)
             for tiling in tilings():
-                add(name, label("x", tiling), lambda t=tiling, x=x, r=rows, lay=lay, h=hint: C.compress(x, lay, r, key, C.NOTHING, FP8, hint=h, tiling=t), 2.5 * x.numel())
+                add(
+                    name,
+                    label("x", tiling),
+                    lambda t=tiling, x=x, r=rows, lay=lay, h=hint: C.compress(
+                        x, lay, r, key, C.NOTHING, FP8, hint=h, tiling=t
+                    ),
+                    2.5 * x.numel(),
+                )
         if which in ("g", "all") and name == "vitb.fc1":
             g = torch.randn(tokens, outputs, device="cuda").to(bf)
             hint = C.new_hints(g.device)
-            t = C.Tiling(loop=6)
-            add(name, "g rotated", lambda g=g, r=rows, lay=lay, h=hint: C.compress(g, lay, r, key, FP8, FP8, sums=True, hint=h, tiling=t), 3.5 * g.numel())
-            add(name, "g no sums", lambda g=g, r=rows, lay=lay, h=hint: C.compress(g, lay, r, key, FP8, FP8, rotate=False, hint=h, tiling=t), 3.5 * g.numel())
-            add(name, "g cast only", lambda g=g, r=rows, lay=lay, h=hint: C.compress(g, lay, r, key, FP8, C.NOTHING, rotate=False, hint=h, tiling=t), 3.0 * g.numel())
-            add(name, "g int8 token + int8, nearest", lambda g=g, r=rows, lay=lay: C.compress(g, lay, r, key, C.Output(C.INT, 127.0, False, 2, True), C.Output(C.INT, 127.0, False, 3), tiling=t), 3.5 * g.numel())
-            add(name, "g int4 token + int8, stochastic", lambda g=g, r=rows, lay=lay: C.compress(g, lay, r, key, C.Output(C.INT, 7.0, True, 2, True), C.Output(C.INT, 127.0, True, 3), tiling=t), 3.5 * g.numel())
+            add(
+                name,
+                "g rotated",
+                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
+                    g, lay, r, key, FP8, FP8, sums=True, hint=h, tiling=loop6
+                ),
+                3.5 * g.numel(),
+            )
+            add(
+                name,
+                "g no sums",
+                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
+                    g, lay, r, key, FP8, FP8, rotate=False, hint=h, tiling=loop6
+                ),
+                3.5 * g.numel(),
+            )
+            add(
+                name,
+                "g cast only",
+                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
+                    g, lay, r, key, FP8, C.NOTHING, rotate=False, hint=h, tiling=loop6
+                ),
+                3.0 * g.numel(),
+            )
+            add(
+                name,
+                "g int8 token + int8, nearest",
+                lambda g=g, r=rows, lay=lay: C.compress(
+                    g,
+                    lay,
+                    r,
+                    key,
+                    C.Output(C.INT, 127.0, False, 2, True),
+                    C.Output(C.INT, 127.0, False, 3),
+                    tiling=loop6,
+                ),
+                3.5 * g.numel(),
+            )
+            add(
+                name,
+                "g int4 token + int8, stochastic",
+                lambda g=g, r=rows, lay=lay: C.compress(
+                    g, lay, r, key, C.Output(C.INT, 7.0, True, 2, True), C.Output(C.INT, 127.0, True, 3), tiling=loop6
+                ),
+                3.5 * g.numel(),
+            )
         if which in ("w", "all") and name in ("vitb.fc1", "vitb.fc2", "llama.up"):
             for dtype in (torch.float32, bf) if name.startswith("vitb") else (bf,):
                 w = torch.randn(outputs, inputs, device="cuda").to(dtype)
                 hint = C.new_hints(w.device)
-                for tiling in (C.Tiling(1, 128, 4, 2), C.Tiling(2, 128, 4, 2), C.Tiling(2, 128, 4, 1, 1), C.Tiling(4, 128, 4, 1, 1), C.Tiling(2, 256, 4, 1, 1)):
-                    add(name, label(f"w {str(dtype)[6:]}", tiling), lambda t=tiling, w=w, h=hint: C.compress_weight(w, key, FP8, h, False, t), w.numel() * (w.itemsize + 1.0))
+                for tiling in (
+                    C.Tiling(1, 128, 4, 2),
+                    C.Tiling(2, 128, 4, 2),
+                    C.Tiling(2, 128, 4, 1, 1),
+                    C.Tiling(4, 128, 4, 1, 1),
+                    C.Tiling(2, 256, 4, 1, 1),
+                ):
+                    add(
+                        name,
+                        label(f"w {str(dtype)[6:]}", tiling),
+                        lambda t=tiling, w=w, h=hint: C.compress_weight(w, key, FP8, h, False, t),
+                        w.numel() * (w.itemsize + 1.0),
+                    )
         if which in ("mm", "all"):
-            one = torch.ones((), device="cuda")
             r16 = C.padded(lay.rows)
             e4 = torch.float8_e4m3fn
-            gx_a, gx_b = torch.randn(tokens, outputs, device="cuda").to(e4), torch.randn(inputs, outputs, device="cuda").to(e4)
+            gx_a, gx_b = (
+                torch.randn(tokens, outputs, device="cuda").to(e4),
+                torch.randn(inputs, outputs, device="cuda").to(e4),
+            )
             gw_a, gw_b = torch.randn(outputs, r16, device="cuda").to(e4), torch.randn(inputs, r16, device="cuda").to(e4)
-            gb, xb, wb = torch.randn(tokens, outputs, device="cuda").to(bf), torch.randn(tokens, inputs, device="cuda").to(bf), torch.randn(outputs, inputs, device="cuda").to(bf)
+            gb, xb, wb = (
+                torch.randn(tokens, outputs, device="cuda").to(bf),
+                torch.randn(tokens, inputs, device="cuda").to(bf),
+                torch.randn(outputs, inputs, device="cuda").to(bf),
+            )
             ox, ow = 2.0 * tokens * outputs * inputs, 2.0 * r16 * outputs * inputs
             add(name, "mm gx bf16", lambda a=gb, b=wb: a @ b, ox)
             add(name, "mm gw bf16", lambda a=gb, b=xb: a.t() @ b, ox)
             for fast in (False, True):
-                add(name, f"mm gx fp8 tensor fast={fast}", lambda a=gx_a, b=gx_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f), ox)
-                add(name, f"mm gw fp8 tensor fast={fast}", lambda a=gw_a, b=gw_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f), ow)
+                add(
+                    name,
+                    f"mm gx fp8 tensor fast={fast}",
+                    lambda a=gx_a, b=gx_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
+                    ox,
+                )
+                add(
+                    name,
+                    f"mm gw fp8 tensor fast={fast}",
+                    lambda a=gw_a, b=gw_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
+                    ow,
+                )
             sa, sb = torch.ones(tokens, 1, device="cuda"), torch.ones(1, inputs, device="cuda")
-            add(name, "mm gx fp8 rowwise", lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=False), ox)
-            add(name, "mm gx fp8 rowwise fast", lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=True), ox)
-            add(name, "mm gw fp8 float32 out", lambda a=gw_a, b=gw_b: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False), ow)
+            add(
+                name,
+                "mm gx fp8 rowwise",
+                lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(
+                    a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=False
+                ),
+                ox,
+            )
+            add(
+                name,
+                "mm gx fp8 rowwise fast",
+                lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(
+                    a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=True
+                ),
+                ox,
+            )
+            add(
+                name,
+                "mm gw fp8 float32 out",
+                lambda a=gw_a, b=gw_b: torch._scaled_mm(
+                    a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False
+                ),
+                ow,
+            )
             for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 4, 3)):
                 for split in (1, None) if name.startswith("vitb") else (None,):
-                    add(name, f"mm gw triton fp8 {blocks.m}x{blocks.n}x{blocks.k}w{blocks.warps}s{blocks.stages} split={split}", lambda a=gw_a, b=gw_b, bl=blocks, s=split: P.int8_product(a, b, one, one, bf, bl, s), ow)
+                    size = f"{blocks.m}x{blocks.n}x{blocks.k}w{blocks.warps}s{blocks.stages}"
+                    add(
+                        name,
+                        f"mm gw triton fp8 {size} split={split}",
+                        lambda a=gw_a, b=gw_b, bl=blocks, s=split: P.int8_product(a, b, one, one, bf, bl, s),
+                        ow,
+                    )
             xi = [torch.randint(-7, 8, t.shape, device="cuda", dtype=torch.int8) for t in (gx_a, gx_b, gw_a, gw_b)]
             st = torch.ones(tokens, device="cuda")
             for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3)):
-                add(name, f"mm gx int8 {blocks.m}x{blocks.n}x{blocks.k}", lambda a=xi[0], b=xi[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl), ox)
-                add(name, f"mm gw int8 {blocks.m}x{blocks.n}x{blocks.k}", lambda a=xi[2], b=xi[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl), ow)
+                add(
+                    name,
+                    f"mm gx int8 {blocks.m}x{blocks.n}x{blocks.k}",
+                    lambda a=xi[0], b=xi[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl),
+                    ox,
+                )
+                add(
+                    name,
+                    f"mm gw int8 {blocks.m}x{blocks.n}x{blocks.k}",
+                    lambda a=xi[2], b=xi[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl),
+                    ow,
+                )
     return found
 
 
@@ -168,7 +290,9 @@ def breakdown() -> None:
     """Each kernel's own time within one call, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    calls = [v for v in variants("g") + variants("x") if v[1] in (label("g", C.Tiling(loop=6)), label("x", C.Tiling(loop=6)))]
+    calls = [
+        v for v in variants("g") + variants("x") if v[1] in (label("g", C.Tiling(loop=6)), label("x", C.Tiling(loop=6)))
+    ]
     for subject, variant, call, _ in calls:
         call()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
@@ -177,7 +301,9 @@ def breakdown() -> None:
             torch.cuda.synchronize()
         for event in found.key_averages():
             if event.self_device_time_total > 0:
-                print(subject, variant, event.key[:60], f"{event.self_device_time_total / event.count:.1f} µs", flush=True)
+                print(
+                    subject, variant, event.key[:60], f"{event.self_device_time_total / event.count:.1f} µs", flush=True
+                )
 
 
 def main() -> None:
@@ -198,7 +324,9 @@ def main() -> None:
         return
     start = time.time()
     command = [sys.executable, __file__, "--which", args.which]
-    workers = [subprocess.Popen([*command, "--warm", f"{i}/{args.workers}"], env=os.environ) for i in range(args.workers)]
+    workers = [
+        subprocess.Popen([*command, "--warm", f"{i}/{args.workers}"], env=os.environ) for i in range(args.workers)
+    ]
     for worker in workers:
         worker.wait()
     print(f"compiled in {time.time() - start:.0f} s", flush=True)

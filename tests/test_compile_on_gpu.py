@@ -69,7 +69,7 @@ def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
     """Each step its own draws, under CUDA graphs too, whose replays run no Python."""
     net, x = model()
     exact = gradients(net, net, x, 1)[0]
-    hotrain.convert(net, method)
+    hotrain.convert(net, method, plan="memory")
     want = gradients(net, net, x)
     run = torch.compile(net, fullgraph=True, mode=mode)
     got = gradients(net, run, x)
@@ -83,7 +83,7 @@ def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
 def test_a_captured_step_draws_anew_in_every_replay() -> None:
     """A training step captured by hand, without the compiler."""
     net, x = model()
-    hotrain.convert(net, "hot-unbiased")
+    hotrain.convert(net, "hot-unbiased", plan="memory")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -105,7 +105,7 @@ def test_a_captured_step_draws_anew_in_every_replay() -> None:
 
 def test_a_training_step_waits_for_nothing() -> None:
     net, x = model()
-    hotrain.convert(net, "hot-unbiased")
+    hotrain.convert(net, "hot-unbiased", plan="memory")
     run: Any = torch.compile(net, fullgraph=True)
     for call in (net, run):
         gradients(net, call, x, 2)

@@ -70,7 +70,7 @@ def test_gradients_are_those_of_the_cpu(preset: str, kind: str) -> None:
     }[kind].double()
     x = torch.randn(4, 49, 48) if kind == "linear" else torch.randn(4, 32, 14, 14)
     x = x.double()
-    hotrain.convert(module, preset, filter_fn=lambda m, name: True)
+    hotrain.convert(module, preset, filter_fn=lambda m, name: True, number=None, plan="memory")
     g = torch.randn_like(module(x))
     for name, cpu, gpu in zip(
         ("g_x", "g_w", "g_b"), gradients(module, x, g, "cpu"), gradients(module, x, g, "cuda"), strict=True
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_cpu(preset: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_trains(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda()
-    hotrain.convert(model)
+    hotrain.convert(model, number=None, plan="memory")
     x = torch.randn(8, 197, 64, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     losses = []

@@ -14,8 +14,10 @@ ROOT = Path(hotrain.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # The rooms that everything else is built on, and those that may use them but are never used by them.
-OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
+OUTER = ("hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
 CORE_MAY_IMPORT = {"torch", "numpy"}
+# The exceptions: what is imported only for a model that brought transformers, and only where a kernel is to run.
+ALSO = {"hotrain.nn.hf": {"transformers"}, "hotrain.kernels": {"triton"}}
 # Third parties that each outer room is there to bring in; a package named nowhere here is imported by nobody.
 OUTER_MAY_IMPORT = {
     "hotrain.train": {
@@ -30,13 +32,15 @@ OUTER_MAY_IMPORT = {
         "sklearn",
         "rich",
     },
+    "hotrain.bench": {"torch", "timm", "transformers", "torchao"},
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
     "hotrain.plotting": {"torch", "numpy", "matplotlib", "mpl_toolkits", "jinja2", "markupsafe"},
 }
 MAY_USE = {
     "hotrain.train": {"hotrain.train"},
+    "hotrain.bench": {"hotrain.bench", "hotrain.train"},
     "hotrain.plotting": {"hotrain.plotting"},
-    "hotrain.cli": {"hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
+    "hotrain.cli": {"hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
 }
 
 # Each room imports only from rooms above it (and from itself).
@@ -50,8 +54,10 @@ ORDER = [
     ("hotrain.products",),
     ("hotrain.saved",),
     ("hotrain.backward",),
-    ("hotrain.convolution",),
+    ("hotrain.convolution", "hotrain.forward"),
+    ("hotrain.kernels",),
     ("hotrain.autograd",),
+    ("hotrain.ops", "hotrain.planning"),
     ("hotrain.functional",),
     ("hotrain.nn",),
     ("hotrain.grids",),
@@ -125,14 +131,27 @@ def test_the_core_never_imports_the_outer_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
 def test_the_core_imports_torch_and_little_else(path: Path) -> None:
-    """transformers in nn/hf.py alone, which is itself imported only for a model that brought transformers."""
-    allowed = CORE_MAY_IMPORT | ({"transformers"} if dotted(path) == "hotrain.nn.hf" else set())
+    """transformers in nn/hf.py alone, which is itself imported only for a model that brought transformers, and triton
+    in kernels/, whose `__init__` and `serve` import it, and the modules that hold kernels, inside functions."""
+    name = dotted(path)
+    allowed = CORE_MAY_IMPORT | ALSO.get(name, ALSO.get(room(name), set()))
     assert {third_party(module) for module, _ in imports(path)} - {None} <= allowed
+
+
+def test_only_kernels_pull_in_triton() -> None:
+    """What imports triton when it is imported is imported at once by its like alone, in kernels/."""
+    eager = {dotted(path): {module for module, at_once in imports(path) if at_once} for path in FILES}
+    pulled = {name for name, modules in eager.items() if "triton" in {third_party(m) for m in modules}}
+    assert pulled
+    while more := {name for name, modules in eager.items() if modules & pulled} - pulled:
+        pulled |= more
+    assert {room(name) for name in pulled} == {"hotrain.kernels"}
+    assert not pulled & {"hotrain.kernels", "hotrain.kernels.serve"}
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
 def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
-    """method → transform → quantize → saved → backward → autograd → functional → nn → conversion → the rest.
+    """method → transform → quantize → saved → backward → kernels → autograd → ops → functional → nn → the rest.
 
     `draws` looks at a model's layers in two functions, to save and load their counters: lazily, and only there.
     """
@@ -152,7 +171,7 @@ def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OUTER_FILES, ids=dotted)
 def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> None:
-    """train and plotting know neither each other nor the command line nor the recipes; the command line knows all."""
+    """The command line knows all, bench the trainer besides itself; train and plotting know nobody else."""
     own = room(dotted(path))
     used = {room(module) for module, _ in imports(path) if is_outer(module)}
     used = {"hotrain_recipes" if u.startswith("hotrain_recipes") else u for u in used}

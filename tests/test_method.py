@@ -96,9 +96,9 @@ FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16")]
 @pytest.mark.parametrize("number", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(("name", "rows"), FP8)
 def test_fp8_in_place_of_integers(name: str, rows: str, number: str) -> None:
-    """g_y of both paths in that number, what is kept in e4m3; a value like every method."""
+    """g_y of both paths in that number, what is kept in e4m3, no rotation; a value like every method."""
     method = hotrain.preset(name, number=number)
-    assert str(method) == f"{name}  g_x:H16·{number}  g_w:{rows}·{number}  saved:e4m3"
+    assert str(method) == f"{name}  g_x:{number}  g_w:{rows}·{number}  saved:e4m3"
     assert method == hotrain.preset(name).override(number=number) == method.override(number=number)
     assert pickle.loads(pickle.dumps(method)) == method
     assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, 8, 8)
@@ -115,14 +115,16 @@ def test_fp8_draws_its_rows_and_nothing_else() -> None:
 
 def test_fp8_with_other_rows() -> None:
     method = hotrain.preset("hot-unbiased", number="e4m3", rank=6, sampled=2, order="sequency")
-    assert str(method) == "hot-unbiased  g_x:H16·e4m3  g_w:P4+2of16·e4m3  saved:e4m3"
+    assert str(method) == "hot-unbiased  g_x:e4m3  g_w:P4+2of16·e4m3  saved:e4m3"
     assert method == hotrain.preset("hot-unbiased", rank=6, sampled=2, order="sequency").override(number="e4m3")
     other = method.override(number="e5m2")
     assert (other.grad_input.number, other.grad_weight.number, other.saved.number) == ("e5m2", "e5m2", "e4m3")
 
 
 def test_an_fp8_scale_that_nobody_chose_is_one_for_the_tensor() -> None:
+    """The rotated form, which no override makes, is a path like any other."""
     path = GradInput("hadamard", bits=8, number="e4m3", rounding="nearest")
+    assert str(path) == "g_x:H16·e4m3"
     assert path.scale == "auto"
     assert path.scale_axis == "tensor"
 
@@ -159,6 +161,33 @@ def test_an_override_reaches_its_field() -> None:
     assert method.grad_input.scale == "tensor"
     assert {method.grad_input.rounding, method.grad_weight.rounding, method.saved.rounding} == {"pseudo"}
     assert method.name == "hot-unbiased"
+
+
+@pytest.mark.parametrize("forward", ["fp8", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_takes_a_forward_product(name: str, forward: str) -> None:
+    """It concerns y alone: both paths, what is kept and whether numbers are drawn stay; it prints, and is undone."""
+    method, plain = hotrain.preset(name, forward=forward), hotrain.preset(name)
+    assert (method.forward, plain.forward) == (forward, "exact")
+    assert replace(method, forward="exact") == method.override(forward="exact") == plain
+    assert str(method).startswith(f"{name}  y:{forward}  g_x:")
+    assert not method.is_exact
+    assert (method.draws, method.compresses) == (plain.draws, plain.compresses)
+    assert method == plain.override(forward=forward)
+    assert pickle.loads(pickle.dumps(method)) == method
+
+
+def test_a_forward_product_goes_with_other_overrides() -> None:
+    method = hotrain.preset("hot-unbiased", forward="fp8", number="e4m3", rank=6)
+    assert str(method) == "hot-unbiased  y:fp8  g_x:e4m3  g_w:P3+3of16·e4m3  saved:e4m3"
+    assert method == hotrain.preset("hot-unbiased", rank=6, number="e4m3").override(forward="fp8")
+
+
+def test_an_override_leaves_its_arguments_alone() -> None:
+    """`override` of a method shared by many layers is called with one dictionary after another."""
+    turned = {"forward": "int8", "rank": 4}
+    assert hotrain.preset("hot", **turned) == hotrain.preset("hot", **turned)
+    assert turned == {"forward": "int8", "rank": 4}
 
 
 def test_preset_and_override_agree() -> None:
@@ -215,7 +244,9 @@ BAD = [
     ("hot", {"saved_bits": "8"}, ("saved_bits", "'8'", "None")),
     ("hot", {"scale": "row"}, ("scale", "'row'", "tensor", "token", "auto")),
     ("hot", {"rounding": "down"}, ("rounding", "'down'", "stochastic", "nearest", "pseudo")),
-    ("hot", {"bits": 4}, ("bits", "rank", "scale")),  # unknown: the known ones are listed
+    ("hot", {"bits": 4}, ("bits", "rank", "scale", "forward")),  # unknown: the known ones are listed
+    ("hot", {"forward": "int4"}, ("forward", "'int4'", "exact", "fp8", "int8")),
+    ("exact", {"forward": None}, ("forward", "None", "exact")),
     ("exact", {"rank": 4}, ("rank", "4", "none")),  # known, but concerns nothing here
     ("lbp-wht", {"saved_bits": 8}, ("saved_bits", "8", "order, rank")),
     ("luq", {"grad_input_bits": 8}, ("grad_input_bits", "8", "none")),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .conversion import ConversionReport, convert, converted_layers, revert
 from .draws import manual_seed
+from .kernels import accumulation
 from .method import GradInput, GradWeight, Method, Saved
 from .presets import preset, presets
 from .transform.tokens import Grid
@@ -49,6 +50,7 @@ __all__ = [
     "Method",
     "Saved",
     "__version__",
+    "accumulation",
     "calibrate",
     "convert",
     "converted_layers",

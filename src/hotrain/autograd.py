@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import backward, convolution, draws
+from . import backward, convolution, draws, forward
 from .convolution import Geometry, channels_last
 from .method import Method
 from .saved import Format
@@ -74,8 +74,13 @@ class Step:
         return self if isinstance(self.key, int) else replace(self, key=self._host_key())
 
     def _is_served(self, x: Tensor, lay: Layout | None) -> bool:
-        kernels = None if lay is None else kernels_for(x.device)
-        return kernels is not None and kernels.reason(self.method, lay, x.dtype, x.device) is None
+        kernels = kernels_for(x.device)
+        if kernels is None:
+            return False
+        why = kernels.reason(self.method, lay, x.dtype, x.device) if lay is not None else "its patches overlap"
+        if why is not None:
+            kernels.note(why, x.device, x.dtype)
+        return why is None
 
     def _device_key(self, device: torch.device) -> Tensor:
         if isinstance(self.key, Tensor):
@@ -109,6 +114,26 @@ class Step:
         assert isinstance(self.key, int)
         wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
         return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
+
+    def forward(
+        self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The forward product that the method asks for, and what `keep` leaves beside it (of no x unless `keeps`).
+
+        x: (*lead, I).  w: (O, I), or (I, O) when transposed, any float dtype.  y: (*lead, O) in x's dtype.
+        """
+        matrix = x.reshape(-1, x.shape[-1])
+        if self.served:
+            kernels = kernels_for(x.device)
+            assert kernels is not None
+            y, kept = kernels.forward(
+                matrix, w, b, self.method, lay, self.key, self.handle, keeps, self.transposed
+            )
+            kept = (*self.keep(None, lay), *kept)
+        else:
+            y = forward.product(matrix, w.T if self.transposed else w, b, self.method.forward)
+            kept = self.keep(x if keeps else None, lay)
+        return y.view(*x.shape[:-1], y.shape[-1]), kept
 
     def _with_key_of(self, kept: tuple[Tensor, ...]) -> tuple[Step, tuple[Tensor, ...]]:
         """This step with the key that `keep` left, and the rest of what it left."""
@@ -186,12 +211,17 @@ class Step:
         return g_x, g_w, g_b
 
 
-def autocast(t: Tensor) -> Tensor:
-    """The tensor as autocast hands it to a product: in its dtype where it is on, float64 excepted."""
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """The dtype in which autocast hands t to a product: its own where it is on, float64 excepted."""
     kind = t.device.type
     if t.dtype == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        return t
-    return t.to(torch.get_autocast_dtype(kind))
+        return t.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def autocast(t: Tensor) -> Tensor:
+    """The tensor as autocast hands it to a product."""
+    return t.to(autocast_dtype(t))
 
 
 def _outside_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -230,14 +260,18 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, step: Step) -> Tensor:
-        x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
+        x_cast, b_cast = autocast(x), None if b is None else autocast(b)
+        w_cast = autocast(w) if step.method.forward == "exact" else w
         lay = step.layout(x.shape[:-1])
         step = step.on(x_cast, lay)
         with _outside_autocast(x):
-            y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
+            if step.method.forward == "exact":
+                y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
+                kept = step.keep(x_cast if ctx.needs_input_grad[1] else None, lay)
+            else:
+                y, kept = step.forward(x_cast, w, b_cast, lay, ctx.needs_input_grad[1])
             # Of three axes it is a view, which autograd would not let the next layer change in place.
             y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
-            kept = step.keep(x_cast if ctx.needs_input_grad[1] else None, lay)
         _save(ctx, w, kept)
         ctx.step, ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = step, lay, x.shape, x.dtype, w.dtype
         return y

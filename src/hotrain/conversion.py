@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
+from .method import FLOATS as NUMBERS
 from .method import Method
 from .nn import HadamardLinear
 from .nn.activation import BitReLU
@@ -24,6 +25,7 @@ from .transform.tokens import Grid
 
 FilterFn = Callable[[nn.Module, str], bool]
 
+PLANS = ("speed", "memory")
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
 _ROOM = f"{__package__}.nn."  # where the classes of converted layers live
@@ -92,6 +94,9 @@ def convert(
     grid: Grid | tuple[int, int] | None = None,
     prefix_tokens: int = 0,
     dense_prefix: bool = True,
+    number: str | None = "auto",
+    forward: str = "exact",
+    plan: str = "speed",
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
 
@@ -104,10 +109,24 @@ def convert(
     grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens
         precede them, for models that do not say so themselves (`hotrain.grids`).
     dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
+    number: of the codes: ``"int"`` as the presets have it, ``"e4m3"`` or ``"e5m2"`` (`Method.override`), or ``"auto"``: e4m3 on
+        a GPU with fp8 units, found at a layer's first forward there, where the method can be had in fp8. None: as the
+        method says, on every device.
+    forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
+    plan: ``"speed"`` leaves those layers exact that would lose time on a GPU, measured at their first forward there
+        (`hotrain.planning`); ``"memory"`` converts them all the same. Without a GPU both convert all.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
     Raises ValueError for an unknown method, a bad grid, and when no layer matched.
     """
     method = as_method(method)
+    if number not in (numbers := ("auto", None, "int", *NUMBERS)):
+        raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
+    if plan not in PLANS:
+        raise ValueError(f"hotrain.convert: plan={plan!r} is not one of {', '.join(map(repr, PLANS))}")
+    method = method if forward == method.forward else method.override(forward=forward)
+    if number not in ("auto", None, method.grad_weight.number):
+        method = method.override(number=number)
+    automatic = number == "auto" and has_fp8_form(method)
     report = ConversionReport(method)
     if method.is_exact:
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in _layers(model)]
@@ -151,12 +170,24 @@ def convert(
             state.name, state.method, state.grid = label, method, place
             state.chosen, state.fallback = filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
+        state.automatic, state.planned = automatic, plan == "speed"
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
     if method.compresses:
         report.activations = _convert_activations(model, None if filter_fn is None else [name for name, _, _ in chosen])
     return report
+
+
+def has_fp8_form(method: Method) -> bool:
+    """Whether a method of integers can be turned to fp8."""
+    if method.grad_weight.number != "int" or "number" not in method.knobs:
+        return False
+    try:
+        method.override(number="e4m3")
+    except ValueError:
+        return False
+    return True
 
 
 def _convert_activations(model: nn.Module, near: list[str] | None) -> list[str]:

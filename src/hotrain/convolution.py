@@ -2,8 +2,8 @@
 
 Tokens are positions of an image, and channels the columns. Two cases:
 
-* Patches that do not overlap (1×1 kernels, patch embeddings): the convolution *is* a Linear layer on its patches, and
-  is treated as one to the letter.
+* Patches that do not overlap (1×1 kernels, patch embeddings): the convolution *is* a Linear layer on its `patches`, and
+  its gradients are those of `hotrain.backward` to the letter.
 * k×k kernels: what is kept is P x on x's own grid, never the unfolded matrix, which is k² times as large. Backward
   lifts it, x̂ = PᵀP x, and unfolds x̂ a few samples at a time: ``g_w = Q8(g_y)ᵀ Q8(U(x̂))``. For 1×1 kernels this is the
   formula of Linear, since g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before.
@@ -189,14 +189,10 @@ def grad_input(
     key: int,
     lay: Layout,
 ) -> Tensor:
-    """g_x of a convolution: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
+    """g_x of a convolution whose patches overlap: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
 
     lay: of the output's positions, for a low-pass g_x.  Equivalent to the exact gradient when nothing is quantized.
     """
-    if geometry.is_patches:
-        tokens = channels_last(g_y)
-        g_x = backward.grad_input(tokens.reshape(-1, w.shape[0]), w.flatten(1), method, key, lay)
-        return patches_transposed(g_x.view(*tokens.shape[:3], g_x.shape[1]), shape, geometry)
     path = method.grad_input
     padded = _padded_shape(shape, geometry)
     if path.transform == "lowpass":
@@ -261,13 +257,11 @@ def grad_weight(
     method: Method,
     key: int,
 ) -> Tensor:
-    """g_w of a convolution, shaped as w.
+    """g_w of a convolution whose patches overlap, shaped as w.
 
-    g_y: (B, O, H', W').  kept: P of x's positions, (lay.rows, C), or of the patches where they do not overlap.
+    g_y: (B, O, H', W').  kept: P of x's positions, (lay.rows, C).
     w: only its shape counts.  shape: of x.
     """
-    if geometry.is_patches:
-        return backward.grad_weight(channels_last(g_y), kept, lay, method, key).view(w.shape)
     path = method.grad_weight
     if path.drop:
         g_y = backward.dropped(g_y, path.drop, key)

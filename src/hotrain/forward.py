@@ -1,8 +1,8 @@
 """The forward product in low precision, for a method that asks for it: ``y = Q(x) Q(w)ᵀ + b``.
 
-The papers keep y exact, and so do the presets. With ``forward="fp8"`` both operands are e4m3 codes with one scale each; with
-``"int8"`` x has a scale a token and w a scale an output channel. Rounding is to nearest. The gradients stay the method's
-own, of the exact product, with respect to x and w themselves.
+The papers keep y exact, and so do the presets. With ``forward="fp8"`` both operands are e4m3 codes with one scale each;
+with ``"int8"`` x has a scale a token and w a scale an output channel. Rounding is to nearest. The gradients stay the
+method's own, of the exact product, with respect to x and w themselves.
 """
 
 from __future__ import annotations
@@ -28,4 +28,3 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
     y = code_matmul(left.codes, right.codes.T, limit, left.scale.dtype) * left.scale
     y = y * (right.scale.T if right.scale.dim() else right.scale)
     return (y if b is None else y + b.to(y.dtype)).to(x.dtype)
-

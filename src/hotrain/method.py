@@ -282,11 +282,12 @@ class Method:
         Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
         the message names the field, the value and what is allowed.
         """
-        for name in overrides:
-            if name not in KNOBS:
-                raise ValueError(f"{self.name}: unknown override {name!r}; known: {', '.join(sorted(KNOBS))}")
         if "forward" in overrides:
             return replace(self, forward=overrides.pop("forward")).override(**overrides)
+        for name in overrides:
+            if name not in KNOBS:
+                known = ", ".join(sorted(KNOBS | {"forward"}))
+                raise ValueError(f"{self.name}: unknown override {name!r}; known: {known}")
         if "number" in self.knobs and "number" in overrides:
             return self._in_number(overrides.pop("number")).override(**overrides)
         for name in overrides:

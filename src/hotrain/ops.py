@@ -48,7 +48,7 @@ def decode(spec: str) -> tuple[Method, Grid | None]:
     """The method and the grid that `encode` was given (without the method's knobs: they steer nothing)."""
     _, fields, grid = json.loads(spec)
     parts = (GradInput(**fields["grad_input"]), GradWeight(**fields["grad_weight"]), Saved(**fields["saved"]))
-    return Method(fields["name"], *parts), None if grid is None else Grid(**grid)
+    return Method(fields["name"], *parts, forward=fields["forward"]), None if grid is None else Grid(**grid)
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,16 @@ class TracedStep(Step):
         if self.method.saved.bits is None and self.method.grad_weight.tile == 1:
             return (*kept, x.reshape(-1, x.shape[-1]), x.new_empty(0))  # x itself: no operator may return its input
         return (*kept, *torch.ops.hotrain.keep(x, key, self.tag, self.spec, self.served))
+
+    def forward(
+        self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        key = self.key if isinstance(self.key, Tensor) else None
+        y, codes, side = torch.ops.hotrain.forward(
+            x, w, b, key, self.tag, self.spec, self.served, self.transposed, keeps
+        )
+        kept = () if key is None else (key,)
+        return y, (*kept, codes, side) if keeps else kept
 
     def _take(self, kept: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(key, codes, scale) of what `keep` left."""
@@ -287,6 +297,31 @@ def _keep_fake(x: Tensor, key: Tensor | None, tag: Tensor, spec: str, served: bo
 
 
 _lib.define(
+    "forward(Tensor x, Tensor w, Tensor? b, Tensor? key, Tensor tag, str spec, bool served, bool transposed, bool keeps) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(
+    x: Tensor, w: Tensor, b: Tensor | None, key: Tensor | None, tag: Tensor, spec: str, served: bool, transposed: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    step = _runtime_step(key, tag, spec, served, transposed)
+    y, kept = step.forward(x, w, b, step.layout(x.shape[:-1]), keeps)
+    if not keeps:
+        return y, x.new_empty(0), x.new_empty(0)
+    return y, *_as_pair(kept if key is None else kept[1:], x)
+
+
+def _forward_fake(
+    x: Tensor, w: Tensor, b: Tensor | None, key: Tensor | None, tag: Tensor, spec: str, served: bool, transposed: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = x.new_empty(*x.shape[:-1], w.shape[1 if transposed else 0])
+    return (y, *_keep_fake(x, key, tag, spec, served)) if keeps else (y, x.new_empty(0), x.new_empty(0))
+
+
+_lib.define(
     "linear_gradients(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor tag, str spec, "
     "ScalarType w_dtype, bool transposed, bool served, int columns, bool[] needs) -> (Tensor, Tensor, Tensor)"
 )
@@ -362,6 +397,7 @@ def _conv2d_gradients_fake(
 
 for _name, _run, _fake in (
     ("keep", _keep, _keep_fake),
+    ("forward", _forward, _forward_fake),
     ("linear_gradients", _linear_gradients, _linear_gradients_fake),
     ("conv2d_gradients", _conv2d_gradients, _conv2d_gradients_fake),
 ):

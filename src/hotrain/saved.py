@@ -6,12 +6,10 @@ autograd really holds, `hotrain.saved_bytes`).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from . import draws
 from .method import Saved
@@ -62,21 +60,3 @@ class Format:
 def values(kept: Kept, dtype: torch.dtype) -> Tensor:
     """The kept rows as numbers, (R, C)."""
     return kept.dequantize(dtype) if isinstance(kept, Quantized) else kept.to(dtype)
-
-
-def pack_bits(flags: Tensor) -> Tensor:
-    """Booleans of any shape, eight a byte: uint8, (⌈numel/8⌉,); the first is the lowest bit."""
-    flat = flags.flatten()
-    flat = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    return flat.mul(_bit_values(flat.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The booleans that `pack_bits` took, in their shape."""
-    flags = packed[:, None].bitwise_and(_bit_values(packed.device)).ne(0)
-    return flags.flatten()[: shape.numel()].view(shape)
-
-
-@functools.cache
-def _bit_values(device: torch.device) -> Tensor:
-    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import hotrain
+from hotrain import backward
 from hotrain.bench import layers, ops, timing
 from hotrain.bench.layers import Definition, Inputs, Shape
 
@@ -77,9 +78,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         found = definition(method, lay, key).gradients(s, (codes[:, : lay.rows].T.contiguous(), scale), needs)
         return tuple(None if t is None else module.spoil(t) for t in found)
 
+    def grad_codes(
+        g_y: Tensor, side: Tensor, method: hotrain.Method, lay: Any, key: Tensor, handle: int,
+        needs: tuple[bool, bool, bool],
+    ) -> object:  # fmt: skip
+        return definition(method, lay, key).grad_codes(Inputs(g_y, g_y, g_y), (), needs)
+
+    def weight_codes(w: Tensor, method: hotrain.Method, key: Tensor, handle: int) -> object:
+        return backward.rotated_weight(w, method.grad_input, int(key) % (1 << 64))
+
     module.reason = lambda method, lay, dtype, device: None
     module.prepare = lambda handle, device: None
     module.keep, module.gradients = keep, gradients
+    module.grad_codes, module.weight_codes = grad_codes, weight_codes
     monkeypatch.setitem(sys.modules, "hotrain.kernels", module)
     monkeypatch.setattr(layers, "path_of", lambda s, m, device: layers.Kernels(s, m, layers.KEY, device))
     monkeypatch.setattr(ops, "path_of", layers.path_of)
@@ -119,7 +130,9 @@ def test_every_variant_of_a_layer_has_a_record(kernels: Any) -> None:
     assert len({row["subject"] for row in rows}) == 7
     vit = {row["variant"]: row for row in rows if row["subject"] == "vit_b/qkv/b2"}
     assert [name for name, row in vit.items() if row["role"] == "method"] == ["hot", "hot with bias"]
-    assert {"bf16", "bf16 with bias", "fp32", "tf32", "hot/keep", "hot/g_x", "hot/g_w"} <= set(vit)
+    assert {"bf16", "bf16 with bias", "fp32", "tf32"} <= set(vit)
+    parts = {name for name, row in vit.items() if row["role"] == "part"}
+    assert parts == {f"hot/{part}" for part in ("keep", "g_y", "w", "g_x", "g_w", "g_x and g_w")}
     assert "fp32" not in {row["variant"] for row in rows if row["subject"].startswith("llama8b")}
     assert vit["hot"]["path"] == "Kernels"
     assert vit["hot"]["errors"]["g_w_to_definition"] == 0.0
@@ -157,14 +170,22 @@ def test_rates_and_shares_are_of_one_run() -> None:
 
 def test_ops_runs_every_op_of_the_table(kernels: Any) -> None:
     rows = list(ops.run(["hot"], 2, CPU, 1, tiny=True))
-    assert {"copy", "bf16", "int8", "vit_b/fc2/b2/keep", "llama8b/down/t64/g_w"} <= {row["subject"] for row in rows}
+    kernel = {
+        f"{layer}/{part}" for layer in ("vit_b/fc2/b2", "llama8b/down/t64") for part in ("keep", "g_y", "w", "g_w")
+    }
+    assert {"copy", "bf16", "int8"} | kernel <= {row["subject"] for row in rows}
     assert all(row["median_ms"] > 0 for row in rows)
 
 
 def test_the_least_bytes_of_a_kernel() -> None:
-    """By hand for x of (25216, 768) in bf16: read once, and half of its rows written as int8, 1.25 of x's own bytes."""
+    """By hand for x of (25088, 768) in bf16: read once, and half of its rows written as int8, 1.25 of x's own bytes.
+
+    g_y is written twice, all of it and half of its rows, a byte a code: 1.75 of its bytes; w once: 1.5.
+    """
     shape = Shape("s", (128, 196), 768, 768, layers.Grid(14, 14))
     table = {op.name: op for op in ops.kernel_ops(shape, "hot", hotrain.preset("hot"), CPU)}
     assert table["s/keep"].bytes / (2 * shape.tokens * 768) == pytest.approx(1.25, rel=0.05)
+    assert table["s/g_y"].bytes / (2 * shape.tokens * 768) == pytest.approx(1.75, rel=0.05)
+    assert table["s/w"].bytes == 3 * 768 * 768
     assert table["s/g_x"].operations == 2 * shape.tokens * 768 * 768
     assert {op.ceiling for op in table.values()} == {"copy", "int8"}

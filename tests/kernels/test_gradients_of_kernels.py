@@ -178,7 +178,10 @@ def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device
         assert relative(a, b) <= 1e-2
 
 
-def test_reasons_name_what_is_not_served(device):
+def test_reasons_name_what_is_not_served(device, monkeypatch):
+    from hotrain.kernels import serve
+
+    monkeypatch.setattr(serve, "_warned", set())
     lay = layout_of((2, 32), None, 8, 4)
     served = METHODS["hot-unbiased"]
     assert kernels.reason(served, lay, torch.bfloat16, device) is None
@@ -189,6 +192,10 @@ def test_reasons_name_what_is_not_served(device):
     with kernels.disabled():
         assert "switched off" in kernels.reason(served, lay, torch.bfloat16, device)
     assert "mps" in kernels.reason(served, lay, torch.bfloat16, torch.device("mps"))
+    kernels.note("the kernels are switched off", device, torch.float32)  # asked for: no warning
+    with pytest.warns(UserWarning, match="bfloat16.*no such unit"):
+        kernels.note("no such unit", device, torch.bfloat16)
+    kernels.note("no such unit", device, torch.bfloat16)  # once
 
 
 def test_the_device_key_is_the_hosts(device):

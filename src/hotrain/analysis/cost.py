@@ -152,7 +152,7 @@ def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
     """What `hotrain.convert` would make of an exact model: it is asked, and undone."""
     if method.is_exact:
         return {}
-    convert(model, method)
+    convert(model, method, number=None, plan="memory")
     try:
         return dict(layer_states(model))
     finally:

@@ -129,7 +129,7 @@ def plan(
     if chosen.is_exact:
         raise ValueError("plan: method 'exact' has nothing to compare with; name another preset")
     with as_found(model):
-        convert(model, chosen, filter_fn=filter_fn)
+        convert(model, chosen, filter_fn=filter_fn, number=None, plan="memory")
         try:
             rows, device = _rows(model, inputs, kwargs, repeats, threshold)
         finally:

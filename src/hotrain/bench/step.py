@@ -75,7 +75,7 @@ def _hotrain(task: Task) -> None:
 
 
 def _hotrain_fp8_forward(task: Task) -> None:
-    hotrain.convert(task.model, forward="fp8")  # type: ignore[call-arg]
+    hotrain.convert(task.model, forward="fp8")
 
 
 VARIANTS = {
@@ -105,7 +105,7 @@ def variant_of(name: str) -> Variant:
     method = preset(base, **overrides)
 
     def change(task: Task) -> None:
-        hotrain.convert(task.model, method)
+        hotrain.convert(task.model, method, number=None, plan="memory")
 
     return Variant(name, change, METHOD)
 

@@ -47,7 +47,7 @@ def memory(
     with autocast(run, images.device):
         exact = hotrain.saved_bytes(model, images)
         if not run.resolve_method().is_exact:
-            hotrain.convert(model, run.resolve_method())
+            hotrain.convert(model, run.resolve_method(), number=None, plan="memory")
         converted = hotrain.saved_bytes(model, images)
     found = compare(exact, converted)
     title = f"{run.model}, batch of {len(images)}, {run.amp or 'fp32'}: exact against {run.method_label}"

@@ -7,16 +7,33 @@ draws. Triton is imported when something is first served, so that importing this
 
 from __future__ import annotations
 
-from .serve import disabled, forward, grad_codes, gradients, keep, kept_shapes, next_key, prepare, reason, weight_codes
+from .serve import (
+    accumulation,
+    disabled,
+    forward,
+    grad_codes,
+    gradients,
+    has_fp8,
+    keep,
+    kept_shapes,
+    next_key,
+    note,
+    prepare,
+    reason,
+    weight_codes,
+)
 
 __all__ = [
+    "accumulation",
     "disabled",
     "forward",
     "grad_codes",
     "gradients",
+    "has_fp8",
     "keep",
     "kept_shapes",
     "next_key",
+    "note",
     "prepare",
     "reason",
     "weight_codes",

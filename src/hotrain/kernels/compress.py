@@ -233,9 +233,9 @@ def _block(
             tl.store(sums + b * C + c[None, :] + lines, added, mask=first_row & (c < C)[None, :])
         if PROJ:
             z = tl.dot(p, x, input_precision="ieee")
-            if MEASURE and PROJ_EACH:
+            if MEASURE and PROJ_EACH:  # integers alone have a scale a channel
                 tl.atomic_max(proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed")
-            elif MEASURE and not DERIVED:
+            elif MEASURE and not DERIVED and PROJ != _COPY:
                 size = magnitude_bits(z * factor[:, None]) if PROJ == _INT else tl.abs(z)
                 proj_found = tl.maximum(proj_found, _within_threads(size, ROWS, BC, 2))
             if WRITE:
@@ -268,7 +268,7 @@ def _block(
             if ROT == _INT:
                 largest = largest.to(tl.float32, bitcast=True)
             tl.atomic_max(rot_max + (b + first) % _BINS, magnitude_bits(largest * QUARTER), sem="relaxed")
-    if MEASURE and PROJ and not (PROJ_EACH or DERIVED):
+    if MEASURE and PROJ and PROJ != _COPY and not (PROJ_EACH or DERIVED):
         largest = tl.max(proj_found)
         if PROJ == _INT:
             largest = largest.to(tl.float32, bitcast=True)

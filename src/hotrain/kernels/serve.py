@@ -27,6 +27,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and room to the next boundary of 16 bytes
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SWITCHED_OFF = "the kernels are switched off"
 _off = threading.local()
 _warned: set[str] = set()
 
@@ -57,7 +58,10 @@ def _unserved_device(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _has_fp8(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies fp8 codes (compute capability 8.9); the interpreter does."""
+    if _unserved_device(device) is not None:
+        return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -85,13 +89,14 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
     lay: of x's tokens.  dtype: of x.
     """
     if getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0":
-        return "the kernels are switched off"
+        return _SWITCHED_OFF
     found = _unserved_device(device) or _unserved_method(method)
     if found is not None:
         return found
     if dtype not in _DTYPES:
         return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if not _has_fp8(device) and (method.grad_input.number in FLOATS or method.grad_weight.number in FLOATS):
+    numbers = (method.grad_input.number, method.grad_weight.number)
+    if not has_fp8(device) and (method.forward == "fp8" or not set(FLOATS).isdisjoint(numbers)):
         return "the device has no fp8 units"
     if lay.rows == 0:
         return "there are no tokens"
@@ -100,7 +105,7 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
 
 def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
     """Warn, once for each reason, that a layer on a GPU follows the definition."""
-    if why not in _warned:
+    if why not in _warned and why != _SWITCHED_OFF:
         _warned.add(why)
         warnings.warn(
             f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer follows "
@@ -372,8 +377,39 @@ def grad_codes(
     return _or_definition("gradients", kernel, definition)
 
 
+# Codes of the weights of the step that is accumulated, by layer; None outside of `accumulation`.
+_weights: dict[object, tuple[object, tuple[Tensor, Tensor]]] | None = None
+
+
+@contextlib.contextmanager
+def accumulation() -> Iterator[None]:
+    """Around the micro-batches of one optimizer step: each weight is turned into codes once, not once a micro-batch.
+
+    The optimizer must not run inside it; a weight that is changed in place there is noticed by its version, and its
+    codes are made anew, but a change through ``.data`` is not. Codes cost a byte a parameter until the block ends. In
+    a captured CUDA graph, and where codes of w are drawn at random (they change with the key), nothing is shared.
+    """
+    global _weights
+    before, _weights = _weights, {}
+    try:
+        yield
+    finally:
+        _weights = before
+
+
 def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
     """Codes of Hᵀ w, transposed, (I', O'), and their scale. w: (O, I), any strides."""
+    drawn = method.grad_input.weight_rounding == "stochastic"
+    if _weights is None or drawn or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _weight_codes(w, method, key, handle)
+    place, state = (handle, w.device, method), (w.data_ptr(), w._version, w.shape, w.stride())
+    found = _weights.get(place)
+    if found is None or found[0] != state:
+        found = _weights[place] = state, _weight_codes(w, method, key, handle)
+    return found[1]
+
+
+def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
     from .compress import compress_weight
 
     w, key = _contiguous_rows(w), _key(key, w.device)
@@ -455,6 +491,8 @@ def product(
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     """`hotrain.draws.next_key` in one launch. counter: int64 (3,), [salt, step, key], on the device."""
+    if _unserved_device(counter.device) is not None:
+        return draws.next_key(counter, moves)
     from .rows import next_key
 
     return next_key(counter, moves)

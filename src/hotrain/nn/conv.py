@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from .. import functional, ops
 from ..convolution import Geometry
 from ..method import Method
-from .state import ATTRIBUTE, LayerState
+from .state import ATTRIBUTE, LayerState, constants
 
 
 class HadamardConv2d(nn.Conv2d):
@@ -41,7 +42,13 @@ class HadamardConv2d(nn.Conv2d):
         functional.check_input(state, input, self.in_channels, -3)
         samples_only = math.prod(input.shape[-2:]) == 1
         if torch.compiler.is_dynamo_compiling():
-            kernels = state.traced(self, input, samples_only)
+            # Read off the attributes and not from `geometry`: a trace hands on plain tuples.
+            padding = self.padding if isinstance(self.padding, str) else constants(self.padding)
+            fields = (
+                constants(self.kernel_size), constants(self.stride), padding, constants(self.dilation),
+                operator.index(self.groups), self.padding_mode,
+            )  # fmt: skip
+            kernels = state.traced(self, input, samples_only, geometry=fields)
             if kernels is None:
                 return super().forward(input)
             return ops.conv2d(

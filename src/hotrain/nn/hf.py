@@ -28,7 +28,7 @@ class HadamardConv1D(Conv1D):
         functional.check_input(state, x, self.nx, -1)
         samples_only = math.prod(x.shape[1:-1]) == 1
         if torch.compiler.is_dynamo_compiling():
-            kernels = state.traced(self, x, samples_only)
+            kernels = state.traced(self, x, samples_only, transposed=True)
             if kernels is None:
                 return super().forward(x)
             return ops.linear(

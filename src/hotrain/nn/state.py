@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import autograd, ops
+from .. import autograd, ops, planning
 from ..autograd import Step
+from ..convolution import Geometry
 from ..draws import Draws, place_all
 from ..method import Method
 from ..transform.tokens import Grid
@@ -27,6 +29,8 @@ class LayerState:
     name: in its model.  method: assignable; the next forward follows it.  grid: of its tokens.  chosen: asked for by
     a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
     calls: training forwards that followed the method; of a compiled layer, those that were traced.
+    automatic: whether the numbers of the method are still to be chosen, by the device of the first forward.
+    planned: whether the layer stays exact on a GPU where its method would lose time (`hotrain.planning`).
     spec, random, low_rank: what a trace reads of method and grid, and so is guarded by.
     """
 
@@ -36,6 +40,8 @@ class LayerState:
     chosen: bool = False
     fallback: str | None = None
     calls: int = 0
+    automatic: bool = False
+    planned: bool = False
     draws: Draws = field(default=None)  # type: ignore[assignment]
     spec: str = field(init=False, repr=False, default="")
     random: bool = field(init=False, repr=False, default=False)
@@ -58,7 +64,7 @@ class LayerState:
         count their forwards and are taken as reached."""
         return self.draws.step >= 0 or (self.draws.counter is not None and not self.random)
 
-    def step(self, module: nn.Module, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
+    def step(self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
         """The step of this forward, or None where the exact path runs.
 
         samples_only: whether the rows of x are samples rather than tokens (a 2-D input, one token a sample, a 1×1
@@ -77,25 +83,39 @@ class LayerState:
             key = self.draws.next()
         if not self._asked(module, x):
             return None
-        if samples_only and self._mixes(module):
-            self.fallback = _SAMPLES
+        self._choose_number(x.device)
+        self.fallback = _SAMPLES if samples_only and self._mixes(module) else None
+        if self.fallback is None:
+            w, dtype = module.weight, autograd.autocast_dtype(x)
+            self.fallback = self._plan(
+                x.device, w.requires_grad, tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype,
+                module.bias is not None, transposed, getattr(module, "geometry", None),
+            )  # fmt: skip
+        if self.fallback is not None:
             return None
-        self.fallback = None
         self.calls += 1
         return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word)
 
-    def traced(self, module: nn.Module, x: Tensor, samples_only: bool) -> bool | None:
+    def traced(
+        self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False, geometry: tuple[Any, ...] | None = None
+    ) -> bool | None:
         """`step`, where a compiler traces the layer: whether kernels may run it, or None where the exact path runs.
+
+        geometry: the fields of a convolution's `Geometry`.
 
         Nothing that changes from step to step is read, so that nothing is compiled twice; what is written down of
         the layer is written while it is traced.
         """
         if not self._asked(module, x):
             return None
-        if samples_only and self._mixes(module):
-            self._prepare(x.device, _SAMPLES)
-            return None
-        return self._prepare(x.device, None)
+        kind, w = x.device.type, module.weight
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        facts = (constants(x.shape), dtype, x.requires_grad, constants(w.shape), w.dtype)
+        mixes = False
+        if samples_only and self._mixes(module):  # a branch, which makes a symbol a fact
+            mixes = True
+        trained, bias = w.requires_grad, module.bias is not None
+        return self._prepare(x.device, mixes, trained, *facts, bias, transposed, geometry)
 
     def _asked(self, module: Any, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
@@ -103,16 +123,69 @@ class LayerState:
     def _mixes(self, module: Any) -> bool:
         return self.low_rank and module.weight.requires_grad and not self.chosen
 
-    def _prepare(self, device: torch.device, fallback: str | None) -> bool:
+    def _choose_number(self, device: torch.device) -> None:
+        """fp8 codes instead of integers, where the layer may choose and the GPU multiplies them."""
+        if self.automatic and device.type == "cuda":
+            self.automatic = False
+            kernels = autograd.kernels_for(device)
+            if kernels is not None and kernels.has_fp8(device):
+                self.method = self.method.override(number="e4m3")
+
+    def _plan(
+        self,
+        device: torch.device,
+        trained: bool,
+        x: tuple[int, ...],
+        dtype: torch.dtype,
+        needs_x: bool,
+        w: tuple[int, ...],
+        weights: torch.dtype,
+        bias: bool,
+        transposed: bool,
+        geometry: Geometry | None,
+    ) -> str | None:
+        """Why the layer stays exact on that device, or None. trained: whether w wants a gradient; x, w: shapes."""
+        if not (self.planned and device.type == "cuda" and trained):
+            return None
+        if geometry is not None and len(x) == 3:
+            x = (1, *x)  # one image without a batch
+        question = planning.Question(
+            x, w, dtype, weights, bias, needs_x, self.method, self.grid, transposed, geometry, device
+        )
+        return planning.verdict(question)
+
+    def _prepare(
+        self,
+        device: torch.device,
+        mixes: bool,
+        trained: bool,
+        x: tuple[int, ...],
+        dtype: torch.dtype,
+        needs_x: bool,
+        w: tuple[int, ...],
+        weights: torch.dtype,
+        bias: bool,
+        transposed: bool,
+        geometry: tuple[Any, ...] | None,
+    ) -> bool | None:
         """What a trace needs of the layer in the world outside: it runs when the layer is traced, and then only.
 
-        Returns whether kernels may serve the method there, as they are switched on or off now.
+        Returns None where the layer stays exact, else whether kernels may serve the method there, as they are
+        switched on or off now.
         """
-        self.fallback = fallback
-        self.calls += fallback is None
+        place = None if geometry is None else Geometry(*geometry)
+        self._choose_number(device)
+        self.fallback = (
+            _SAMPLES
+            if mixes
+            else self._plan(device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
+        )
+        self.calls += self.fallback is None
         for draws in place_all(device):
             _ready(draws, device)
         self._place(device)
+        if self.fallback is not None:
+            return None
         kernels, step = autograd.kernels_for(device), Step(self.method, 0, self.grid)
         return kernels is not None and kernels.reason(self.method, step.layout((1, 16)), torch.float32, device) is None
 
@@ -121,6 +194,11 @@ class LayerState:
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
             _ready(self.draws, device)
+
+
+def constants(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes that a trace may have made symbols, as numbers: a graph serves one shape."""
+    return tuple([operator.index(n) for n in sizes])
 
 
 def _ready(draws: Draws, device: torch.device) -> None:
