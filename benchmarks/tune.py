@@ -100,7 +100,7 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
         rows = kept_rows(lay, key)
         if which in ("g", "all") and name in ("vitb.proj", "vitb.fc1"):
             g = torch.randn(tokens, outputs, device="cuda").to(bf)
-            hint = C.new_hints(g.device)
+            hint = C.Hints(g.device)
             for tiling in tilings():
                 add(
                     name,
@@ -112,7 +112,7 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
                 )
         if which in ("x2", "all") and name in ("vitb.fc1", "vitb.fc2"):
             x = torch.randn(tokens, inputs, device="cuda").to(bf)
-            hint = C.new_hints(x.device)
+            hint = C.Hints(x.device)
             for tiling in tilings():
                 add(
                     name,
@@ -124,7 +124,7 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
                 )
         if which in ("g", "all") and name == "vitb.fc1":
             g = torch.randn(tokens, outputs, device="cuda").to(bf)
-            hint = C.new_hints(g.device)
+            hint = C.Hints(g.device)
             add(
                 name,
                 "g rotated",
@@ -174,7 +174,7 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
         if which in ("w", "all") and name in ("vitb.fc1", "vitb.fc2", "llama.up"):
             for dtype in (torch.float32, bf) if name.startswith("vitb") else (bf,):
                 w = torch.randn(outputs, inputs, device="cuda").to(dtype)
-                hint = C.new_hints(w.device)
+                hint = C.Hints(w.device)
                 for tiling in (
                     C.Tiling(1, 128, 4, 2),
                     C.Tiling(2, 128, 4, 2),

@@ -126,9 +126,7 @@ class Step:
         if self.served:
             kernels = kernels_for(x.device)
             assert kernels is not None
-            y, kept = kernels.forward(
-                matrix, w, b, self.method, lay, self.key, self.handle, keeps, self.transposed
-            )
+            y, kept = kernels.forward(matrix, w, b, self.method, lay, self.key, self.handle, keeps, self.transposed)
             kept = (*self.keep(None, lay), *kept)
         else:
             y = forward.product(matrix, w.T if self.transposed else w, b, self.method.forward)

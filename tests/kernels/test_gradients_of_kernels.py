@@ -41,7 +41,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def by_definition(x: Tensor, g_y: Tensor, w: Tensor, method: Method, lay: Layout, lead: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def by_definition(
+    x: Tensor, g_y: Tensor, w: Tensor, method: Method, lay: Layout, lead: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     kept = Format(method.saved, x.shape[1], x.dtype)
     rows = x if method.saved.bits is None else x.to(backward.wide(x.dtype))
     kept_x = kept.restore(kept.keep(project(rows.view(*lead, -1), lay, KEY), KEY))
@@ -51,7 +53,9 @@ def by_definition(x: Tensor, g_y: Tensor, w: Tensor, method: Method, lay: Layout
     )
 
 
-def data(lead: tuple[int, ...], outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def data(
+    lead: tuple[int, ...], outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens = lead[0] * lead[1]
     x = torch.randn(tokens, inputs, device=device).to(dtype)
     g_y = (torch.randn(tokens, outputs, device=device) * torch.rand(tokens, 1, device=device)).to(dtype)
@@ -74,7 +78,9 @@ def test_gradients_are_the_definitions(lead, grid, outputs, inputs, name, dtype,
         kept = kernels.keep(x, method, lay, key, handle=hash(name) & 0xFFFF)
         shapes = [(tuple(t.shape), t.dtype) for t in kept]
         assert shapes == kernels.kept_shapes(inputs, lay, method, dtype)
-        g_x, g_w, g_b = kernels.gradients(g_y, w, kept, method, lay, key, hash(name) & 0xFFFF, (True, True, True), dtype=torch.float32)
+        g_x, g_w, g_b = kernels.gradients(
+            g_y, w, kept, method, lay, key, hash(name) & 0xFFFF, (True, True, True), dtype=torch.float32
+        )
         assert g_x.dtype == dtype and g_x.shape == (lead[0] * lead[1], inputs) and g_w.shape == (outputs, inputs)
         assert relative(g_x, want_x) <= tolerance + torch.finfo(dtype).eps
         assert relative(g_w, want_w) <= tolerance
@@ -82,7 +88,9 @@ def test_gradients_are_the_definitions(lead, grid, outputs, inputs, name, dtype,
 
 
 @pytest.mark.parametrize("name", ["hot-unbiased", "hot-unbiased-e4m3", "hla"])
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+)
 def test_only_what_is_needed_is_computed(name, needs, device):
     method = METHODS[name]
     lay = layout_of((2, 32), None, 8, method.grad_weight.sampled)
@@ -118,7 +126,10 @@ def test_the_forward_product_of_codes(lead, grid, outputs, inputs, name, number,
     count = inputs, lay.rows
     a, z = (c[: count[0], : count[1]].float() * s[0] for c, s in ((kept[0], kept[1]), (codes, side)))
     assert relative(a, z) <= 1e-3, "the same values, whatever power of two the scale is"
-    assert torch.equal(kept[1][4:].view(torch.uint8)[: lay.samples * lay.tiles * 8], side[4:].view(torch.uint8)[: lay.samples * lay.tiles * 8])
+    assert torch.equal(
+        kept[1][4:].view(torch.uint8)[: lay.samples * lay.tiles * 8],
+        side[4:].view(torch.uint8)[: lay.samples * lay.tiles * 8],
+    )
     assert kernels.forward(x, given, b, method, lay, key, 5, False, transposed)[1] == ()
 
 
@@ -188,7 +199,12 @@ def test_reasons_name_what_is_not_served(device, monkeypatch):
     assert "float64" in kernels.reason(served, lay, torch.float64, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
     assert "8 bits" in kernels.reason(preset("hq4"), lay, torch.bfloat16, device)
-    assert "drop" in kernels.reason(Method("d", grad_weight=preset("hot").grad_weight.__class__(tile=16, rank=8, drop=0.5)), lay, torch.bfloat16, device)
+    assert "drop" in kernels.reason(
+        Method("d", grad_weight=preset("hot").grad_weight.__class__(tile=16, rank=8, drop=0.5)),
+        lay,
+        torch.bfloat16,
+        device,
+    )
     with kernels.disabled():
         assert "switched off" in kernels.reason(served, lay, torch.bfloat16, device)
     assert "mps" in kernels.reason(served, lay, torch.bfloat16, torch.device("mps"))

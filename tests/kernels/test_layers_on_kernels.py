@@ -47,7 +47,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("options", [{"number": "int"}, {"number": "e4m3"}, {"number": "e4m3", "forward": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"number": "int"}, {"number": "e4m3"}, {"number": "e4m3", "forward": "fp8"}], ids=str
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer_on_kernels_follows_the_definition(options, compiled, device):
     """Same key, same draws: what differs is float32 rounding, and e4m3's underflow."""

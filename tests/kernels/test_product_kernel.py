@@ -18,7 +18,13 @@ SMALL = Blocks(32, 32, 32, 4, 2)
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(48, 100, 64), (17, 3, 300), (1, 40, 1000), pytest.param(2304, 768, 12928, marks=gpu_only), pytest.param(197, 1000, 3072, marks=gpu_only)],
+    [
+        (48, 100, 64),
+        (17, 3, 300),
+        (1, 40, 1000),
+        pytest.param(2304, 768, 12928, marks=gpu_only),
+        pytest.param(197, 1000, 3072, marks=gpu_only),
+    ],
 )
 @pytest.mark.usefixtures("poison")
 def test_int8_product_is_exact(m, n, k, each, split, limit, device):

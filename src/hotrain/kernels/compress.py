@@ -20,20 +20,18 @@ integer scale is the exact one of the definition: a first pass finds it, the sec
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import draws
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
+from .launch import INTERPRETED, aligned, launch
 from .noise import noise16, round_nearest, round_stochastic, stream_words
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # What an output holds.
 NONE, INT, E4M3, E5M2, COPY = range(5)
@@ -122,7 +120,20 @@ def hadamard16():
 
 
 @triton.jit
-def _walsh_rows(b, table, s, j, k, total, singles, tile_blocks, ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr):
+def _walsh_rows(
+    b,
+    table,
+    s,
+    j,
+    k,
+    total,
+    singles,
+    tile_blocks,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKP: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """P of block b as ±1 and 0, (ROWS, SLOTS), and which of its rows there are.
 
     Row j is place k of tile j // RANKP, or, in a dense block, the token of slot j itself.
@@ -234,7 +245,9 @@ def _block(
         if PROJ:
             z = tl.dot(p, x, input_precision="ieee")
             if MEASURE and PROJ_EACH:  # integers alone have a scale a channel
-                tl.atomic_max(proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed")
+                tl.atomic_max(
+                    proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed"
+                )
             elif MEASURE and not DERIVED and PROJ != _COPY:
                 size = magnitude_bits(z * factor[:, None]) if PROJ == _INT else tl.abs(z)
                 proj_found = tl.maximum(proj_found, _within_threads(size, ROWS, BC, 2))
@@ -357,7 +370,9 @@ def _add_columns(partial, to, me, count, rows, C, BLOCK: tl.constexpr):
         total = tl.zeros((BLOCK, 32), tl.float32)
         for start in range(0, rows, BLOCK):
             r = start + tl.arange(0, BLOCK)
-            total += tl.load(partial + r[:, None] * C + c[None, :], mask=(r < rows)[:, None] & (c < C)[None, :], other=0.0)
+            total += tl.load(
+                partial + r[:, None] * C + c[None, :], mask=(r < rows)[:, None] & (c < C)[None, :], other=0.0
+            )
         tl.store(to + c, tl.sum(total, axis=0), mask=c < C)
 
 
@@ -481,6 +496,84 @@ def padded(n: int) -> int:
     return -(-n // 16) * 16
 
 
+class Hints:
+    """What the kernels remember of one layer: for each quantity a row of words, and the bins in it. Nothing guessed yet."""
+
+    def __init__(self, device: torch.device) -> None:
+        words = torch.zeros(5, HINT, dtype=torch.int32, device=device)
+        self.rows = [words[q] for q in range(5)]
+        self.bins = [row[2:] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All of a call that does not change from one to the next."""
+
+    wide: int
+    kept: int
+    index: Tensor
+    blocks: int
+    programs: int
+    where: tuple[int, ...]
+    constants: dict[str, Any]
+    write: dict[str, Any]
+    measure: dict[str, Any]
+    settle: dict[str, Any]
+    fp8: bool
+    integers: bool
+
+
+_plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
+
+
+def _plan(
+    tokens: int, channels: int, stride: int, lay: Layout, rotated: Output, projected: Output, rotate: bool, sums: bool,
+    tiling: Tiling, device: torch.device,
+) -> _Plan:  # fmt: skip
+    rank, rows_of = lay.lines.rank, lay.lines
+    wide, kept = padded(channels), padded(lay.rows)
+    rankp = max(triton.next_power_of_2(rank), 16 // tiling.tiles)
+    bc = min(tiling.channels, max(16, triton.next_power_of_2(wide)))
+    index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
+    total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
+    tile_blocks, blocks, chunks = triton.cdiv(total, tiling.tiles), len(index), triton.cdiv(wide, bc)
+    loop = min(tiling.loop, chunks)
+    slices = triton.cdiv(chunks, loop)
+    # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
+    derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
+    shape = dict(
+        FULL=full and rank == rankp, WHOLE=channels % bc == 0,
+        ALIGNED=total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
+        DERIVED=derived, WIDE=max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
+        TILES=tiling.tiles, RANK=rank, RANKP=rankp, FIXED=rows_of.fixed, GAIN=rows_of.gain, BC=bc,
+        LOOP=loop, STAGES=tiling.stages, UPCAST=INTERPRETED,
+    )  # fmt: skip
+    fp8 = rotated.is_fp8 or projected.is_fp8
+
+    def constants(rotated: Output, projected: Output, measure: bool, write: bool, sums: bool) -> dict[str, Any]:
+        return dict(
+            ROT=rotated.number, ROTATE=rotate, ROT_LIMIT=rotated.limit, ROT_EACH=rotated.each,
+            ROT_NOISE=rotated.stochastic, PROJ=projected.number, PROJ_LIMIT=projected.limit, PROJ_EACH=projected.each,
+            PROJ_NOISE=projected.stochastic, PROJ_STREAM=projected.stream, ROT_STREAM=rotated.stream,
+            MEASURE=measure, WRITE=write, SUMS=sums, EVEN=channels % 2 == 0, GROUP=tiling.group, **shape,
+        )  # fmt: skip
+
+    def only(output: Output, wanted: bool) -> Output:
+        return output if wanted else NOTHING
+
+    settling = dict(
+        ROT=only(rotated, rotated.is_fp8).number, ROTATE=rotate, ROT_LIMIT=rotated.limit,
+        PROJ=only(projected, projected.is_fp8).number, PROJ_LIMIT=projected.limit, SUMS=sums, **shape,
+    )  # fmt: skip
+    measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
+    return _Plan(
+        wide, kept, index, blocks, blocks * slices,
+        (channels, wide, total, singles, tile_blocks, total * rank, blocks, chunks, slices),
+        shape, constants(rotated, projected, fp8, True, sums), constants(*measured, True, False, False), settling, fp8,
+        INT in (rotated.number, projected.number),
+    )  # fmt: skip
+
+
 def compress(
     t: Tensor,
     lay: Layout,
@@ -491,7 +584,7 @@ def compress(
     *,
     rotate: bool = True,
     sums: bool = False,
-    hint: Tensor | None = None,
+    hint: Hints | None = None,
     quantities: tuple[int, int] = (ROTATED, PROJECTED),
     scale_to: Tensor | None = None,
     tiling: Tiling = Tiling(),
@@ -499,99 +592,84 @@ def compress(
     """Codes of t H, (T, C'), and of P t, transposed (C', R'), with their scales, and t's column sums, (C,) float32.
 
     t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: `kept_rows(lay, key)`, needed for P.
-    rotate: False leaves out H (the plain cast of a forward operand).  hint: (5, HINT) int32, the layer's; needed for fp8.
-    Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked.
-    scale_to: float32, (1,): where to write the scale of P t.
-    A scale is float32 of shape (), or (T,) for one a token, (C,) for one a channel. C' is C, R' is lay.rows, each padded to a multiple of 16.
+    rotate: False leaves out H (the plain cast of a forward operand).  hint: the layer's; needed for fp8, where `quantities`
+    says which of its rows serve.  scale_to: float32, (1,): where to write the scale of P t.
+    Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked. A scale is
+    float32 of shape (), or (T,) for one a token, (C,) for one a channel. C' is C, R' is lay.rows, each padded to a
+    multiple of 16.
+    Raises ValueError for a matrix of 2³¹ tokens or more, which the kernel's indices do not reach.
     """
     tokens, channels = t.shape
-    device, fp8 = t.device, rotated.is_fp8 or projected.is_fp8
-    rank, rows_of = lay.lines.rank, lay.lines
-    wide, kept = padded(channels), padded(lay.rows)
-    rankp = max(triton.next_power_of_2(rank), 16 // tiling.tiles)
-    bc = min(tiling.channels, max(16, triton.next_power_of_2(wide)))
-    index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
-    total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
-    tile_blocks, blocks, chunks = triton.cdiv(total, tiling.tiles), len(index), triton.cdiv(wide, bc)
-    rot = torch.empty(tokens, wide, dtype=DTYPES[rotated.number], device=device) if rotated.number else None
-    proj = None
+    if tokens >= 1 << 31:
+        raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
+    device = t.device
+    case = (id(lay), tokens, channels, t.stride(0), t.dtype, rotated, projected, rotate, sums, tiling, device)
+    found = _plans.get(case)
+    if found is None:
+        plan = _plan(tokens, channels, t.stride(0), lay, rotated, projected, rotate, sums, tiling, device)
+        _plans[case] = found = plan, lay  # the layout with it: its id must stay its own
+    plan = found[0]
+    rot = proj = None
+    if rotated.number:
+        rot = torch.empty(tokens, plan.wide, dtype=DTYPES[rotated.number], device=device)
     if projected.number:
-        proj = torch.empty(wide, kept, dtype=DTYPES.get(projected.number, t.dtype), device=device)
-        if wide > channels:
+        proj = torch.empty(plan.wide, plan.kept, dtype=DTYPES.get(projected.number, t.dtype), device=device)
+        if plan.wide > channels:
             proj[channels:].zero_()
-        if kept > lay.rows:
+        if plan.kept > lay.rows:
             proj[:, lay.rows :].zero_()
-    integers = INT in (rotated.number, projected.number)
-    own, each = (tokens if rotated.each else BINS), (channels if projected.each else BINS)
-    found = torch.zeros(own + each, dtype=torch.int32, device=device) if integers else t
-    # Each scale on a boundary of 16 bytes, as `torch._scaled_mm` asks.
-    second = own + -own % 4
-    scales = torch.empty(second + each if integers else 8, dtype=torch.float32, device=device)
-    rot_scale, proj_scale = scales, scales[second if integers else 4 :] if scale_to is None else scale_to
-    hints = t if hint is None else hint
-    rot_hint, proj_hint = (hints[q] if hint is not None else t for q in quantities)
+    # A tensor of its own for each scale: `torch._scaled_mm` asks for a boundary of 16 bytes.
+    rot_scale = torch.empty((tokens,) if rotated.each else (), dtype=torch.float32, device=device)
+    if scale_to is not None:
+        proj_scale = scale_to
+    else:
+        proj_scale = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
+    rot_hint, proj_hint = (t, t) if hint is None else (hint.rows[quantities[0]], hint.rows[quantities[1]])
     # fp8 finds its magnitudes in the layer's hints, integers in zeroed memory of this call.
-    rot_max = rot_hint[2:] if rotated.is_fp8 else found
-    proj_max = proj_hint[2:] if projected.is_fp8 else found[own:] if integers else t
-    partial = torch.empty(blocks, channels, dtype=torch.float32, device=device) if sums else t
-    loop = min(tiling.loop, chunks)
-    slices = triton.cdiv(chunks, loop)
-    where = (channels, wide, total, singles, tile_blocks, total * rank, blocks, chunks, slices)
-    # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
-    derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
-    shape = dict(
-        FULL=full and rank == rankp, WHOLE=channels % bc == 0, ALIGNED=total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
-        DERIVED=derived, WIDE=max(tokens, 16) * max(wide, t.stride(0)) >= 1 << 31 or channels * kept >= 1 << 31,
-        TILES=tiling.tiles, RANK=rank, RANKP=rankp, FIXED=rows_of.fixed, GAIN=rows_of.gain, BC=bc,
-        LOOP=loop, STAGES=tiling.stages, UPCAST=INTERPRETED, num_warps=tiling.warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    rot_max = proj_max = rot_scale
+    if plan.integers:
+        own = tokens if rotated.each else BINS
+        own += -own % 4
+        zeros = torch.zeros(own + (channels if projected.each else BINS), dtype=torch.int32, device=device)
+        rot_max, proj_max = zeros, zeros[own:]
+    if rotated.is_fp8 and hint is not None:
+        rot_max = hint.bins[quantities[0]]
+    if projected.is_fp8 and hint is not None:
+        proj_max = hint.bins[quantities[1]]
+    partial = torch.empty(plan.blocks, channels, dtype=torch.float32, device=device) if sums else rot_scale
     table = t if rows is None else rows
     rot_to, proj_to = (t if rot is None else rot), (t if proj is None else proj)
-
-    def launch(rotated: Output, projected: Output, measure: bool, write: bool, sums: bool) -> None:
-        _compress_kernel[(blocks * slices,)](
-            t, t.stride(0), index, table, key, rot_to, wide, proj_to, kept, partial, rot_max, proj_max, rot_hint, proj_hint,
-            rot_scale, proj_scale, *where,
-            ROT=rotated.number, ROTATE=rotate, ROT_LIMIT=rotated.limit, ROT_EACH=rotated.each, ROT_NOISE=rotated.stochastic,
-            PROJ=projected.number, PROJ_LIMIT=projected.limit, PROJ_EACH=projected.each,
-            PROJ_NOISE=projected.stochastic,
-            PROJ_STREAM=projected.stream, ROT_STREAM=rotated.stream,
-            MEASURE=measure, WRITE=write, SUMS=sums, EVEN=channels % 2 == 0, GROUP=tiling.group, **shape,
+    args = (
+        t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max, proj_max,
+        rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
+    )  # fmt: skip
+    options = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    case = (case, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
+    if plan.integers:
+        launch(_compress_kernel, plan.programs, (case, "measure"), args, plan.measure, **options)
+    launch(_compress_kernel, plan.programs, case, args, plan.write, **options)
+    total = torch.empty(channels, dtype=torch.float32, device=device) if sums else rot_scale
+    if plan.fp8:
+        args = (
+            t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
+            proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
-
-    if integers:
-        launch(
-            rotated if rotated.number == INT else NOTHING, projected if projected.number == INT else NOTHING,
-            measure=True, write=False, sums=False,
-        )  # fmt: skip
-    launch(rotated, projected, measure=fp8, write=True, sums=sums)
-    total_sums = torch.empty(channels, dtype=torch.float32, device=device) if sums else t
-    if fp8:
-        _settle_kernel[(min(blocks * slices, 2 * _multiprocessors(device)),)](
-            t, t.stride(0), index, table, key, rot_to, wide, proj_to, kept, partial, total_sums, rot_hint, proj_hint, rot_scale,
-            proj_scale, *where, SUMS=sums,
-            ROT=rotated.number if rotated.is_fp8 else NONE, ROTATE=rotate, ROT_LIMIT=rotated.limit,
-            PROJ=projected.number if projected.is_fp8 else NONE, PROJ_LIMIT=projected.limit, **shape,
-        )  # fmt: skip
+        programs = min(plan.programs, 2 * _multiprocessors(device))
+        launch(_settle_kernel, programs, case, args, plan.settle, **options)
     elif sums:
-        _sums_kernel[(triton.cdiv(channels, 32),)](partial, total_sums, blocks, channels, BLOCK=128)
+        launch(_sums_kernel, triton.cdiv(channels, 32), case, (partial, total, plan.blocks, channels), {"BLOCK": 128})
     return (
         rot,
-        None if rot is None else rot_scale[:tokens] if rotated.each else rot_scale[0],
+        None if rot is None else rot_scale,
         proj,
-        None if projected.number in (NONE, COPY) else proj_scale[:channels] if projected.each else proj_scale[0],
-        total_sums if sums else None,
+        None if projected.number in (NONE, COPY) else proj_scale,
+        total if sums else None,
     )
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def new_hints(device: torch.device) -> Tensor:
-    """The hints of one layer: nothing guessed yet."""
-    return torch.zeros(5, HINT, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -610,7 +688,12 @@ def natural_rows(size: int, device: torch.device) -> Tensor:
 
 
 def compress_weight(
-    w: Tensor, key: Tensor, output: Output, hint: Tensor | None, rotate: bool = True, tiling: Tiling = Tiling(2, 128, 4, 2)
+    w: Tensor,
+    key: Tensor,
+    output: Output,
+    hint: Hints | None,
+    rotate: bool = True,
+    tiling: Tiling = Tiling(2, 128, 4, 2),
 ) -> tuple[Tensor, Tensor]:
     """Codes of Hᵀ w, or of w, transposed, (I', O'), and their scale: the right operand of g_x.
 

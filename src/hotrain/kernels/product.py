@@ -49,7 +49,9 @@ def _product_kernel(
         at = (part * M + m).to(tl.int64)[:, None] * out_pitch + n[None, :]
         tl.store(out + at, total, mask=inside)
     else:
-        tl.store(out + at, _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A, EACH_B).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + at, _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A, EACH_B).to(out.dtype.element_ty), mask=inside
+        )
 
 
 @triton.jit
@@ -68,7 +70,11 @@ def _sum_kernel(
     total = tl.zeros((BM, BN), tl.int32 if INTEGER else tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * M + m).to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0)
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A, EACH_B).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + m.to(tl.int64)[:, None] * N + n[None, :],
+        _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A, EACH_B).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,13 @@ class Blocks:
 
 
 def int8_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, blocks: Blocks = Blocks(), split: int | None = None
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    blocks: Blocks = Blocks(),
+    split: int | None = None,
 ) -> Tensor:
     """(a bᵀ) · scale_a · scale_b of int8 codes, (M, K) and (N, K), in `dtype`, (M, N); the sum is exact in int32.
 
@@ -98,7 +110,11 @@ def int8_product(
     each = triton.cdiv(steps, split)
     split = triton.cdiv(steps, each)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
-    to = out if split == 1 else torch.empty(split, m, n, dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
+    to = (
+        out
+        if split == 1
+        else torch.empty(split, m, n, dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
+    )
     flags = dict(INTEGER=a.dtype == torch.int8, EACH_A=scale_a.dim() == 1, EACH_B=scale_b.dim() == 1)
     _product_kernel[(across, split)](
         a, b, to, scale_a, scale_b, m, n, k, a.stride(0), b.stride(0), n, each, SPLIT=split > 1,

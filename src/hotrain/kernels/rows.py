@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import draws
 from ..transform.rows import order
 from ..transform.tokens import Layout
+from .launch import aligned, launch
 from .noise import hash_bits, mix, stream_words
 
 _BLOCK = 16  # tiles a program
@@ -81,11 +82,13 @@ def kept_rows(lay: Layout, key: Tensor, out: Tensor | None = None) -> Tensor:
     drawn_from = rows.tile - rows.fixed
     walk = drawn_from // math.gcd(drawn_from, rows.sampled) if rows.sampled else 1
     if total:
-        _rows_kernel[(triton.cdiv(total, _BLOCK),)](
-            out, key, _orders(lay.squares.kind, rows.kind, key.device), lay.tiles, total, lay.square, lay.line,
+        args = (out, key, _orders(lay.squares.kind, rows.kind, key.device), lay.tiles, total, lay.square, lay.line)
+        case = (rows, lay.squares.kind, args[3:], aligned(out), key.dim(), key.device)
+        constants = dict(
             RANK=rows.rank, FIXED=rows.fixed, SAMPLED=rows.sampled, DRAWN_FROM=drawn_from, WALK=walk,
             STREAM=draws.ROWS, BLOCK=_BLOCK,
         )  # fmt: skip
+        launch(_rows_kernel, triton.cdiv(total, _BLOCK), case, args, constants)
     return out
 
 
@@ -103,5 +106,5 @@ def _next_key_kernel(counter, out, ADVANCE: tl.constexpr):
 def next_key(counter: Tensor, moves: bool) -> Tensor:
     """`draws.next_key` in one launch."""
     out = torch.empty((), dtype=torch.int64, device=counter.device)
-    _next_key_kernel[(1,)](counter, out, ADVANCE=moves, num_warps=1)
+    launch(_next_key_kernel, 1, (moves, counter.device), (counter, out), {"ADVANCE": moves}, num_warps=1)
     return out

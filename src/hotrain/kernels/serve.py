@@ -20,7 +20,7 @@ from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 
 if TYPE_CHECKING:
-    from .compress import Output
+    from .compress import Hints, Output
 
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -116,7 +116,7 @@ def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
 
 # --- hints: what the kernels remember of a layer between steps, for speed alone
 
-_hints: dict[tuple[int, torch.device], Tensor] = {}
+_hints: dict[tuple[int, torch.device], Hints] = {}
 
 
 def prepare(handle: int, device: torch.device) -> None:
@@ -125,12 +125,12 @@ def prepare(handle: int, device: torch.device) -> None:
         _hint(handle, device)
 
 
-def _hint(handle: int, device: torch.device) -> Tensor:
+def _hint(handle: int, device: torch.device) -> Hints:
     found = _hints.get((handle, device))
     if found is None:
-        from .compress import new_hints
+        from .compress import Hints
 
-        found = _hints[handle, device] = new_hints(device)
+        found = _hints[handle, device] = Hints(device)
     return found
 
 
@@ -140,16 +140,21 @@ def _hint(handle: int, device: torch.device) -> Tensor:
 _broken: set[str] = set()
 
 
+@functools.cache
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import TritonError
+
+    return CompilationError, TritonError
+
+
 def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[], Any]) -> Any:
     """`kernel()`, or, where it cannot be compiled or launched here, `definition()`, now and from now on."""
     if name in _broken:
         return definition()
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import TritonError
-
     try:
         return kernel()
-    except (CompilationError, TritonError) as error:
+    except _compiler_errors() as error:
         _broken.add(name)
         warnings.warn(
             f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
@@ -234,7 +239,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
         kept_rows(lay, key, _rows(lay, side))
         codes = compress(
             x, lay, _rows(lay, side), key, projected=output, hint=_hint(handle, x.device), quantities=(ROTATED, X),
-            scale_to=side[:1], tiling=_tiling(x, forward=True),
+            scale_to=side[:1], tiling=_tilings(x.dtype)[0],
         )[2]  # fmt: skip
         assert codes is not None
         return codes
@@ -267,7 +272,7 @@ def forward(
 
     x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
     """
-    from .compress import COPY, E4M3, FORWARD, INT, NOTHING, WEIGHT, X, Output, compress, whole
+    from .compress import COPY, E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
     from .rows import kept_rows
 
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
@@ -285,7 +290,7 @@ def forward(
             kept_rows(lay, key, rows)
         return compress(
             x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, hint=hint,
-            quantities=(FORWARD, X), scale_to=None if side is None else side[:1], tiling=_tiling(x, forward=False),
+            quantities=(FORWARD, X), scale_to=None if side is None else side[:1], tiling=_tilings(x.dtype)[1],
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
@@ -302,7 +307,7 @@ def forward(
 
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
-            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X), tiling=_tiling(w, False)
+            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X), tiling=_tilings(w.dtype)[1]
         )  # fmt: skip
 
     def weight_definition() -> tuple[Tensor | None, ...]:
@@ -329,19 +334,17 @@ def _key(key: Tensor | None, device: torch.device) -> Tensor:
     return _no_key(device) if key is None else key
 
 
-def _tiling(t: Tensor, forward: bool) -> Any:
+@functools.cache
+def _tilings(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """How launches over x, over g_y (or an operand of the forward product) and over w are cut.
+
+    Measured on an H200 (benchmarks/tune.py).
+    """
     from .compress import Tiling
 
-    # Measured on an H200 (benchmarks/tune.py).
-    if t.dtype == torch.float32:
-        return Tiling(2, 128, 4, 4, 2)
-    return Tiling(4, 128, 4, 6, 3) if forward else Tiling(8, 64, 4, 12, 3)
-
-
-def _weight_tiling(w: Tensor) -> Any:
-    from .compress import Tiling
-
-    return Tiling(1, 128, 4, 2, 3) if w.dtype == torch.float32 else Tiling(2, 128, 4, 2, 3)
+    if dtype == torch.float32:
+        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 2, 3)
+    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), Tiling(2, 128, 4, 2, 3)
 
 
 def grad_codes(
@@ -366,7 +369,7 @@ def grad_codes(
     def kernel() -> tuple[Tensor | None, ...]:
         return compress(
             g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2], hint=_hint(handle, g_y.device),
-            tiling=_tiling(g_y, forward=False),
+            tiling=_tilings(g_y.dtype)[1],
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
@@ -416,7 +419,7 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) ->
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(w, key, output, _hint(handle, w.device), rotates, _weight_tiling(w))
+        return compress_weight(w, key, output, _hint(handle, w.device), rotates, _tilings(w.dtype)[2])
 
     def definition() -> tuple[Tensor, Tensor]:
         from .definition import compress_weight
@@ -470,9 +473,7 @@ def gradients(
     return g_x, g_w, g_b
 
 
-def product(
-    a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int
-) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
     """(a bᵀ) with its scales, without the columns that pad b."""
     from .product import fp8_product, int8_product
 

@@ -97,7 +97,12 @@ class LayerState:
         return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word)
 
     def traced(
-        self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False, geometry: tuple[Any, ...] | None = None
+        self,
+        module: Any,
+        x: Tensor,
+        samples_only: bool,
+        transposed: bool = False,
+        geometry: tuple[Any, ...] | None = None,
     ) -> bool | None:
         """`step`, where a compiler traces the layer: whether kernels may run it, or None where the exact path runs.
 
@@ -176,9 +181,7 @@ class LayerState:
         place = None if geometry is None else Geometry(*geometry)
         self._choose_number(device)
         self.fallback = (
-            _SAMPLES
-            if mixes
-            else self._plan(device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
+            _SAMPLES if mixes else self._plan(device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
         )
         self.calls += self.fallback is None
         for draws in place_all(device):

@@ -1,0 +1,40 @@
+"""Launches without the price of Triton's own: what a kernel was compiled for is looked up once a shape, not once a call.
+
+Triton inspects every argument of a launch to find the compiled kernel that suits it; with fifty arguments that takes longer than the
+kernel. A caller that names the case itself (`case`: all that the compiled kernel depends on, so shapes, dtypes, strides,
+alignments and flags) pays for it once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all of them start on a boundary of 16 bytes, as Triton asks for its wide loads."""
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def launch(
+    kernel: Any, programs: int, case: Hashable, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> None:
+    """Run `kernel` with `args`, its first parameters in order, and `constants`, its others by name.
+
+    case: equal for two launches only where the same compiled kernel suits both.  options: Triton's (num_warps, …).
+    """
+    place = (kernel.__name__, case)
+    found = _compiled.get(place)
+    if found is not None:
+        found[0][(programs, 1, 1)](*args, *found[1])
+        return
+    compiled = kernel[(programs,)](*args, **constants, **options)
+    if not INTERPRETED:
+        _compiled[place] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
