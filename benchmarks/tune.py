@@ -40,7 +40,7 @@ def of(name: str) -> Layout:
     return layout(lead, 16, 8, 4, "auto", Grid(14, 14, 1) if lead[1] == 197 else None, True)
 
 
-def graphed(run: Callable[[], object], repeats: int = 20) -> float:
+def graphed(run: Callable[..., object], repeats: int = 20) -> float:
     """Median µs of one call, by replays of a graph of several calls."""
     run()
     torch.cuda.synchronize()
@@ -70,13 +70,13 @@ def label(kind: str, t: C.Tiling) -> str:
     return f"{kind} {t.tiles}x{t.channels}w{t.warps} loop={t.loop} stages={t.stages}"
 
 
-def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
+def variants(which: str) -> list[tuple[str, str, Callable[..., object], float]]:
     """(subject, variant, call, bytes or operations)."""
-    found: list[tuple[str, str, Callable[[], object], float]] = []
+    found: list[tuple[str, str, Callable[..., object], float]] = []
     key, one = torch.tensor(12345, device="cuda"), torch.ones((), device="cuda")
     bf, loop6 = torch.bfloat16, C.Tiling(loop=6)
 
-    def add(subject: str, variant: str, call: Callable[[], object], work: float) -> None:
+    def add(subject: str, variant: str, call: Callable[..., object], work: float) -> None:
         found.append((subject, variant, call, work))
 
     if which in ("ceilings", "all"):
@@ -251,19 +251,19 @@ def variants(which: str) -> list[tuple[str, str, Callable[[], object], float]]:
                         lambda a=gw_a, b=gw_b, bl=blocks, s=split: P.int8_product(a, b, one, one, bf, bl, s),
                         ow,
                     )
-            xi = [torch.randint(-7, 8, t.shape, device="cuda", dtype=torch.int8) for t in (gx_a, gx_b, gw_a, gw_b)]
+            codes = [torch.randint(-7, 8, t.shape, device="cuda", dtype=torch.int8) for t in (gx_a, gx_b, gw_a, gw_b)]
             st = torch.ones(tokens, device="cuda")
             for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3)):
                 add(
                     name,
                     f"mm gx int8 {blocks.m}x{blocks.n}x{blocks.k}",
-                    lambda a=xi[0], b=xi[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl),
+                    lambda a=codes[0], b=codes[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl),
                     ox,
                 )
                 add(
                     name,
                     f"mm gw int8 {blocks.m}x{blocks.n}x{blocks.k}",
-                    lambda a=xi[2], b=xi[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl),
+                    lambda a=codes[2], b=codes[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl),
                     ow,
                 )
     return found

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 import hotrain
 from hotrain import draws
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # of a partition without kernels
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

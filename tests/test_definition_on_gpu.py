@@ -11,7 +11,11 @@ from hotrain import draws
 from hotrain.products import int_matmul
 from hotrain.quantize.integer import quantize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What is tested here is the definition on a GPU: that a layer falls to it is said, and wanted.
+    pytest.mark.filterwarnings("ignore:hotrain. no kernel:UserWarning"),
+]
 
 PRESETS = [name for name in hotrain.presets() if name != "exact"]
 

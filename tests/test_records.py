@@ -115,12 +115,16 @@ def test_speed_ups_of_layers_are_over_cublas_of_the_same_run(records: ModuleType
         bench("layers", "vit_b/qkv", "hot", 0.2, role="method"),
         bench("layers", "vit_b/qkv", "hot with bias", 0.25, role="method", bias=True),
         bench("layers", "vit_b/qkv", "hot/keep", 0.05, role="part"),
+        bench("layers", "vit_b/qkv", "hot/g_y", 0.07, role="part"),
+        bench("layers", "vit_b/fc1", "hot/g_y", 0.09, role="part"),
         bench("layers", "vit_b/qkv", "hot", 0.01, role="method", tiny=True),  # measures nothing
     )
     text = records.gpu_layers(tmp_path)
     assert "| vit_b/qkv | hot | 200.0 ± 500.0 | 200.0 | 1.50 | 6.00 |  | 1,000 |" in text
     assert "| vit_b/qkv | hot with bias | 250.0 ± 500.0 | 250.0 | 1.60 |  |  | 1,000 |" in text
-    assert "| vit_b/qkv | hot/keep | 50.0 ± 500.0 | 50.0 |  |  |  | 1,000 |" in text
+    assert "| layer | µs of the parts | keep | g_y |" in text
+    assert "| vit_b/qkv | hot | 50.0 | 70.0 |" in text
+    assert "| vit_b/fc1 | hot |  | 90.0 |" in text, "a part that was not measured leaves its place empty"
     assert "10.0 ±" not in text
     assert "make bench" in records.layers(folder=tmp_path / "none"), "the CPU's layers are another table"
 
@@ -138,6 +142,19 @@ def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleT
     assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | 0.00 |" in text
     assert "| vit | exact+compile (again) | 41.00 ± 0.50 |  | – | 0.00 |" in text
     assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |" in text
+
+
+def test_a_note_stands_below_its_run_and_in_the_target(records: ModuleType, tmp_path: Path) -> None:
+    """A step that hotrain left exact must not pass for one that it made as fast; nor 1.004 for 1.00."""
+    subject = "vit_base_patch16_224/b128"
+    write(
+        tmp_path / "step.jsonl",
+        bench("step", subject, "exact+compile", 100.0),
+        bench("step", subject, "hotrain", 100.4, note="every layer was left exact"),
+    )
+    assert records.steps(tmp_path).endswith("\n\nNote: `hotrain`: every layer was left exact.")
+    cells = targets_of(records, tmp_path)[f"step, {subject}", "compiled bf16"]
+    assert cells[2:] == ["1.004 (hotrain; every layer was left exact)", "missed"]
 
 
 def test_kernels_are_printed_with_what_they_reach(records: ModuleType, tmp_path: Path) -> None:

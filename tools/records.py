@@ -2,8 +2,8 @@
 
 Two kinds of record lie there. ``*.jsonl``: one measurement a line (`FIELDS`), from ``make bench`` on a CPU or, with a
 ``bench`` field that says of what, from ``hotrain bench layers|step|ops`` on a GPU; ratios are formed within one
-``run_id`` only. ``*.json``: the ``summary.json`` of a `hotrain compare` or `hotrain demo`, copied under a name that
-says what was compared.
+``run_id`` only, and a ``note``, added by hand, is printed below the table. ``*.json``: the ``summary.json`` of a
+`hotrain compare` or `hotrain demo`, copied under a name that says what was compared.
 """
 
 from __future__ import annotations
@@ -92,6 +92,20 @@ def _conditions(row: dict[str, Any]) -> str:
     return f"{row['device']}{threads}, PyTorch {torch}, commit {str(row['commit'])[:10]}: `{row['command'].strip()}`"
 
 
+def _notes(rows: list[dict[str, Any]]) -> str:
+    """What was written by hand beside the records of one run, each note once, with the variants it is about."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("note"):
+            about.setdefault(row["note"], []).append(row["variant"])
+    everything = {row["variant"] for row in rows}
+    lines = []
+    for note, variants in about.items():
+        names = "" if set(variants) == everything else ", ".join(f"`{name}`" for name in dict.fromkeys(variants)) + ": "
+        lines.append(f"\n\nNote: {names}{note}.")
+    return "".join(lines)
+
+
 def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -138,6 +152,8 @@ def gpu_layers(folder: Path = RESULTS) -> str:
         times = {(row["subject"], row["variant"]): row["median_ms"] for row in rows}
         lines = []
         for row in rows:
+            if row["role"] == "part":
+                continue
             cells = [row["subject"], row["variant"], f"{row['median_ms'] * 1e3:.1f} ± {row['spread_ms'] * 1e3:.1f}"]
             cells.append(f"{row['eager_ms'] * 1e3:.1f}")
             suffix = WITH_BIAS if row["bias"] else ""
@@ -149,8 +165,24 @@ def gpu_layers(folder: Path = RESULTS) -> str:
             cells.append("" if row["activation_bytes"] is None else f"{row['activation_bytes']:,}")
             lines.append(cells)
         headers = ["layer", "variant", "µs", "µs eager", "× bf16", "× TF32", "× fp32", "bytes kept"]
-        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _parts(rows) + _notes(rows))
     return "\n\n".join(tables) or _none_yet("layers")
+
+
+def _parts(rows: list[dict[str, Any]]) -> str:
+    """A method's parts side by side, a line a layer and method."""
+    names: list[str] = []
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        if row["role"] == "part":
+            method, _, name = row["variant"].rpartition("/")
+            names.append(name)
+            found.setdefault((row["subject"], method), {})[name] = f"{row['median_ms'] * 1e3:.1f}"
+    if not found:
+        return ""
+    columns = list(dict.fromkeys(names))
+    lines = [[*which, *(times.get(name, "") for name in columns)] for which, times in found.items()]
+    return "\n\n" + _markdown(["layer", "µs of the parts", *columns], lines)
 
 
 def steps(folder: Path = RESULTS) -> str:
@@ -169,7 +201,7 @@ def steps(folder: Path = RESULTS) -> str:
             cells += ["–" if row[k] is None else f"{row[k] / 2**30:.2f}" for k in ("peak_bytes", "activation_bytes")]
             lines.append(cells)
         headers = ["subject", "variant", "ms a step", "÷ exact+compile", "peak GiB", "activations GiB"]
-        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
     return "\n\n".join(tables) or _none_yet("step")
 
 
@@ -233,10 +265,13 @@ class Target:
         if reached is None:
             return [self.work, self.baseline, *asked, "not recorded yet", ""]
         value, who = reached
-        return [self.work, self.baseline, *asked, f"{self._text(value)} ({who})", self._verdict(value)]
+        text = self._text(value)
+        if value != self.goal and text == self._text(self.goal):
+            text = self._text(value, 1)  # a miss must not look like the goal
+        return [self.work, self.baseline, *asked, f"{text} ({who})", self._verdict(value)]
 
-    def _text(self, value: float) -> str:
-        return f"{value:.0%}" if self.unit == "%" else f"{value:.2f}{self.unit}"
+    def _text(self, value: float, more_digits: int = 0) -> str:
+        return f"{value:.{more_digits}%}" if self.unit == "%" else f"{value:.{2 + more_digits}f}{self.unit}"
 
     def _verdict(self, value: float) -> str:
         better = [goal for goal in (self.goal, self.stretch) if goal is not None and (value - goal) * self._sign >= 0]
@@ -282,7 +317,10 @@ def _kernel_target(ending: str) -> Callable[[list[dict[str, Any]]], tuple[float,
 
 
 def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
-    """Step time of the fastest hotrain variant over the baseline's. kind: ``exact`` or ``fp8``, of its forward."""
+    """Step time of the fastest hotrain variant over the baseline's, and the note that its records carry.
+
+    kind: ``exact`` or ``fp8``, of its forward.
+    """
 
     def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
         base = _step_ms(rows, subject, baseline)
@@ -291,7 +329,8 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
             if variant.startswith("hotrain") and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
                 mine = _step_ms(rows, subject, variant)
                 if mine is not None and base is not None:
-                    ratios.append((mine / base, variant))
+                    notes = dict.fromkeys(row["note"] for row in rows if row["variant"] == variant and row.get("note"))
+                    ratios.append((mine / base, "; ".join((variant, *notes))))
         return min(ratios, default=None)
 
     return measure

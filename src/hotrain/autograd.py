@@ -1,4 +1,4 @@
-"""The autograd functions: run the exact product forward, keep what the method keeps, call the two gradients.
+"""The autograd functions: run the product forward, keep what the method keeps, call the two gradients.
 
 They decide nothing. A `Step` says what one forward of one layer does, and whether the definition or the kernels do
 it; `ctx.needs_input_grad` says what is asked. All that lives until backward goes through `save_for_backward`, the key

@@ -25,7 +25,7 @@ from .transform.tokens import Grid
 
 FilterFn = Callable[[nn.Module, str], bool]
 
-PLANS = ("speed", "memory")
+PLANS = ("speed", "graphs", "memory")
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
 _ROOM = f"{__package__}.nn."  # where the classes of converted layers live
@@ -109,12 +109,14 @@ def convert(
     grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens
         precede them, for models that do not say so themselves (`hotrain.grids`).
     dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
-    number: of the codes: ``"int"`` as the presets have it, ``"e4m3"`` or ``"e5m2"`` (`Method.override`), or ``"auto"``: e4m3 on
-        a GPU with fp8 units, found at a layer's first forward there, where the method can be had in fp8. None: as the
-        method says, on every device.
+    number: of the codes: ``"int"`` as the presets have it, ``"e4m3"`` or ``"e5m2"`` (`Method.override`), or ``"auto"``:
+        e4m3 on a GPU with fp8 units, found at a layer's first forward there, where the method can be had in fp8.
+        None: as the method says, on every device.
     forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
     plan: ``"speed"`` leaves those layers exact that would lose time on a GPU, measured at their first forward there
-        (`hotrain.planning`); ``"memory"`` converts them all the same. Without a GPU both convert all.
+        (`hotrain.planning`); ``"graphs"`` measures without what the host does to launch them, for models that run as
+        CUDA graphs (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts them all the same. Without a GPU
+        all are converted.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
     Raises ValueError for an unknown method, a bad grid, and when no layer matched.
     """
@@ -170,7 +172,7 @@ def convert(
             state.name, state.method, state.grid = label, method, place
             state.chosen, state.fallback = filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
-        state.automatic, state.planned = automatic, plan == "speed"
+        state.automatic, state.plan = automatic, plan
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))

@@ -62,7 +62,7 @@ def linear(
     transposed: bool = False,
     name: str = "linear",
 ) -> Tensor:
-    """`torch.nn.functional.linear` whose gradients follow `method`; the result is the exact one, to the bit.
+    """`torch.nn.functional.linear` whose gradients follow `method`; exact to the bit unless it has a `forward`.
 
     x: (*, I), floating, any number of leading axes, (B, H, W, I) is its own token grid.  weight: (O, I), or (I, O)
     when `transposed` (transformers' Conv1D).  bias: (O,).  grid: where the tokens of (B, L, I) lie.  key: of the draws;
@@ -93,7 +93,7 @@ def conv2d(
     key: int = 0,
     name: str = "conv2d",
 ) -> Tensor:
-    """`torch.nn.functional.conv2d` whose gradients follow `method`; the result is the exact one, to the bit.
+    """`torch.nn.functional.conv2d` whose gradients follow `method`; exact to the bit, also where it has a `forward`.
 
     x: (B, C, H, W) or (C, H, W).  weight: (O, C/groups, kh, kw).  padding_mode: as in `torch.nn.Conv2d`.
     Returns (B, O, H', W'). Raises as `linear`.

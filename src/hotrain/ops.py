@@ -297,8 +297,8 @@ def _keep_fake(x: Tensor, key: Tensor | None, tag: Tensor, spec: str, served: bo
 
 
 _lib.define(
-    "forward(Tensor x, Tensor w, Tensor? b, Tensor? key, Tensor tag, str spec, bool served, bool transposed, bool keeps) "
-    "-> (Tensor, Tensor, Tensor)"
+    "forward(Tensor x, Tensor w, Tensor? b, Tensor? key, Tensor tag, str spec, bool served, bool transposed, "
+    "bool keeps) -> (Tensor, Tensor, Tensor)"
 )
 
 

@@ -1,11 +1,13 @@
 """Whether a layer gains time on the GPU it is on: its training step exact and converted, measured once a shape.
 
-`convert(plan="speed")` asks here at a layer's first training forward on a GPU; what loses stays exact, and the report says
-so with both times. On a CPU nothing is measured: there `hotrain.plan` looks at a whole model.
+`convert(plan="speed")` asks here at a layer's first training forward on a GPU; what loses stays exact, and the report
+says so with both times. They hold what the host does to launch a layer; ``plan="graphs"`` measures the GPU's part
+alone, as it is in a CUDA graph. On a CPU nothing is measured: there `hotrain.plan` looks at a whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from .transform.tokens import Grid
 _REPEATS = 7
 _HOPELESS = 3.0  # times slower in the first pair: not worth the repeats
 
-_verdicts: dict[Question, tuple[float, float] | None] = {}
+_times: dict[tuple[Question, bool], tuple[float, float] | None] = {}
+_rehearsed: set[Question] = set()
 
 
 @dataclass(frozen=True)
@@ -51,73 +54,129 @@ class Question:
         return self.w[1 if self.transposed else 0]
 
 
-def times(question: Question) -> tuple[float, float] | None:
+def times(question: Question, graphs: bool = False) -> tuple[float, float] | None:
     """Milliseconds of forward and backward, exact and by the method; None where they cannot be taken.
 
     That is within a captured CUDA graph, and where memory does not suffice for a second set of tensors. Each question
-    is measured once a process, on random data.
+    is measured once a process, on random data. graphs: the time of the GPU alone, from replays of CUDA graphs.
     """
-    if question not in _verdicts:
+    place = question, graphs
+    if place not in _times:
         if torch.cuda.is_current_stream_capturing():
             return None
         try:
-            _verdicts[question] = _measure(question)
+            _times[place] = _measure(question, graphs)
+            _rehearsed.add(question)
         except torch.OutOfMemoryError:
-            _verdicts[question] = None
-    return _verdicts[question]
+            _times[place] = None
+    return _times[place]
 
 
-def verdict(question: Question) -> str | None:
+def verdict(question: Question, graphs: bool = False) -> str | None:
     """Why the layer stays exact, with the two times; None where it gains."""
-    found = times(question)
+    found = times(question, graphs)
     if found is None or found[1] <= found[0]:
         return None
     exact, converted = found
     return f"slower on this GPU: {converted:.3f} ms a step against {exact:.3f} ms exact"
 
 
-def _measure(q: Question) -> tuple[float, float]:
-    def noise(*shape: int, dtype: torch.dtype) -> Tensor:
+def rehearse(question: Question) -> None:
+    """Run a layer's step once, so that its kernels are compiled and what they look up is in memory.
+
+    CUDA graphs want it: a tensor that is made while a graph warms up, and kept, would lie in the graph's own memory.
+    """
+    if question not in _rehearsed and not torch.cuda.is_current_stream_capturing():
+        _rehearsed.add(question)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            layer = _Layer(question)
+            with layer.mode():
+                layer.run(layer.converted)
+
+
+class _Layer:
+    """One layer on random data, exact and converted."""
+
+    def __init__(self, q: Question) -> None:
+        state = torch.cuda.get_rng_state(q.device) if q.device.type == "cuda" else torch.get_rng_state()
+        try:
+            x = self._noise(q, q.x, q.dtype)
+            if q.geometry is not None:
+                x = x.to(memory_format=torch.channels_last)
+            self.x = x.requires_grad_(q.needs_x)
+            self.w = self._noise(q, q.w, q.weights).requires_grad_()
+            self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_() if q.bias else None
+            self.q, self.step = q, Step(q.method, 1, q.grid, q.transposed, "planned", handle=-1)
+            with self.mode():
+                self.g = torch.randn_like(self.exact())
+        finally:
+            if q.device.type == "cuda":
+                torch.cuda.set_rng_state(state, q.device)
+            else:
+                torch.set_rng_state(state)
+
+    @staticmethod
+    def _noise(q: Question, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=q.device, dtype=torch.float32).to(dtype)
 
-    generator = torch.cuda.get_rng_state(q.device)
-    try:
-        x = noise(*q.x, dtype=q.dtype).requires_grad_(q.needs_x)
-        if q.geometry is not None:
-            x = x.detach().to(memory_format=torch.channels_last).requires_grad_(q.needs_x)
-        w = noise(*q.w, dtype=q.weights).requires_grad_()
-        b = noise(q.outputs, dtype=q.weights).requires_grad_() if q.bias else None
-    finally:
-        torch.cuda.set_rng_state(generator, q.device)
-    step = Step(q.method, 1, q.grid, q.transposed, "planned", handle=-1)
+    def mode(self) -> contextlib.ExitStack:
+        """Gradients on, and autocast where the parameters are kept in another dtype."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.enable_grad())
+        cast = self.q.dtype != self.q.weights
+        stack.enter_context(torch.autocast(self.q.device.type, self.q.dtype, enabled=cast))
+        return stack
 
-    def exact() -> Tensor:
-        if q.geometry is not None:
-            return q.geometry.forward(x, w, b)
-        return F.linear(x, w.T if q.transposed else w, b)
+    def exact(self) -> Tensor:
+        if self.q.geometry is not None:
+            b = None if self.b is None else autograd.autocast(self.b)
+            return self.q.geometry.forward(autograd.autocast(self.x), autograd.autocast(self.w), b)
+        return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
-    def converted() -> Tensor:
-        if q.geometry is not None:
-            return autograd.Conv2d.apply(x, w, b, q.geometry, step)
-        return autograd.Linear.apply(x, w, b, step)
+    def converted(self) -> Tensor:
+        if self.q.geometry is not None:
+            return autograd.Conv2d.apply(self.x, self.w, self.b, self.q.geometry, self.step)
+        return autograd.Linear.apply(self.x, self.w, self.b, self.step)
 
-    inputs = [t for t in (x if q.needs_x else None, w, b) if t is not None]
+    def run(self, forward: Callable[[], Tensor]) -> None:
+        """Forward and backward."""
+        wanted = [t for t in (self.x if self.q.needs_x else None, self.w, self.b) if t is not None]
+        torch.autograd.grad(forward(), wanted, self.g)
 
-    def timed(forward: Callable[[], Tensor], g: Tensor) -> float:
+
+def _measure(question: Question, graphs: bool) -> tuple[float, float]:
+    layer = _Layer(question)
+
+    def timed(work: Callable[[], object]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(2):
-            torch.autograd.grad(forward(), inputs, g)
+            work()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 2
 
-    with torch.enable_grad(), torch.autocast(q.device.type, q.dtype, enabled=q.dtype != q.weights):
-        g = torch.randn_like(exact())
-        for forward in (exact, converted):
-            torch.autograd.grad(forward(), inputs, g)  # compiles, and finds the scales
-        first = timed(exact, g), timed(converted, g)
+    with layer.mode():
+        works: list[Callable[[], object]] = [lambda: layer.run(layer.exact), lambda: layer.run(layer.converted)]
+        for work in works:
+            work()  # compiles, and finds the scales
+            work()
+        if graphs:
+            works = [_captured(work) for work in works]
+        exact, converted = works
+        first = timed(exact), timed(converted)
         if first[1] > _HOPELESS * first[0]:
             return first
-        pairs = [(timed(exact, g), timed(converted, g)) for _ in range(_REPEATS)]
+        pairs = [(timed(exact), timed(converted)) for _ in range(_REPEATS)]
     return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
+
+
+def _captured(work: Callable[[], object]) -> Callable[[], object]:
+    """The work as a CUDA graph's replay; as it is where it cannot be captured (the definition reads its key)."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError:
+        return work
+    return graph.replay

@@ -72,16 +72,19 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     noisy = rounding == "stochastic"
     rot, rot_scale, proj, proj_scale, sums = C.compress(
         t, lay, kept_rows(lay, key), key,
-        C.Output(C.INT, 7.0, noisy, draws.GRAD_INPUT, each), C.Output(C.INT, 127.0, noisy, draws.GRAD_WEIGHT), sums=True,
+        C.Output(C.INT, 7.0, noisy, draws.GRAD_INPUT, each), C.Output(C.INT, 127.0, noisy, draws.GRAD_WEIGHT),
+        sums=True,
     )  # fmt: skip
     want = quantize(rotate(t.float()), 4, "token" if each else "tensor", rounding, KEY, draws.GRAD_INPUT)
     kept = quantize(project(t.float().view(*lead, channels), lay, KEY), 8, "tensor", rounding, KEY, draws.GRAD_WEIGHT)
     torch.testing.assert_close(rot_scale.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)
     torch.testing.assert_close(proj_scale, kept.scale, rtol=2**-20, atol=0)
     moved = (rot.int() - want.codes.int()).abs()
-    assert moved.max() <= 1 and few(moved > 0, MOVED)
+    assert moved.max() <= 1
+    assert few(moved > 0, MOVED)
     moved = (proj[:channels, : lay.rows].t().int() - kept.codes.int()).abs()
-    assert moved.max() <= 1 and few(moved > 0, MOVED * 16)
+    assert moved.max() <= 1
+    assert few(moved > 0, MOVED * 16)
     assert not proj[:, lay.rows :].any(), "the padding of the contraction must be zero"
     scale = t.double().abs().sum(0).max()
     assert (sums - t.double().sum(0)).abs().max() <= 2**-21 * scale
@@ -115,8 +118,10 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
             # Equal but for underflow below the kernel's scale, and a few neighbours where float32 sums differ.
             near = error <= 0.5 * step * scale.double() * 1.001
             neighbour = error <= 2 * torch.finfo(dtype8).eps * exact.double().abs() + step * scale.double()
-            assert neighbour.all() and few(~near, 16 * MOVED)
-        assert not proj[:, lay.rows :].float().any() and not proj[channels:].float().any()
+            assert neighbour.all()
+            assert few(~near, 16 * MOVED)
+        assert not proj[:, lay.rows :].float().any()
+        assert not proj[channels:].float().any()
         assert (sums - t.double().sum(0)).abs().max() <= 2**-21 * t.double().abs().sum(0).max()
         assert not any(row[1:].any() for row in hint.rows), "tickets and bins are cleared for the next step"
 
@@ -125,7 +130,7 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
 @pytest.mark.parametrize("number", [C.INT, *(pytest.param(n, marks=FP8_NAN) for n in (C.E4M3, C.E5M2))])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 def test_a_non_finite_entry_is_passed_on(number, bad, device):
-    """Its token's codes (fp8) or everything under its scale (integers) come back non-finite, and the next step is clean."""
+    """Its token's codes (fp8) or all under its scale (integers) come back non-finite, and the next step is clean."""
     lay = layout_of((2, 32), None, 8, 4)
     key, hint = key_on(device), C.Hints(device)
     rows = kept_rows(lay, key)
@@ -144,7 +149,8 @@ def test_a_non_finite_entry_is_passed_on(number, bad, device):
             assert not (rot[5].float() * rot_scale)[:16].isfinite().any(), (
                 "the block of 16 channels that it was rotated into"
             )
-            assert (rot[6].float() * rot_scale).isfinite().all()
+            # A NaN is a code of its own; an infinity, which the cast saturates, makes the scale NaN and all with it.
+            assert bool((rot[6].float() * rot_scale).isfinite().all()) is (bad != bad)
 
 
 @pytest.mark.parametrize("number", [C.INT, C.E4M3])
@@ -160,7 +166,8 @@ def test_zeros_and_denormals(number, device):
         )
         assert (rot.float() * rot_scale).abs().max() <= 16 * value
         assert (proj.float() * proj_scale).abs().max() <= 16 * value
-        assert rot_scale.isfinite().all() and bool(proj_scale > 0)
+        assert rot_scale.isfinite().all()
+        assert proj_scale > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -220,4 +227,5 @@ def test_weight_codes_are_the_definitions(outputs, inputs, dtype, scale, roundin
     codes, found = C.compress_weight(w, key_on(device), output, None)
     torch.testing.assert_close(found.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)
     moved = (codes[: w.shape[1], : want.codes.shape[0]].t().int() - want.codes.int()).abs()
-    assert moved.max() <= 1 and few(moved > 0, MOVED)
+    assert moved.max() <= 1
+    assert few(moved > 0, MOVED)

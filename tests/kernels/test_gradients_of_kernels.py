@@ -81,7 +81,9 @@ def test_gradients_are_the_definitions(lead, grid, outputs, inputs, name, dtype,
         g_x, g_w, g_b = kernels.gradients(
             g_y, w, kept, method, lay, key, hash(name) & 0xFFFF, (True, True, True), dtype=torch.float32
         )
-        assert g_x.dtype == dtype and g_x.shape == (lead[0] * lead[1], inputs) and g_w.shape == (outputs, inputs)
+        assert g_x.dtype == dtype
+        assert g_x.shape == (lead[0] * lead[1], inputs)
+        assert g_w.shape == (outputs, inputs)
         assert relative(g_x, want_x) <= tolerance + torch.finfo(dtype).eps
         assert relative(g_w, want_w) <= tolerance
         assert relative(g_b, g_y.double().sum(0)) <= torch.finfo(dtype).eps + 2**-20
@@ -120,7 +122,8 @@ def test_the_forward_product_of_codes(lead, grid, outputs, inputs, name, number,
     b, key = torch.randn(outputs, device=device), key_on(device)
     given = w.T.contiguous() if transposed else w
     y, kept = kernels.forward(x, given, b, method, lay, key, 5, True, transposed)
-    assert y.shape == (lead[0] * lead[1], outputs) and y.dtype == x.dtype
+    assert y.shape == (lead[0] * lead[1], outputs)
+    assert y.dtype == x.dtype
     assert relative(y, forward.product(x.float(), w, b, number)) <= 2**-8 + 4e-3
     codes, side = kernels.keep(x, method, lay, key, 5)
     count = inputs, lay.rows
@@ -145,7 +148,8 @@ def test_a_transposed_weight(name, device):
     b = kernels.gradients(g_y, w.T.contiguous(), kept, method, lay, key, 2, (True, True, False), transposed=True)
     # Integer codes are the same; fp8's scale was guessed the second time, which moves only what underflows.
     tolerance = 0.0 if name == "hot" else 1e-2
-    assert relative(a[0], b[0]) <= tolerance and relative(a[1], b[1].T) <= tolerance
+    assert relative(a[0], b[0]) <= tolerance
+    assert relative(a[1], b[1].T) <= tolerance
 
 
 def test_the_same_key_gives_the_same_bits_and_another_one_others(device):
@@ -160,7 +164,8 @@ def test_the_same_key_gives_the_same_bits_and_another_one_others(device):
 
     first, again, other = run(7), run(7), run(8)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], other[0]) and not torch.equal(first[3], other[3])
+    assert not torch.equal(first[0], other[0])
+    assert not torch.equal(first[3], other[3])
 
 
 def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device, monkeypatch):
@@ -179,12 +184,18 @@ def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device
     kept = kernels.keep(x, method, lay, key, 4)
     want = kernels.gradients(g_y, w, kept, method, lay, key, 4, (True, True, True))
     monkeypatch.setattr(compress, "compress", fails)
-    with pytest.warns(UserWarning, match="no such instruction") as caught:
-        kept_so = kernels.keep(x, method, lay, key, 4)
-        found = kernels.gradients(g_y, w, kept_so, method, lay, key, 4, (True, True, True))
+
+    def twice() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        kept = kernels.keep(x, method, lay, key, 4)
+        found = kernels.gradients(g_y, w, kept, method, lay, key, 4, (True, True, True))
         kernels.keep(x, method, lay, key, 4)
+        return kept, found
+
+    with pytest.warns(UserWarning, match="no such instruction") as caught:
+        kept_so, found = twice()
     assert len(caught) == 3, "keep, gradients and weight, once each"
-    assert torch.equal(kept[0][:32], kept_so[0][:32]) and torch.equal(kept[1][:1], kept_so[1][:1])
+    assert torch.equal(kept[0][:32], kept_so[0][:32])
+    assert torch.equal(kept[1][:1], kept_so[1][:1])
     for a, b in zip(want, found, strict=True):
         assert relative(a, b) <= 1e-2
 

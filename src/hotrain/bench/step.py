@@ -49,12 +49,13 @@ METHOD_FP8 = Bounds(0.05, 0.4)
 
 @dataclass(frozen=True)
 class Variant:
-    """change: what is done to a fresh task."""
+    """change: what is done to a fresh task.  graphs: whether the compiled model runs as CUDA graphs."""
 
     name: str
     change: Callable[[Task], None]
     bounds: Bounds
     compiled: bool = True
+    graphs: bool = False
 
 
 def _unchanged(task: Task) -> None:
@@ -78,6 +79,18 @@ def _hotrain_fp8_forward(task: Task) -> None:
     hotrain.convert(task.model, forward="fp8")
 
 
+def _hotrain_graphs(task: Task) -> None:
+    hotrain.convert(task.model, plan="graphs")
+
+
+def _hotrain_fp8_forward_graphs(task: Task) -> None:
+    hotrain.convert(task.model, forward="fp8", plan="graphs")
+
+
+def _hotrain_memory(task: Task) -> None:
+    hotrain.convert(task.model, plan="memory")
+
+
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -87,6 +100,10 @@ VARIANTS = {
         Variant("torchao-float8-tensorwise", _torchao, FP8),
         Variant("hotrain", _hotrain, METHOD),
         Variant("hotrain-fp8fwd", _hotrain_fp8_forward, METHOD_FP8),
+        Variant("exact+graphs", _unchanged, EXACT, graphs=True),
+        Variant("hotrain+graphs", _hotrain_graphs, METHOD, graphs=True),
+        Variant("hotrain-fp8fwd+graphs", _hotrain_fp8_forward_graphs, METHOD_FP8, graphs=True),
+        Variant("hotrain-all", _hotrain_memory, METHOD),
     )
 }
 
@@ -178,7 +195,10 @@ def measure(
     model = task.model
     if variant.compiled:
         # On small shapes the question is whether it traces, not what the compiler makes of it.
-        model = torch.compile(model, backend="eager" if tiny else "inductor")  # type: ignore[assignment]
+        options: dict[str, Any] = {"backend": "eager"} if tiny else {"backend": "inductor"}
+        if variant.graphs and on_gpu:
+            options["mode"] = "reduce-overhead"
+        model = torch.compile(model, **options)  # type: ignore[assignment]
     began = time.perf_counter()
     agreement = compare(task, first_loss(task, model), truth, variant.bounds)
     optimizer = task.optimizer()

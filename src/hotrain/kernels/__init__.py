@@ -1,4 +1,4 @@
-"""Step 5, the same two gradients on a GPU: each operand is read once, rotated, projected and turned into codes on the way.
+"""Step 5, the two gradients on a GPU: each operand is read once, rotated, projected and turned into codes on the way.
 
 `reason` says what is served, `keep` is forward's part, `gradients` backward's. The numbers are those of
 `hotrain.backward`; `compress` has the one kernel that reads, `product` the products of codes, `rows` and `noise` the

@@ -7,14 +7,14 @@
                 ──►  column sums      (O,)           the bias gradient
     x (T, I)    ──►  codes of P x     (I, R')        transposed: the right operand of g_w
 
-A program holds `TILES` tiles of 16 tokens by `BC` channels. Both transforms are products with ±1 matrices that it builds in
-registers; ¼ (and the gain of a drawn row) is multiplied on afterwards, so 16-bit inputs are transformed without any
-rounding but float32's.
+A program holds `TILES` tiles of 16 tokens by `BC` channels. Both transforms are products with ±1 matrices that it
+builds in registers; ¼ (and the gain of a drawn row) is multiplied on afterwards, so 16-bit inputs are transformed
+without any rounding but float32's.
 
-**Scales without another pass.** An fp8 scale is a power of two, so a code times its scale does not depend on it while the
-code is a normal number. The kernel takes the scale from the last step's largest magnitude and finds this step's on the way;
-`_settle_kernel` then looks whether the guess was right within a few binades, and only if not writes the codes anew. An
-integer scale is the exact one of the definition: a first pass finds it, the second writes codes.
+**Scales without another pass.** An fp8 scale is a power of two, so a code times its scale does not depend on it while
+the code is a normal number. The kernel takes the scale from the last step's largest magnitude and finds this step's on
+the way; `_settle_kernel` then looks whether the guess was right within a few binades, and only if not writes the codes
+anew. An integer scale is the exact one of the definition: a first pass finds it, the second writes codes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def magnitude_bits(v):
 
 @triton.jit
 def exponent_for(bits, NUMBER: tl.constexpr):
-    """The biased exponent of the smallest power of two that brings a magnitude into fp8's range (1.75·2⁸ or 1.75·2¹⁵)."""
+    """Biased exponent of the smallest power of two that brings a magnitude into fp8's range, 1.75·2⁸ or 1.75·2¹⁵."""
     TOP: tl.constexpr = 8 if NUMBER == _E4M3 else 15
     exponent = (bits >> 23) - TOP + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.minimum(tl.maximum(exponent, 1), 253)
@@ -152,22 +152,23 @@ def _walsh_rows(
 
 @triton.jit
 def _within_threads(v, M: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr):
-    """The largest of every EACH neighbours: what a thread holds, without a word to its neighbours. (M, N) to (M, N/EACH)."""
+    """The largest of every EACH neighbours, (M, N) to (M, N/EACH): what a thread holds, without a word to others."""
     return tl.max(tl.reshape(v, (M, N // EACH, EACH)), axis=2)
 
 
 @triton.jit
 def _block(
-    b, first, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale, proj_scale,
-    rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+    b, first, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale,
+    proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
-    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr, PROJ_STREAM: tl.constexpr,
-    ROT_STREAM: tl.constexpr, MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
+    PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
+    MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
-    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
-    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens b by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles come first, then dense ones."""
+    """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
     SLOTS: tl.constexpr = TILES * 16
     ROWS: tl.constexpr = TILES * RANKP
     QUARTER: tl.constexpr = 0.25 if ROTATE else 1.0
@@ -302,11 +303,12 @@ def _compress_kernel(
     t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_hint, proj_hint,
     rot_scale, proj_scale, C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
-    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr, PROJ_STREAM: tl.constexpr,
-    ROT_STREAM: tl.constexpr, MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
+    PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
+    MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
-    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
-    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Neighbours in time are GROUP blocks of tokens by all channels: whole rows are read, whole lines written.
     pid = tl.program_id(0)
@@ -332,10 +334,11 @@ def _compress_kernel(
         elif PROJ == _E4M3 or PROJ == _E5M2:
             proj_inverse = power(254 - guessed_exponent(tl.load(proj_hint), PROJ))
     _block(
-        b, piece * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale, proj_scale,
-        rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+        b, piece * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max,
+        rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
-        MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP, STAGES, UPCAST,
+        MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP,
+        STAGES, UPCAST,
     )  # fmt: skip
 
 
@@ -383,13 +386,13 @@ def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _settle_kernel(
-    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint, rot_scale, proj_scale,
-    C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint,
+    rot_scale, proj_scale, C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
-    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr, BC: tl.constexpr,
-    LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write the codes anew where a guess was off. Integers are passed as NONE."""
     me, count = tl.program_id(0), tl.num_programs(0)
@@ -423,10 +426,11 @@ def _settle_kernel(
     if wrong:
         for i in range(me, blocks * slices, count):
             _block(
-                i // slices, i % slices * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, t, t, t, rot_scale,
-                proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
-                ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0,
-                False, True, False, False, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP, 1, UPCAST,
+                i // slices, i % slices * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, t, t, t,
+                rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows,
+                chunks, ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0,
+                False, True, False, False, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC,
+                LOOP, 1, UPCAST,
             )  # fmt: skip
 
 
@@ -456,8 +460,8 @@ DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 class Tiling:
     """How a launch is cut.
 
-    tiles, channels: of one block.  warps: a program.  loop: blocks along the channels a program walks through, with that
-    many stages of loads in flight.  group: blocks of tokens that run side by side.
+    tiles, channels: of one block.  warps: a program.  loop: blocks along the channels a program walks through, with
+    `stages` of loads in flight.  group: blocks of tokens that run side by side.
     """
 
     tiles: int = 4
@@ -497,7 +501,7 @@ def padded(n: int) -> int:
 
 
 class Hints:
-    """What the kernels remember of one layer: for each quantity a row of words, and the bins in it. Nothing guessed yet."""
+    """What the kernels remember of a layer: for each quantity a row of words, and its bins. Nothing guessed yet."""
 
     def __init__(self, device: torch.device) -> None:
         words = torch.zeros(5, HINT, dtype=torch.int32, device=device)
@@ -541,30 +545,31 @@ def _plan(
     slices = triton.cdiv(chunks, loop)
     # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
     derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
-    shape = dict(
-        FULL=full and rank == rankp, WHOLE=channels % bc == 0,
-        ALIGNED=total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
-        DERIVED=derived, WIDE=max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
-        TILES=tiling.tiles, RANK=rank, RANKP=rankp, FIXED=rows_of.fixed, GAIN=rows_of.gain, BC=bc,
-        LOOP=loop, STAGES=tiling.stages, UPCAST=INTERPRETED,
-    )  # fmt: skip
+    shape = {
+        "FULL": full and rank == rankp, "WHOLE": channels % bc == 0,
+        "ALIGNED": total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
+        "DERIVED": derived, "WIDE": max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
+        "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "FIXED": rows_of.fixed, "GAIN": rows_of.gain, "BC": bc,
+        "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED,
+    }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
     def constants(rotated: Output, projected: Output, measure: bool, write: bool, sums: bool) -> dict[str, Any]:
-        return dict(
-            ROT=rotated.number, ROTATE=rotate, ROT_LIMIT=rotated.limit, ROT_EACH=rotated.each,
-            ROT_NOISE=rotated.stochastic, PROJ=projected.number, PROJ_LIMIT=projected.limit, PROJ_EACH=projected.each,
-            PROJ_NOISE=projected.stochastic, PROJ_STREAM=projected.stream, ROT_STREAM=rotated.stream,
-            MEASURE=measure, WRITE=write, SUMS=sums, EVEN=channels % 2 == 0, GROUP=tiling.group, **shape,
-        )  # fmt: skip
+        return {
+            "ROT": rotated.number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit, "ROT_EACH": rotated.each,
+            "ROT_NOISE": rotated.stochastic, "PROJ": projected.number, "PROJ_LIMIT": projected.limit,
+            "PROJ_EACH": projected.each, "PROJ_NOISE": projected.stochastic, "PROJ_STREAM": projected.stream,
+            "ROT_STREAM": rotated.stream, "MEASURE": measure, "WRITE": write, "SUMS": sums, "EVEN": channels % 2 == 0,
+            "GROUP": tiling.group, **shape,
+        }  # fmt: skip
 
     def only(output: Output, wanted: bool) -> Output:
         return output if wanted else NOTHING
 
-    settling = dict(
-        ROT=only(rotated, rotated.is_fp8).number, ROTATE=rotate, ROT_LIMIT=rotated.limit,
-        PROJ=only(projected, projected.is_fp8).number, PROJ_LIMIT=projected.limit, SUMS=sums, **shape,
-    )  # fmt: skip
+    settling = {
+        "ROT": only(rotated, rotated.is_fp8).number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
+        "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums, **shape,
+    }  # fmt: skip
     measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
     return _Plan(
         wide, kept, index, blocks, blocks * slices,
@@ -592,8 +597,8 @@ def compress(
     """Codes of t H, (T, C'), and of P t, transposed (C', R'), with their scales, and t's column sums, (C,) float32.
 
     t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: `kept_rows(lay, key)`, needed for P.
-    rotate: False leaves out H (the plain cast of a forward operand).  hint: the layer's; needed for fp8, where `quantities`
-    says which of its rows serve.  scale_to: float32, (1,): where to write the scale of P t.
+    rotate: False leaves out H (the plain cast of a forward operand).  hint: the layer's; needed for fp8, where
+    `quantities` says which of its rows serve.  scale_to: float32, (1,): where to write the scale of P t.
     Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked. A scale is
     float32 of shape (), or (T,) for one a token, (C,) for one a channel. C' is C, R' is lay.rows, each padded to a
     multiple of 16.
@@ -644,10 +649,10 @@ def compress(
         rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
     )  # fmt: skip
     options = {"num_warps": tiling.warps, "enable_fp_fusion": False}
-    case = (case, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
+    launched = (case, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
     if plan.integers:
-        launch(_compress_kernel, plan.programs, (case, "measure"), args, plan.measure, **options)
-    launch(_compress_kernel, plan.programs, case, args, plan.write, **options)
+        launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **options)
+    launch(_compress_kernel, plan.programs, launched, args, plan.write, **options)
     total = torch.empty(channels, dtype=torch.float32, device=device) if sums else rot_scale
     if plan.fp8:
         args = (
@@ -655,9 +660,11 @@ def compress(
             proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * _multiprocessors(device))
-        launch(_settle_kernel, programs, case, args, plan.settle, **options)
+        launch(_settle_kernel, programs, launched, args, plan.settle, **options)
     elif sums:
-        launch(_sums_kernel, triton.cdiv(channels, 32), case, (partial, total, plan.blocks, channels), {"BLOCK": 128})
+        launch(
+            _sums_kernel, triton.cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128}
+        )
     return (
         rot,
         None if rot is None else rot_scale,
@@ -705,5 +712,6 @@ def compress_weight(
     _, _, codes, scale, _ = compress(
         w, lay, rows, key, NOTHING, output, hint=hint, quantities=(ROTATED, WEIGHT), tiling=tiling
     )
-    assert codes is not None and scale is not None
+    assert codes is not None
+    assert scale is not None
     return codes, scale

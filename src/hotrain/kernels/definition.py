@@ -1,5 +1,5 @@
-"""What the kernels compute, in plain PyTorch and with their signatures: the tests' reference, and what takes their place
-where one does not compile. It reads the key on the host, which waits for the device."""
+"""What the kernels compute, in plain PyTorch with their signatures: the tests' reference, and what takes the place of
+one that does not compile. It reads the key on the host, which waits for the device."""
 
 from __future__ import annotations
 

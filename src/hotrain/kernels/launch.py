@@ -1,8 +1,8 @@
-"""Launches without the price of Triton's own: what a kernel was compiled for is looked up once a shape, not once a call.
+"""Launches without the price of Triton's own: which compiled kernel suits is found once a shape, not once a call.
 
-Triton inspects every argument of a launch to find the compiled kernel that suits it; with fifty arguments that takes longer than the
-kernel. A caller that names the case itself (`case`: all that the compiled kernel depends on, so shapes, dtypes, strides,
-alignments and flags) pays for it once.
+Triton inspects every argument of a launch to find the compiled kernel that suits it; with fifty arguments that takes
+longer than the kernel. A caller that names the case itself (`case`: all that the compiled kernel depends on, so shapes,
+dtypes, strides, alignments and flags) pays for it once.
 """
 
 from __future__ import annotations

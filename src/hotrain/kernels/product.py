@@ -63,7 +63,8 @@ def _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A: tl.constexpr, EACH_B: t
 
 @triton.jit
 def _sum_kernel(
-    parts, out, scale_a, scale_b, M, N, PARTS: tl.constexpr, INTEGER: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    parts, out, scale_a, scale_b, M, N, PARTS: tl.constexpr, INTEGER: tl.constexpr,
+    EACH_A: tl.constexpr, EACH_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -115,7 +116,7 @@ def int8_product(
         if split == 1
         else torch.empty(split, m, n, dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
     )
-    flags = dict(INTEGER=a.dtype == torch.int8, EACH_A=scale_a.dim() == 1, EACH_B=scale_b.dim() == 1)
+    flags = {"INTEGER": a.dtype == torch.int8, "EACH_A": scale_a.dim() == 1, "EACH_B": scale_b.dim() == 1}
     _product_kernel[(across, split)](
         a, b, to, scale_a, scale_b, m, n, k, a.stride(0), b.stride(0), n, each, SPLIT=split > 1,
         WHOLE=k % blocks.k == 0,
@@ -138,7 +139,7 @@ def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: t
     """(a bᵀ) · scale_a · scale_b of fp8 codes, (M, K) and (N, K), in `dtype`, (M, N): `torch._scaled_mm`.
 
     K and N must be multiples of 16, and each scale must lie on a 16-byte boundary. The tensor cores accumulate without
-    bringing partial sums to float32 ("fast accumulation"): measured on an H200, that adds an error of 0.27 % at 12,928
-    terms to the 3.7 % of the codes' own rounding, and takes 6 to 8 % less time.
+    bringing partial sums to float32 ("fast accumulation"): measured on an H200, the sums err by 0.27 % at 12,928 terms,
+    beside the 3.7 % of the codes' own rounding, and the products take 3 to 11 % less time.
     """
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=True)

@@ -84,10 +84,10 @@ def kept_rows(lay: Layout, key: Tensor, out: Tensor | None = None) -> Tensor:
     if total:
         args = (out, key, _orders(lay.squares.kind, rows.kind, key.device), lay.tiles, total, lay.square, lay.line)
         case = (rows, lay.squares.kind, args[3:], aligned(out), key.dim(), key.device)
-        constants = dict(
-            RANK=rows.rank, FIXED=rows.fixed, SAMPLED=rows.sampled, DRAWN_FROM=drawn_from, WALK=walk,
-            STREAM=draws.ROWS, BLOCK=_BLOCK,
-        )  # fmt: skip
+        constants = {
+            "RANK": rows.rank, "FIXED": rows.fixed, "SAMPLED": rows.sampled, "DRAWN_FROM": drawn_from, "WALK": walk,
+            "STREAM": draws.ROWS, "BLOCK": _BLOCK,
+        }  # fmt: skip
         launch(_rows_kernel, triton.cdiv(total, _BLOCK), case, args, constants)
     return out
 

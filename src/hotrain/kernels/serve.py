@@ -108,8 +108,8 @@ def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
     if why not in _warned and why != _SWITCHED_OFF:
         _warned.add(why)
         warnings.warn(
-            f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer follows "
-            "the definition in plain PyTorch: the same gradients, slower.",
+            f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer "
+            "follows the definition in plain PyTorch: the same gradients, slower.",
             stacklevel=3,
         )
 
@@ -307,7 +307,8 @@ def forward(
 
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
-            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X), tiling=_tilings(w.dtype)[1]
+            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X),
+            tiling=_tilings(w.dtype)[1],
         )  # fmt: skip
 
     def weight_definition() -> tuple[Tensor | None, ...]:
@@ -316,7 +317,10 @@ def forward(
         return compress(w, whole(outputs, False), key, operand, rotate=False)
 
     weight, weight_scale = _or_definition("weight", weight_kernel, weight_definition)[:2]
-    assert codes is not None and scale is not None and weight is not None and weight_scale is not None
+    assert codes is not None
+    assert scale is not None
+    assert weight is not None
+    assert weight_scale is not None
     pad = -outputs % 16 if operand.number == E4M3 else 0
     if pad:
         weight = torch.nn.functional.pad(weight.view(torch.int8), (0, 0, 0, pad)).view(weight.dtype)
@@ -463,7 +467,9 @@ def gradients(
         else:
             g_x = product(rot, *weight_codes(matrix, method, key, handle), rot_scale, g_y.dtype, columns)
     if needs[1]:
-        assert proj is not None and codes is not None and side is not None
+        assert proj is not None
+        assert codes is not None
+        assert side is not None
         proj, dtype = proj[: g_y.shape[1]], g_y.dtype if dtype is None else dtype
         if proj_scale is None:
             g_w = (proj @ codes[:columns].T).to(dtype)

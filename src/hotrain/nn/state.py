@@ -30,8 +30,9 @@ class LayerState:
     a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
     calls: training forwards that followed the method; of a compiled layer, those that were traced.
     automatic: whether the numbers of the method are still to be chosen, by the device of the first forward.
-    planned: whether the layer stays exact on a GPU where its method would lose time (`hotrain.planning`).
+    plan: whether the layer stays exact on a GPU where its method would lose time (`hotrain.conversion.convert`).
     spec, random, low_rank: what a trace reads of method and grid, and so is guarded by.
+    verdicts: of the plan, by what was asked; of the method, grid and plan that are set now.
     """
 
     name: str
@@ -41,11 +42,12 @@ class LayerState:
     fallback: str | None = None
     calls: int = 0
     automatic: bool = False
-    planned: bool = False
+    plan: str = "memory"
     draws: Draws = field(default=None)  # type: ignore[assignment]
     spec: str = field(init=False, repr=False, default="")
     random: bool = field(init=False, repr=False, default=False)
     low_rank: bool = field(init=False, repr=False, default=False)
+    verdicts: dict[Any, str | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.draws is None:
@@ -53,6 +55,8 @@ class LayerState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
+        if name in ("method", "grid", "plan"):
+            self.__dict__["verdicts"] = {}
         if name in ("method", "grid") and "grid" in self.__dict__:
             self.__dict__["spec"] = ops.encode(self.method, self.grid)
             self.__dict__["random"] = self.method.draws
@@ -85,12 +89,15 @@ class LayerState:
             return None
         self._choose_number(x.device)
         self.fallback = _SAMPLES if samples_only and self._mixes(module) else None
-        if self.fallback is None:
+        if self.fallback is None and self.plan != "memory":
             w, dtype = module.weight, autograd.autocast_dtype(x)
-            self.fallback = self._plan(
-                x.device, w.requires_grad, tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype,
-                module.bias is not None, transposed, getattr(module, "geometry", None),
-            )  # fmt: skip
+            asked = (x.device, w.requires_grad, x.shape, dtype, x.requires_grad)
+            if asked not in self.verdicts:
+                self.verdicts[asked] = self._plan(
+                    x.device, w.requires_grad, tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype,
+                    module.bias is not None, transposed, getattr(module, "geometry", None),
+                )  # fmt: skip
+            self.fallback = self.verdicts[asked]
         if self.fallback is not None:
             return None
         self.calls += 1
@@ -150,14 +157,32 @@ class LayerState:
         geometry: Geometry | None,
     ) -> str | None:
         """Why the layer stays exact on that device, or None. trained: whether w wants a gradient; x, w: shapes."""
-        if not (self.planned and device.type == "cuda" and trained):
+        question = self._question(device, trained, x, dtype, needs_x, w, weights, bias, transposed, geometry)
+        if question is None or self.plan == "memory":
+            return None
+        return planning.verdict(question, graphs=self.plan == "graphs")
+
+    def _question(
+        self,
+        device: torch.device,
+        trained: bool,
+        x: tuple[int, ...],
+        dtype: torch.dtype,
+        needs_x: bool,
+        w: tuple[int, ...],
+        weights: torch.dtype,
+        bias: bool,
+        transposed: bool,
+        geometry: Geometry | None,
+    ) -> planning.Question | None:
+        """The layer on a GPU as `hotrain.planning` asks about it."""
+        if device.type != "cuda" or not trained:
             return None
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
-        question = planning.Question(
+        return planning.Question(
             x, w, dtype, weights, bias, needs_x, self.method, self.grid, transposed, geometry, device
         )
-        return planning.verdict(question)
 
     def _prepare(
         self,
@@ -180,9 +205,8 @@ class LayerState:
         """
         place = None if geometry is None else Geometry(*geometry)
         self._choose_number(device)
-        self.fallback = (
-            _SAMPLES if mixes else self._plan(device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
-        )
+        facts = (device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
+        self.fallback = _SAMPLES if mixes else self._plan(*facts)
         self.calls += self.fallback is None
         for draws in place_all(device):
             _ready(draws, device)
@@ -190,7 +214,12 @@ class LayerState:
         if self.fallback is not None:
             return None
         kernels, step = autograd.kernels_for(device), Step(self.method, 0, self.grid)
-        return kernels is not None and kernels.reason(self.method, step.layout((1, 16)), torch.float32, device) is None
+        if kernels is None or kernels.reason(self.method, step.layout((1, 16)), torch.float32, device) is not None:
+            return False
+        question = self._question(*facts)
+        if question is not None:
+            planning.rehearse(question)
+        return True
 
     _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 

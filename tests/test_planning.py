@@ -1,0 +1,90 @@
+"""The planner's own reasoning; what it measures needs a GPU (tests/kernels run its layers in the interpreter)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import hotrain
+from hotrain import planning
+from hotrain.convolution import Geometry
+from hotrain.planning import Question
+
+CPU = torch.device("cpu")
+LINEAR = Question(
+    (2, 32, 48), (64, 48), torch.float32, torch.float32, True, True, hotrain.preset("hot"), None, False, None, CPU
+)
+PATCHES = dataclasses.replace(
+    LINEAR, x=(2, 3, 16, 16), w=(32, 3, 4, 4), geometry=Geometry((4, 4), (4, 4), (0, 0), (1, 1), 1, "zeros")
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(planning, "_times", {})
+    monkeypatch.setattr(planning, "_rehearsed", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_a_question_is_measured_once_and_apart_for_graphs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(planning, "_measure", lambda q, graphs: asked.append(graphs) or (1.0, 0.5 if graphs else 2.0))
+    for _ in range(2):
+        assert planning.verdict(LINEAR) == "slower on this GPU: 2.000 ms a step against 1.000 ms exact"
+        assert planning.verdict(LINEAR, graphs=True) is None
+    assert asked == [False, True]
+
+
+def test_a_layer_without_room_to_measure_is_converted(monkeypatch):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(planning, "_measure", full)
+    assert planning.times(LINEAR) is None
+    assert planning.verdict(LINEAR) is None
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(planning, "_measure", lambda *_: pytest.fail("measured"))
+    assert planning.verdict(LINEAR) is None
+    planning.rehearse(LINEAR)
+    assert planning._times == {}
+    assert planning._rehearsed == set()
+
+
+@pytest.mark.parametrize("question", [LINEAR, PATCHES, dataclasses.replace(LINEAR, w=(48, 64), transposed=True)])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_what_is_timed_is_a_training_step_of_the_layer(question, weights):
+    """Exact and converted give gradients of the same tensors, under autocast where the weights are kept wider."""
+    question = dataclasses.replace(question, dtype=torch.bfloat16, weights=weights)
+    state = torch.get_rng_state()
+    layer = planning._Layer(question)
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are left alone"
+    with layer.mode():
+        exact, converted = layer.exact(), layer.converted()
+        assert exact.dtype == converted.dtype == torch.bfloat16
+        torch.testing.assert_close(exact, converted)
+        layer.run(layer.exact)
+        layer.run(layer.converted)
+    assert layer.x.grad is None, "grad() and not backward(): nothing is left behind"
+
+
+def test_a_rehearsal_runs_the_layer_once(monkeypatch):
+    runs = []
+    monkeypatch.setattr(planning._Layer, "run", lambda self, forward: runs.append(forward.__name__))
+    planning.rehearse(LINEAR)
+    planning.rehearse(LINEAR)
+    assert runs == ["converted"]
+
+
+def test_convert_passes_the_plan_on():
+    net = nn.Sequential(nn.Linear(48, 64))
+    for plan in ("speed", "graphs", "memory"):
+        hotrain.convert(net, "hot", plan=plan)
+        assert net[0]._hotrain.plan == plan
+    with pytest.raises(ValueError, match="plan='fast' is not one of 'speed', 'graphs', 'memory'"):
+        hotrain.convert(net, "hot", plan="fast")
