@@ -42,14 +42,13 @@ def _rows_kernel(
         own = mix(mix(k * 0, k), k * 0 + 1).to(tl.int64, bitcast=True)
         s0, s1 = stream_words(own, STREAM)
         l0, l1 = stream_words(k.to(tl.int64, bitcast=True), STREAM)
+        k0, k1 = tl.where(is_square, s0, l0), tl.where(is_square, s1, l1)
         index = (group[:, None] * DRAWN_FROM + place[None, :]).to(tl.uint32)
-        mine = tl.where(is_square[:, None], hash_bits(index, s0, s1), hash_bits(index, l0, l1))
-        mine = mine.to(tl.int32, bitcast=True)
+        mine = hash_bits(index, k0[:, None], k1[:, None]).to(tl.int32, bitcast=True)
         # A stable argsort: the rank of entry e is how many entries come before it.
         position = tl.zeros((BLOCK, 16), tl.int32)
         for other in tl.static_range(DRAWN_FROM):
-            index = (group * DRAWN_FROM + other).to(tl.uint32)
-            theirs = tl.where(is_square, hash_bits(index, s0, s1), hash_bits(index, l0, l1)).to(tl.int32, bitcast=True)
+            theirs = hash_bits((group * DRAWN_FROM + other).to(tl.uint32), k0, k1).to(tl.int32, bitcast=True)
             before = (theirs[:, None] < mine) | ((theirs[:, None] == mine) & (place > other)[None, :])
             position += before.to(tl.int32)
         # The natural row of entry e; entry e is drawn at step (position − first) mod DRAWN_FROM when that is < SAMPLED.
