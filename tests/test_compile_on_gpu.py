@@ -79,7 +79,8 @@ def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
     got = gradients(net, run, x)
     noise = distance(want[0], exact)
     assert [distance(a, b) < 0.1 * noise for a, b in zip(got, want, strict=True)] == [True] * 5
-    if hotrain.preset(method).draws:
+    # In fp8, which a GPU is given, `hot` draws nothing.
+    if all(state.method.draws for _, _, state in hotrain.converted_layers(net)):
         assert all(distance(got[i], got[i + 1]) > 0.2 * noise for i in range(4))
         assert {state.draws.step for _, _, state in hotrain.converted_layers(net)} == {4}
 

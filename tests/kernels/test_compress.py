@@ -229,3 +229,10 @@ def test_weight_codes_are_the_definitions(outputs, inputs, dtype, scale, roundin
     moved = (codes[: w.shape[1], : want.codes.shape[0]].t().int() - want.codes.int()).abs()
     assert moved.max() <= 1
     assert few(moved > 0, MOVED)
+
+
+def test_a_matrix_beyond_the_indices_is_refused(device):
+    """Said before anything is launched; an expanded row takes no memory."""
+    t = torch.zeros(1, 16, device=device).expand(1 << 31, 16)
+    with pytest.raises(ValueError, match="2147483648 tokens"):
+        C.compress(t, layout_of((1, 16), None, 8, 0), None, key_on(device), C.Output(C.INT, 7.0))

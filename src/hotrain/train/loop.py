@@ -265,15 +265,16 @@ class Training:
         run = self.run
         self.between_updates = False
         self.timer.start()
-        for i, (x, y) in enumerate(batches):
-            x, target = self._augment(x, y)
-            wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
-            with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
-                with self._autocast():
-                    loss = self.loss_function(self.net(x).float(), target)
-                self.scaler.scale(loss / len(batches)).backward()
-            self.loss_sum += loss.detach()
-            self.loss_count += 1
+        with hotrain.accumulation() if len(batches) > 1 else contextlib.nullcontext():
+            for i, (x, y) in enumerate(batches):
+                x, target = self._augment(x, y)
+                wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
+                with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
+                    with self._autocast():
+                        loss = self.loss_function(self.net(x).float(), target)
+                    self.scaler.scale(loss / len(batches)).backward()
+                self.loss_sum += loss.detach()
+                self.loss_count += 1
         self.scaler.unscale_(self.optimizer)
         if self.grokfast is not None:
             self.grokfast.step()
