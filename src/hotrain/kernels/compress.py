@@ -173,7 +173,6 @@ def _block(
     ROWS: tl.constexpr = TILES * RANKP
     QUARTER: tl.constexpr = 0.25 if ROTATE else 1.0
     DTYPE: tl.constexpr = tl.float32 if UPCAST else t.dtype.element_ty
-    INNER: tl.constexpr = 8 if BC >= 128 else 1
     MASKED: tl.constexpr = not (FULL and WHOLE)
     s = tl.arange(0, SLOTS)
     token = tl.load(index + b * SLOTS + s)
@@ -182,7 +181,7 @@ def _block(
     is_dense = b >= tile_blocks
     if ROT:
         h = hadamard16().to(DTYPE)
-        rot_found = tl.zeros((SLOTS, BC // INNER), tl.int32 if ROT == _INT else tl.float32)
+        rot_found = tl.zeros((SLOTS, BC // 8), tl.int32 if ROT == _INT else tl.float32)
         if WRITE and ROT_EACH:
             scale = integer_scale(tl.load(rot_max + row, mask=inside, other=0), ROT_LIMIT)
             rot_factor = (QUARTER * tl.div_rn(scale * 0.0 + 1.0, scale))[:, None]
@@ -226,7 +225,7 @@ def _block(
                 v = x.to(tl.float32)
             if MEASURE:
                 size = magnitude_bits(v) if ROT == _INT else tl.abs(v)
-                rot_found = tl.maximum(rot_found, _within_threads(size, SLOTS, BC, INNER))
+                rot_found = tl.maximum(rot_found, _within_threads(size, SLOTS, BC, 8))
             if WRITE:
                 v = v * rot_factor
                 noise = v
@@ -461,7 +460,8 @@ class Tiling:
     """How a launch is cut.
 
     tiles, channels: of one block.  warps: a program.  loop: blocks along the channels a program walks through, with
-    `stages` of loads in flight.  group: blocks of tokens that run side by side.
+    that many stages of loads in flight.  group: blocks of tokens that run side by side.  registers: at most, a thread
+    (None: as many as the compiler likes); fewer let more programs run beside each other.
     """
 
     tiles: int = 4
@@ -470,6 +470,7 @@ class Tiling:
     loop: int = 4
     stages: int = 3
     group: int = 16
+    registers: int | None = None
 
 
 @functools.lru_cache(maxsize=256)
@@ -648,7 +649,9 @@ def compress(
         t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max, proj_max,
         rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
     )  # fmt: skip
-    options = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    if tiling.registers is not None:
+        options["maxnreg"] = tiling.registers
     launched = (case, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
     if plan.integers:
         launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **options)
