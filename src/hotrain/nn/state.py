@@ -160,7 +160,21 @@ class LayerState:
         question = self._question(device, trained, x, dtype, needs_x, w, weights, bias, transposed, geometry)
         if question is None or self.plan == "memory":
             return None
+        why = self._without_kernel(device, dtype, geometry)
+        if why is not None:
+            return f"no kernel serves it here ({why}), and the definition is slower; plan='memory' converts it"
         return planning.verdict(question, graphs=self.plan == "graphs")
+
+    def _without_kernel(self, device: torch.device, dtype: torch.dtype, geometry: Geometry | None) -> str | None:
+        """Why no kernel serves the layer on a GPU, or None."""
+        kernels = autograd.kernels_for(device)
+        if kernels is None:
+            return "not a GPU"
+        if geometry is not None and not geometry.is_patches:
+            return "its patches overlap"
+        # Of the layout it matters only that there are tokens.
+        why: str | None = kernels.reason(self.method, Step(self.method, 0, self.grid).layout((1, 16)), dtype, device)
+        return why
 
     def _question(
         self,
@@ -213,8 +227,7 @@ class LayerState:
         self._place(device)
         if self.fallback is not None:
             return None
-        kernels, step = autograd.kernels_for(device), Step(self.method, 0, self.grid)
-        if kernels is None or kernels.reason(self.method, step.layout((1, 16)), torch.float32, device) is not None:
+        if self._without_kernel(device, dtype, place) is not None:
             return False
         question = self._question(*facts)
         if question is not None:
