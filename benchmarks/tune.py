@@ -326,7 +326,7 @@ def main() -> None:
                 try:
                     call()
                 except Exception:
-                    continue
+                    continue  # the timing run, which calls it again, prints why
         return
     start = time.time()
     command = [sys.executable, __file__, "--which", args.which]

@@ -163,11 +163,12 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
         return "slower on this GPU: 0.200 ms a step against 0.100 ms exact" if question.w == (64, 32) else None
 
     monkeypatch.setattr(planning, "verdict", verdict)
+    monkeypatch.setattr(planning, "rehearse", lambda _: None)
     monkeypatch.setattr(kernels, "reason", lambda *_: None)
     monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
     report = hotrain.convert(net, "hot", number="int")
     state = type(net[0]._hotrain)
-    monkeypatch.setattr(state, "_plan", _as_if_on_a_gpu(state._plan))
+    monkeypatch.setattr(state, "_question", _as_if_on_a_gpu(state._question))
     run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
     grads(run, torch.randn(2, 32, 32, device=device))
     assert [row.name for row in report.kept] == ["0"]
@@ -177,8 +178,8 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
     assert all(q.needs_x for q in asked)
 
 
-def _as_if_on_a_gpu(plan):
-    return lambda self, device, *facts: plan(self, torch.device("cuda"), *facts)
+def _as_if_on_a_gpu(question):
+    return lambda self, device, *facts: question(self, torch.device("cuda"), *facts)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_what_no_kernel_serves_stays_exact_on_a_gpu_unless_memory_is_asked_for(d
     net = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)).to(device)
     x = torch.randn(2, 32, 8, 8, device=device)
     state = type(hotrain.convert(net, "hot", plan="speed").layers[0][1])
-    monkeypatch.setattr(state, "_plan", _as_if_on_a_gpu(state._plan))
+    monkeypatch.setattr(state, "_question", _as_if_on_a_gpu(state._question))
     for plan, kept in (("speed", 1), ("graphs", 1), ("memory", 0)):
         report = hotrain.convert(net, "hot", plan=plan, number=None)
         with warnings.catch_warnings():

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
-from .launch import INTERPRETED, aligned, launch
+from .launch import INTERPRETED, aligned, launch, multiprocessors
 from .noise import noise16, round_nearest, round_stochastic, stream_words
 
 # What an output holds.
@@ -41,7 +41,7 @@ _INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
 X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
 BINS = 64
 HINT = 2 + BINS  # int32 words a quantity
-_BINS, _HINT = tl.constexpr(BINS), tl.constexpr(HINT)
+_BINS = tl.constexpr(BINS)
 _HEADROOM = tl.constexpr(2)  # binades above the guess: a gradient may grow fourfold without a second writing
 _SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written anew
 _DERIVED = tl.constexpr(3)
@@ -520,7 +520,6 @@ class _Plan:
     blocks: int
     programs: int
     where: tuple[int, ...]
-    constants: dict[str, Any]
     write: dict[str, Any]
     measure: dict[str, Any]
     settle: dict[str, Any]
@@ -575,7 +574,7 @@ def _plan(
     return _Plan(
         wide, kept, index, blocks, blocks * slices,
         (channels, wide, total, singles, tile_blocks, total * rank, blocks, chunks, slices),
-        shape, constants(rotated, projected, fp8, True, sums), constants(*measured, True, False, False), settling, fp8,
+        constants(rotated, projected, fp8, True, sums), constants(*measured, True, False, False), settling, fp8,
         INT in (rotated.number, projected.number),
     )  # fmt: skip
 
@@ -662,7 +661,7 @@ def compress(
             t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
             proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
-        programs = min(plan.programs, 2 * _multiprocessors(device))
+        programs = min(plan.programs, 2 * multiprocessors(device))
         launch(_settle_kernel, programs, launched, args, plan.settle, **options)
     elif sums:
         launch(
@@ -675,11 +674,6 @@ def compress(
         None if projected.number in (NONE, COPY) else proj_scale,
         total if sums else None,
     )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=256)

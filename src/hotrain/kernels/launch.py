@@ -7,15 +7,23 @@ dtypes, strides, alignments and flags) pays for it once.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least; a few in the interpreter."""
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def aligned(*tensors: Tensor | None) -> bool:

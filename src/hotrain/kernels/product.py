@@ -7,13 +7,14 @@ the device are cut along the contraction (split-K) into integer partial sums, so
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import multiprocessors
 
 
 @triton.jit
@@ -107,7 +108,7 @@ def int8_product(
     across = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
     steps = triton.cdiv(k, blocks.k)
     if split is None:
-        split = max(1, min(_programs(a.device) // across, steps // 8))
+        split = max(1, min(multiprocessors(a.device) // across, steps // 8))
     each = triton.cdiv(steps, split)
     split = triton.cdiv(steps, each)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
@@ -128,11 +129,6 @@ def int8_product(
             to, out, scale_a, scale_b, m, n, PARTS=split, BM=32, BN=128, **flags, enable_fp_fusion=False
         )
     return out
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:

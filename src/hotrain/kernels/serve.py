@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import draws
-from ..method import FLOATS, Method
+from ..method import FLOATS, Method, partner
+from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 
@@ -174,12 +175,11 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     from .compress import COPY, E4M3, E5M2, INT, NOTHING, Output
 
     numbers = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}
-    limits = {"e4m3": 448.0, "e5m2": 57344.0}
 
     def output(number: str, bits: int | None, rounding: str, stream: int, each: bool = False) -> Output:
         if bits is None:
             return Output(COPY)
-        limit = limits.get(number, float(largest_code(bits)))
+        limit = floating.largest_code(number) if number in FLOATS else float(largest_code(bits))
         return Output(numbers[number], limit, rounding == "stochastic", stream, each)
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
@@ -188,8 +188,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     if g_x.bits is None:
         return x, NOTHING, projected, NOTHING
     rotated = output(g_x.number, g_x.bits, g_x.rounding, draws.GRAD_INPUT, g_x.scale_axis == "token")
-    partner = "e4m3" if g_x.number in FLOATS else "int"
-    weight = output(partner, g_x.bits, g_x.weight_rounding, draws.WEIGHT, g_x.weight_scale == "column")
+    weight = output(partner(g_x.number), g_x.bits, g_x.weight_rounding, draws.WEIGHT, g_x.weight_scale == "column")
     return x, rotated, projected, weight
 
 
@@ -213,6 +212,25 @@ def _rows(lay: Layout, side: Tensor) -> Tensor:
     return side[_ROWS_AT:].view(torch.uint8)
 
 
+def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
+    """Room for a scale and the rows; the scale is 1.0 where `output` has no codes."""
+    from .compress import COPY
+
+    side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=device)
+    if output.number == COPY:
+        side[:1].fill_(1.0)
+    return side
+
+
+def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> None:
+    """The rows and the scale, None for none, as the definition has them."""
+    from .definition import kept_rows
+
+    _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
+    if scale is not None:
+        side[:1] = scale
+
+
 def _contiguous_rows(t: Tensor) -> Tensor:
     """t, or a copy of it, with unit stride along its rows that do not overlap."""
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
@@ -225,15 +243,13 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     Returns codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile
     keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
     """
-    from .compress import COPY, ROTATED, X, compress
+    from .compress import ROTATED, X, compress
     from .rows import kept_rows
 
     x = _contiguous_rows(x)
     output = _outputs(method)[0]
     key = _key(key, x.device)
-    side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=x.device)
-    if output.number == COPY:
-        side[:1].fill_(1.0)
+    side = _new_side(lay, x.device, output)
 
     def kernel() -> Tensor:
         kept_rows(lay, key, _rows(lay, side))
@@ -245,12 +261,10 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
         return codes
 
     def definition() -> Tensor:
-        from .definition import compress, kept_rows
+        from .definition import compress
 
-        _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
         _, _, codes, scale, _ = compress(x, lay, key, projected=output)
-        if scale is not None:
-            side[:1] = scale
+        _fill_side(lay, key, side, scale)
         assert codes is not None
         return codes
 
@@ -272,20 +286,19 @@ def forward(
 
     x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
     """
-    from .compress import COPY, E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
+    from .compress import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
     from .rows import kept_rows
 
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
-    operand = Output(E4M3, 448.0) if method.forward == "fp8" else Output(INT, 127.0, each=True)
+    fp8 = method.forward == "fp8"
+    operand = Output(E4M3, floating.largest_code("e4m3")) if fp8 else Output(INT, float(largest_code(8)), each=True)
     output = _outputs(method)[0] if keeps else NOTHING
     hint, outputs = _hint(handle, x.device), w.shape[0]
-    side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=x.device) if keeps else None
+    side = _new_side(lay, x.device, output) if keeps else None
 
     def kernel() -> tuple[Tensor | None, ...]:
         rows = None
         if side is not None:
-            if output.number == COPY:
-                side[:1].fill_(1.0)
             rows = _rows(lay, side)
             kept_rows(lay, key, rows)
         return compress(
@@ -294,13 +307,11 @@ def forward(
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
-        from . import definition
+        from .definition import compress
 
+        found = compress(x, lay, key, operand, output, rotate=False)
         if side is not None:
-            _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = definition.kept_rows(lay, key).flatten()
-        found = definition.compress(x, lay, key, operand, output, rotate=False)
-        if side is not None:
-            side[:1] = 1.0 if found[3] is None else found[3]
+            _fill_side(lay, key, side, found[3])
         return found
 
     codes, scale, kept, _, _ = _or_definition("forward", kernel, definition)
@@ -321,7 +332,7 @@ def forward(
     assert scale is not None
     assert weight is not None
     assert weight_scale is not None
-    pad = -outputs % 16 if operand.number == E4M3 else 0
+    pad = -outputs % 16 if fp8 else 0
     if pad:
         weight = torch.nn.functional.pad(weight.view(torch.int8), (0, 0, 0, pad)).view(weight.dtype)
     y = product(codes, weight, weight_scale, scale, x.dtype, outputs)

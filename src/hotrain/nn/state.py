@@ -93,10 +93,11 @@ class LayerState:
             w, dtype = module.weight, autograd.autocast_dtype(x)
             asked = (x.device, w.requires_grad, x.shape, dtype, x.requires_grad)
             if asked not in self.verdicts:
+                geometry = getattr(module, "geometry", None)
+                facts = (tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype, module.bias is not None)
                 self.verdicts[asked] = self._plan(
-                    x.device, w.requires_grad, tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype,
-                    module.bias is not None, transposed, getattr(module, "geometry", None),
-                )  # fmt: skip
+                    self._question(x.device, w.requires_grad, geometry, *facts, transposed)
+                )
             self.fallback = self.verdicts[asked]
         if self.fallback is not None:
             return None
@@ -120,14 +121,12 @@ class LayerState:
         """
         if not self._asked(module, x):
             return None
-        kind, w = x.device.type, module.weight
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        facts = (constants(x.shape), dtype, x.requires_grad, constants(w.shape), w.dtype)
+        w = module.weight
+        facts = (constants(x.shape), autograd.autocast_dtype(x), x.requires_grad, constants(w.shape), w.dtype)
         mixes = False
         if samples_only and self._mixes(module):  # a branch, which makes a symbol a fact
             mixes = True
-        trained, bias = w.requires_grad, module.bias is not None
-        return self._prepare(x.device, mixes, trained, *facts, bias, transposed, geometry)
+        return self._prepare(mixes, geometry, x.device, w.requires_grad, *facts, module.bias is not None, transposed)
 
     def _asked(self, module: Any, x: Tensor) -> bool:
         return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
@@ -143,24 +142,11 @@ class LayerState:
             if kernels is not None and kernels.has_fp8(device):
                 self.method = self.method.override(number="e4m3")
 
-    def _plan(
-        self,
-        device: torch.device,
-        trained: bool,
-        x: tuple[int, ...],
-        dtype: torch.dtype,
-        needs_x: bool,
-        w: tuple[int, ...],
-        weights: torch.dtype,
-        bias: bool,
-        transposed: bool,
-        geometry: Geometry | None,
-    ) -> str | None:
-        """Why the layer stays exact on that device, or None. trained: whether w wants a gradient; x, w: shapes."""
-        question = self._question(device, trained, x, dtype, needs_x, w, weights, bias, transposed, geometry)
+    def _plan(self, question: planning.Question | None) -> str | None:
+        """Why the layer stays exact on a GPU, or None."""
         if question is None or self.plan == "memory":
             return None
-        why = self._without_kernel(device, dtype, geometry)
+        why = self._without_kernel(question.device, question.dtype, question.geometry)
         if why is not None:
             return f"no kernel serves it here ({why}), and the definition is slower; plan='memory' converts it"
         return planning.verdict(question, graphs=self.plan == "graphs")
@@ -180,6 +166,7 @@ class LayerState:
         self,
         device: torch.device,
         trained: bool,
+        geometry: Geometry | None,
         x: tuple[int, ...],
         dtype: torch.dtype,
         needs_x: bool,
@@ -187,9 +174,8 @@ class LayerState:
         weights: torch.dtype,
         bias: bool,
         transposed: bool,
-        geometry: Geometry | None,
     ) -> planning.Question | None:
-        """The layer on a GPU as `hotrain.planning` asks about it."""
+        """The layer on a GPU as `hotrain.planning` asks about it. trained: whether w wants a gradient."""
         if device.type != "cuda" or not trained:
             return None
         if geometry is not None and len(x) == 3:
@@ -199,37 +185,26 @@ class LayerState:
         )
 
     def _prepare(
-        self,
-        device: torch.device,
-        mixes: bool,
-        trained: bool,
-        x: tuple[int, ...],
-        dtype: torch.dtype,
-        needs_x: bool,
-        w: tuple[int, ...],
-        weights: torch.dtype,
-        bias: bool,
-        transposed: bool,
-        geometry: tuple[Any, ...] | None,
+        self, mixes: bool, geometry: tuple[Any, ...] | None, device: torch.device, trained: bool, *facts: Any
     ) -> bool | None:
         """What a trace needs of the layer in the world outside: it runs when the layer is traced, and then only.
 
-        Returns None where the layer stays exact, else whether kernels may serve the method there, as they are
-        switched on or off now.
+        facts: as `_question` has them. Returns None where the layer stays exact, else whether kernels may serve the
+        method there, as they are switched on or off now.
         """
         place = None if geometry is None else Geometry(*geometry)
         self._choose_number(device)
-        facts = (device, trained, x, dtype, needs_x, w, weights, bias, transposed, place)
-        self.fallback = _SAMPLES if mixes else self._plan(*facts)
+        question = self._question(device, trained, place, *facts)
+        self.fallback = _SAMPLES if mixes else self._plan(question)
         self.calls += self.fallback is None
         for draws in place_all(device):
             _ready(draws, device)
         self._place(device)
         if self.fallback is not None:
             return None
+        dtype: torch.dtype = facts[1]
         if self._without_kernel(device, dtype, place) is not None:
             return False
-        question = self._question(*facts)
         if question is not None:
             planning.rehearse(question)
         return True
