@@ -89,3 +89,12 @@ def test_convert_passes_the_plan_on():
         assert net[0]._hotrain.plan == plan
     with pytest.raises(ValueError, match="plan='fast' is not one of 'speed', 'graphs', 'memory'"):
         hotrain.convert(net, "hot", plan="fast")
+
+
+def test_convert_leaves_the_forward_that_a_method_has():
+    """A method in which the product was chosen keeps it unless the call says otherwise."""
+    net = nn.Sequential(nn.Linear(48, 64))
+    method = hotrain.preset("hot", forward="fp8")
+    for given, wanted in ((None, "fp8"), ("int8", "int8"), ("exact", "exact")):
+        hotrain.convert(net, method, forward=given)
+        assert net[0]._hotrain.method.forward == wanted

@@ -95,7 +95,7 @@ def convert(
     prefix_tokens: int = 0,
     dense_prefix: bool = True,
     number: str | None = "auto",
-    forward: str = "exact",
+    forward: str | None = None,
     plan: str = "speed",
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
@@ -112,7 +112,8 @@ def convert(
     number: of the codes: ``"int"`` as the presets have it, ``"e4m3"`` or ``"e5m2"`` (`Method.override`), or ``"auto"``:
         e4m3 on a GPU with fp8 units, found at a layer's first forward there, where the method can be had in fp8.
         None: as the method says, on every device.
-    forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
+    forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None: as
+        the method says; exact, as the presets have it.
     plan: ``"speed"`` leaves those layers exact that would lose time on a GPU, measured at their first forward there
         (`hotrain.planning`); ``"graphs"`` measures without what the host does to launch them, for models that run as
         CUDA graphs (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts them all the same. Without a GPU
@@ -125,7 +126,7 @@ def convert(
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
     if plan not in PLANS:
         raise ValueError(f"hotrain.convert: plan={plan!r} is not one of {', '.join(map(repr, PLANS))}")
-    method = method if forward == method.forward else method.override(forward=forward)
+    method = method if forward is None else method.override(forward=forward)
     if number not in ("auto", None, method.grad_weight.number):
         method = method.override(number=number)
     automatic = number == "auto" and has_fp8_form(method)
