@@ -26,6 +26,9 @@ from .transform.tokens import Grid, Layout, layout, project
 Needs = tuple[bool, bool, bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+# Asked once, here: a tracer cannot follow the question.
+_AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
+
 
 def kernels_for(device: torch.device) -> ModuleType | None:
     """`hotrain.kernels` where that device may run them; imported when first asked for."""
@@ -212,7 +215,7 @@ class Step:
 def autocast_dtype(t: Tensor) -> torch.dtype:
     """The dtype in which autocast hands t to a product: its own where it is on, float64 excepted."""
     kind = t.device.type
-    if t.dtype == torch.float64 or not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if t.dtype == torch.float64 or not (kind in _AUTOCASTS and torch.is_autocast_enabled(kind)):
         return t.dtype
     return torch.get_autocast_dtype(kind)
 
@@ -225,7 +228,7 @@ def autocast(t: Tensor) -> Tensor:
 def _outside_autocast(x: Tensor) -> AbstractContextManager[object]:
     # Casts are made by hand: autocast's cache must not get copies of weights that have no graph.
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if kind in _AUTOCASTS else nullcontext()
 
 
 class _SecondDerivative(torch.autograd.Function):
