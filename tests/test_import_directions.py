@@ -57,7 +57,7 @@ ORDER = [
     ("hotrain.convolution", "hotrain.forward"),
     ("hotrain.kernels",),
     ("hotrain.autograd",),
-    ("hotrain.ops", "hotrain.planning"),
+    ("hotrain.ops", "hotrain.planning", "hotrain.activations"),
     ("hotrain.functional",),
     ("hotrain.nn",),
     ("hotrain.grids",),

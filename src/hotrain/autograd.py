@@ -225,7 +225,7 @@ def autocast(t: Tensor) -> Tensor:
     return t.to(autocast_dtype(t))
 
 
-def _outside_autocast(x: Tensor) -> AbstractContextManager[object]:
+def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
     # Casts are made by hand: autocast's cache must not get copies of weights that have no graph.
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if kind in _AUTOCASTS else nullcontext()
@@ -265,7 +265,7 @@ class Linear(torch.autograd.Function):
         w_cast = autocast(w) if step.method.forward == "exact" else w
         lay = step.layout(x.shape[:-1])
         step = step.on(x_cast, lay)
-        with _outside_autocast(x):
+        with outside_autocast(x):
             if step.method.forward == "exact":
                 y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
                 kept = step.keep(x_cast if ctx.needs_input_grad[1] else None, lay)
@@ -279,7 +279,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), _outside_autocast(g_y):
+        with torch.no_grad(), outside_autocast(g_y):
             w, kept = _saved(ctx)
             g_x, g_w, g_b = ctx.step.gradients(
                 g_y, w, kept, ctx.shape[-1], ctx.layout, ctx.w_dtype, ctx.needs_input_grad[:3]
@@ -313,7 +313,7 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry, step: Step) -> Tensor:
         x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
-        with _outside_autocast(x):
+        with outside_autocast(x):
             y = geometry.forward(x_cast, w_cast, b_cast)
             if geometry.is_patches:
                 tokens = convolution.patches(x_cast, geometry)
@@ -332,7 +332,7 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         shape, needs = tuple(ctx.shape), ctx.needs_input_grad[:3]
-        with torch.no_grad(), _outside_autocast(g_y):
+        with torch.no_grad(), outside_autocast(g_y):
             w, kept = _saved(ctx)
             if ctx.geometry.is_patches:
                 tokens, matrix = channels_last(g_y), None if w is None else w.flatten(1)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .activations.mode import Buffers
+from .activations.wrap import unwrap, wrap
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
@@ -55,6 +57,7 @@ class ConversionReport:
     kept_rows: list[KeptRow] = field(default_factory=list)
     layers: list[tuple[str, LayerState]] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)  # names of the ReLUs that keep bits, with their exact gradient
+    buffers: Buffers | None = None  # what became of all else that is kept, from the first training forward on
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
         trained = any(state.reached for _, state in self.layers)
@@ -83,7 +86,8 @@ class ConversionReport:
         head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
         if self.activations:
             head += f", {len(self.activations)} ReLUs keep a bit an entry"
-        return "\n".join([head, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+        lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
+        return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
 
 
 def convert(
@@ -97,6 +101,7 @@ def convert(
     number: str | None = "auto",
     forward: str | None = None,
     plan: str = "speed",
+    memory: str | None = None,
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
 
@@ -118,6 +123,9 @@ def convert(
         (`hotrain.planning`); ``"graphs"`` measures without what the host does to launch them, for models that run as
         CUDA graphs (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts them all the same. Without a GPU
         all are converted.
+    memory: what is compressed between forward and backward: ``"linear"``, what the converted layers keep; ``"block"``,
+        what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
+        (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
     Raises ValueError for an unknown method, a bad grid, and when no layer matched.
     """
@@ -126,7 +134,8 @@ def convert(
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
     if plan not in PLANS:
         raise ValueError(f"hotrain.convert: plan={plan!r} is not one of {', '.join(map(repr, PLANS))}")
-    method = method if forward is None else method.override(forward=forward)
+    asked = {"forward": forward, "memory": memory}
+    method = method.override(**{name: value for name, value in asked.items() if value is not None})
     if number not in ("auto", None, method.grad_weight.number):
         method = method.override(number=number)
     automatic = number == "auto" and has_fp8_form(method)
@@ -134,6 +143,8 @@ def convert(
     if method.is_exact:
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in _layers(model)]
         revert(model)
+        if method.memory == "block":
+            report.buffers = wrap(model)
         return report
     grids = {} if grid is not None else token_grids(model)
     everywhere = _as_grid(grid, prefix_tokens)
@@ -177,6 +188,10 @@ def convert(
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
+    if method.memory == "block":
+        report.buffers = wrap(model)
+    else:
+        unwrap(model)
     if method.compresses:
         report.activations = _convert_activations(model, None if filter_fn is None else [name for name, _, _ in chosen])
     return report
@@ -218,6 +233,7 @@ def revert(model: nn.Module) -> None:
                 f"hotrain.revert: {name!r} has become a {type(module).__name__} since its conversion; "
                 "undo that first (a parametrization: torch.nn.utils.parametrize.remove_parametrizations)"
             )
+    unwrap(model)
     for module in model.modules():
         if type(module) is BitReLU:
             module.__class__ = nn.ReLU  # type: ignore[assignment]

@@ -23,6 +23,7 @@ BITS = (4, 8, None)
 FLOATS = ("e4m3", "e5m2")
 TILES = (1, 16, 64)
 FORWARDS = ("exact", "fp8", "int8")
+MEMORIES = ("linear", "block")
 
 
 def _require(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -223,6 +224,8 @@ class Method:
 
     Build one with `hotrain.preset`, vary it with `override`. `knobs` are the overrides that concern it.
     forward: of Linear layers: the exact product, or one of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
+    memory: what is compressed between forward and backward: ``"linear"``, what converted layers keep, or ``"block"``,
+        what stands between them and the layers that stay exact as well (`hotrain.activations`).
     """
 
     name: str
@@ -231,9 +234,11 @@ class Method:
     saved: Saved = field(default_factory=Saved)
     knobs: frozenset[str] = frozenset()
     forward: str = "exact"
+    memory: str = "linear"
 
     def __post_init__(self) -> None:
         _require(self.name, "forward", self.forward, FORWARDS)
+        _require(self.name, "memory", self.memory, MEMORIES)
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
         g_w, saved = self.grad_weight, self.saved
@@ -245,6 +250,7 @@ class Method:
 
     @property
     def is_exact(self) -> bool:
+        """Whether a layer's product and gradients are those of PyTorch, from its whole input."""
         exact = self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
         return exact and self.forward == "exact"
 
@@ -274,6 +280,8 @@ class Method:
         grad_input_bits, grad_weight_bits, saved_bits: 4, 8, or None for not quantized.
         scale: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
         forward: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every method.
+        memory: ``"linear"`` or ``"block"``, for every method: with `exact`, products stay exact and what is kept does
+            not.
         rounding: of g_y on both paths and of the kept x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
         number: ``"e4m3"`` or ``"e5m2"`` turns a method of integers to fp8: g_y of both paths in that number, w and the
             kept x in e4m3, 8 bits each, one scale, rounded to nearest. Bits, scale and rounding are then given, and
@@ -282,11 +290,12 @@ class Method:
         Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
         the message names the field, the value and what is allowed.
         """
-        if "forward" in overrides:
-            return replace(self, forward=overrides.pop("forward")).override(**overrides)
+        for name in ("forward", "memory"):
+            if name in overrides:
+                return replace(self, **{name: overrides.pop(name)}).override(**overrides)
         for name in overrides:
             if name not in KNOBS:
-                known = ", ".join(sorted(KNOBS | {"forward"}))
+                known = ", ".join(sorted(KNOBS | {"forward", "memory"}))
                 raise ValueError(f"{self.name}: unknown override {name!r}; known: {known}")
         if "number" in self.knobs and "number" in overrides:
             return self._in_number(overrides.pop("number")).override(**overrides)
@@ -354,10 +363,11 @@ class Method:
         return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, knobs=self.knobs & FP8_KNOBS)
 
     def __str__(self) -> str:
+        block = "" if self.memory == "linear" else f"  memory:{self.memory}"
         if self.is_exact:
-            return self.name if self.name == "exact" else f"{self.name}  exact"
+            return self.name + ("" if self.name == "exact" else "  exact") + block
         forward = "" if self.forward == "exact" else f"y:{self.forward}  "
-        return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}"
+        return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}{block}"
 
 
 KNOBS = frozenset(

@@ -1,15 +1,20 @@
 """Step 3, what forward leaves for backward: a format says its bytes, how a tensor goes in, and how it comes back.
 
-Everything that is kept passes through a `Format`, and every memory figure asks it (and is checked against what
-autograd really holds, `hotrain.saved_bytes`).
+Everything that is kept passes through a format, and every memory figure asks it (and is checked against what autograd
+really holds, `hotrain.saved_bytes`). `Format` is for the projected rows of a layer's input, whose codes enter an
+integer product. The others are for tensors of any shape that come back as numbers: `Grouped` for values, `Levels` for
+slopes, which lie in a range known beforehand, `Bits` for yes and no.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import draws
 from .method import Saved
@@ -60,3 +65,164 @@ class Format:
 def values(kept: Kept, dtype: torch.dtype) -> Tensor:
     """The kept rows as numbers, (R, C)."""
     return kept.dequantize(dtype) if isinstance(kept, Quantized) else kept.to(dtype)
+
+
+# ---- tensors of any shape, which come back as numbers ----
+#
+# Plain operations without a key, so that a compiler fuses them into what makes the tensor and what uses it, and a
+# recomputed forward keeps the same. Where few levels would leave a bias, codes are dithered: the fraction is rounded up
+# where it exceeds a threshold that depends on the entry's place alone and is uniform along each row and each column, so
+# that sums over either are right on average.
+
+_CHUNK = 64  # entries a group, where no divisor of the channels serves
+_SCALE = torch.bfloat16
+
+
+@cache
+def group_size(columns: int) -> int:
+    """How many neighbours share a scale: the largest divisor of the channels from 16 to 128 that
+    4 divides, else 64 with padding.
+
+    Fewer than 16 channels are one group, with padding to a multiple of 4.
+    """
+    if columns < 16:
+        return -(-columns // 4) * 4
+    return next((size for size in range(min(columns, 128), 15, -1) if columns % size == 0 and size % 4 == 0), _CHUNK)
+
+
+def thresholds(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), float32 (rows, columns), uniform along both axes: the sum of a hash of each, modulo 1."""
+    down, across = _hashed(rows, 0x68E31DA4, device), _hashed(columns, 0x1B56C4E9, device)
+    both = down[:, None] + across
+    return both - both.floor()
+
+
+def _hashed(count: int, salt: int, device: torch.device) -> Tensor:
+    """float32 in [0, 1), (count,): 24 bits of a hash of the index, by wrapping products of int32."""
+    h = torch.arange(count, dtype=torch.int32, device=device) + salt
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -0x7B935975
+    h = h ^ ((h >> 16) & 0xFFFF)
+    return (h & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes in 0 … 2^bits − 1, (..., n), several a byte: uint8, (..., n·bits/8). n: a multiple of 8/bits.
+
+    The first n·bits/8 codes are the lowest bits, so that neighbours stay neighbours.
+    """
+    if bits == 8:
+        return codes.to(torch.uint8)
+    each = 8 // bits
+    return (codes.to(torch.uint8).unflatten(-1, (each, -1)) * _places(bits, codes.device)).sum(-2, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """What `pack` took, uint8."""
+    if bits == 8:
+        return packed
+    return ((packed.unsqueeze(-2) // _places(bits, packed.device)) & (2**bits - 1)).flatten(-2)
+
+
+def _places(bits: int, device: torch.device) -> Tensor:
+    # Not kept from call to call: a compiler that traces this needs one of its own.
+    return 1 << (bits * torch.arange(8 // bits, dtype=torch.uint8, device=device)).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Values kept as symmetric codes with a bfloat16 scale for each group of neighbours along the last axis.
+
+    bits: 8, 4 or 2.  dithered: rounded without bias along rows and columns; else to nearest.
+    A group that holds an infinity or a NaN comes back without a finite number.
+    """
+
+    bits: int
+    dithered: bool = False
+
+    @property
+    def top(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), of t, (..., C)."""
+        columns = t.shape[-1]
+        size = group_size(columns)
+        rows = t.reshape(-1, columns)
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        if columns % size:
+            rows = F.pad(rows, (0, -columns % size))
+        groups = rows.unflatten(-1, (-1, size))
+        # Rounding the scale to bfloat16 must not make it smaller: a largest entry would be cut.
+        scale = (groups.abs().amax(-1, keepdim=True) * ((1 + 2.0**-8) / self.top)).to(_SCALE)
+        steps = groups / torch.where(scale == 0, 1.0, scale).to(groups.dtype)
+        if self.dithered:
+            noise = thresholds(rows.shape[0], rows.shape[1], t.device).unflatten(-1, (-1, size))
+            codes = (steps + noise).floor()
+        else:
+            codes = steps.round()
+        codes = codes.clamp(-self.top, self.top) + self.top
+        return pack(codes, self.bits), scale
+
+    def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What `keep` was given, of that shape, as precisely as it was kept."""
+        packed, scale = kept
+        codes = unpack(packed, self.bits)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        rows = ((codes.to(wide) - self.top) * scale.to(wide)).flatten(-2)
+        return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes that `keep` keeps."""
+        rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
+        size = group_size(columns)
+        groups = rows * -(-columns // size)
+        return groups * (size * self.bits // 8 + _SCALE.itemsize)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Slopes of a function, kept as one of 2^bits levels `step` apart, the first at `first`, dithered.
+
+    Zero and one are levels, so that what is passed on whole, or not at all, is exact.
+    """
+
+    bits: int
+    first: int
+    per_one: int
+
+    def keep(self, slopes: Tensor) -> tuple[Tensor]:
+        """uint8 codes, several a byte."""
+        rows = slopes.reshape(-1, slopes.shape[-1])
+        each = 8 // self.bits
+        steps = rows * self.per_one - self.first
+        codes = (steps + thresholds(rows.shape[0], rows.shape[1], rows.device)).floor().clamp(0, 2**self.bits - 1)
+        if rows.shape[1] % each:
+            codes = F.pad(codes, (0, -rows.shape[1] % each))
+        return (pack(codes, self.bits),)
+
+    def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        codes = unpack(kept[0], self.bits)[:, : shape[-1]]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return ((codes.to(wide) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        return torch.Size(shape[:-1]).numel() * -(-shape[-1] * self.bits // 8)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Yes or no, a bit an entry."""
+
+    def keep(self, flags: Tensor) -> tuple[Tensor]:
+        """uint8, eight entries a byte."""
+        rows = flags.reshape(-1, flags.shape[-1])
+        if rows.shape[1] % 8:
+            rows = F.pad(rows, (0, -rows.shape[1] % 8))
+        return (pack(rows, 1),)
+
+    def restore(self, kept: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return unpack(kept[0], 1)[:, : shape[-1]].ne(0).reshape(tuple(shape))
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        return torch.Size(shape[:-1]).numel() * -(-shape[-1] // 8)

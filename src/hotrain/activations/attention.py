@@ -1,0 +1,143 @@
+"""Scaled dot products of queries, keys and values: PyTorch's fused kernels, with codes kept in place of tensors.
+
+Kept: q, k, v and the output as codes, a scale for every head of every token; the log-sum-exp of each row exactly, for
+backward makes the weights anew from it. Which kernel runs is PyTorch's choice, read from the same switches
+(`torch.nn.attention.sdpa_kernel`); where none of the fused ones can, PyTorch's function runs as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .policy import GROUPED
+
+_aten = torch.ops.aten
+
+
+def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> str | None:
+    """Which fused kernel can run, None for none."""
+    same = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == v.dim() == 4 and q.shape[-1] == v.shape[-1]
+    if not same or q.shape[1] % k.shape[1] or (causal and mask is not None):
+        return None
+    if q.device.type == "cpu":
+        fits = dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        trained = mask is not None and mask.requires_grad
+        return "cpu" if fits and not trained else None
+    if q.device.type != "cuda":
+        return None
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if (
+        mask is None
+        and half
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and torch.backends.cuda.flash_sdp_enabled()
+    ):
+        return "flash"
+    aligned = q.shape[-1] % (8 if half else 4) == 0
+    if aligned and q.dtype != torch.float64 and torch.backends.cuda.mem_efficient_sdp_enabled():
+        return "efficient"
+    return None
+
+
+def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
+    """The mask as the kernel asks: added to the logits, in q's dtype, for every head; differentiable."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
+    mask = mask.to(q.dtype)
+    if kind == "cpu":
+        return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape[-2:]) if mask.dim() == 2 else mask[None]
+    # The kernel reads rows of it in runs of 16 entries.
+    keys = k.shape[-2]
+    if keys % 16:
+        mask = F.pad(mask.expand(*mask.shape[:-1], keys), (0, -keys % 16))[..., :keys]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[-2], keys)
+
+
+class Attention(torch.autograd.Function):
+    """softmax(q kᵀ scale + mask) v.  q: (B, H, T, D).  k, v: (B, H or a divisor, T', D).  mask: of `prepared_mask`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float,
+        kind: str,
+        qk_form: str,
+        vo_form: str,
+    ) -> Tensor:
+        copies = q.shape[1] // k.shape[1]
+        wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
+        rest: tuple[Tensor | None, ...]
+        if kind == "flash":
+            out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+                q, wide_k, wide_v, dropout, causal, False, scale=scale
+            )
+            rest = (seed, offset, ends_q, ends_k)
+        elif kind == "efficient":
+            out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+                q, wide_k, wide_v, mask, True, dropout, causal, scale=scale
+            )
+            rest = (seed, offset)
+        else:
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                q, wide_k, wide_v, 0.0, causal, attn_mask=mask, scale=scale
+            )
+            rest = ()
+        codes = [
+            part
+            for t, form in ((q, qk_form), (k, qk_form), (v, vo_form), (out, vo_form))
+            for part in GROUPED[form].keep(t)
+        ]
+        ctx.save_for_backward(mask, lse, *codes, *rest)
+        ctx.args = dropout, causal, scale, kind, qk_form, vo_form
+        ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dropout, causal, scale, kind, qk_form, vo_form = ctx.args
+        mask, lse, *saved = ctx.saved_tensors
+        q, k, v, out = (
+            GROUPED[form].restore(saved[2 * place : 2 * place + 2], shape, ctx.dtype)
+            for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
+        )
+        copies = q.shape[1] // k.shape[1]
+        k, v = _repeated(k, copies), _repeated(v, copies)
+        g_mask = None
+        if kind == "flash":
+            g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
+                g, q, k, v, out, lse, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout, causal, saved[8], saved[9],
+                scale=scale,
+            )  # fmt: skip
+        elif kind == "efficient":
+            needs = [True, True, True, ctx.needs_input_grad[3]]
+            g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
+                g, q, k, v, mask, out, lse, saved[8], saved[9], dropout, needs, causal, scale=scale
+            )
+            g_mask = g_mask if ctx.needs_input_grad[3] else None
+        else:
+            g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        return g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask, *[None] * 6
+
+
+def _repeated(t: Tensor, copies: int) -> Tensor:
+    return t if copies == 1 else t.repeat_interleave(copies, 1)
+
+
+def _summed(g: Tensor, copies: int) -> Tensor:
+    return g if copies == 1 else g.unflatten(1, (-1, copies)).sum(2)

@@ -1,0 +1,386 @@
+"""The formulas: what each operator's backward needs, kept in a format of `hotrain.saved`.
+
+Forward results are PyTorch's own. Gradients are exact in g_y, and in x but for the format's rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..saved import Levels
+from .policy import BITS, GROUPED, SLOPES, WIDE_SLOPES
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float32, or float64 where it is."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+# ---- activations: y = f(x), g_x = g_y f'(x) ----
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f, its slope (of x in float32), and the levels that hold the slope; None for a slope of zero or one."""
+
+    f: Callable[..., Tensor]
+    slope: Callable[..., Tensor]
+    levels: Levels | None = SLOPES
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    a, b = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(a * (x + b * x * x * x))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * a * (1 + 3 * b * x * x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _mish_slope(x: Tensor) -> Tensor:
+    t, s = torch.tanh(F.softplus(x)), torch.sigmoid(x)
+    return t + x * s * (1 - t * t)
+
+
+def _hardswish_slope(x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 3 + 0.5))
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return 4 * s * (1 - s)  # up to 1; `Slope` divides again
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    t = torch.tanh(x)
+    return 1 - t * t
+
+
+ACTIVATIONS = {
+    "gelu": Activation(F.gelu, _gelu_slope),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_slope),
+    "silu": Activation(F.silu, _silu_slope),
+    "mish": Activation(F.mish, _mish_slope),
+    "hardswish": Activation(F.hardswish, _hardswish_slope, WIDE_SLOPES),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
+    "tanh": Activation(torch.tanh, _tanh_slope),
+    "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
+    "relu6": Activation(F.relu6, lambda x: (x > 0) & (x < 6), None),
+    "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
+    "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
+}
+_FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the slope that is kept
+_ELSE = {"leaky_relu": 0.01}  # the slope where the bit is not set
+
+
+class Slope(torch.autograd.Function):
+    """y = f(x); kept: f'(x), in four bits where it varies, in one where it is one of two values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        kind = ACTIVATIONS[name]
+        y = kind.f(x)
+        slope = kind.slope(wide(x))
+        kept = BITS.keep(slope) if kind.levels is None else kind.levels.keep(slope)
+        ctx.save_for_backward(*kept)
+        ctx.activation = name
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        kind, factor = ACTIVATIONS[ctx.activation], _FACTOR.get(ctx.activation, 1.0)
+        if kind.levels is not None:
+            slope = kind.levels.restore(ctx.saved_tensors, g_y.shape, g_y.dtype)
+            return g_y * slope if factor == 1.0 else g_y * (slope * factor), None
+        # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
+        passed = BITS.restore(ctx.saved_tensors, g_y.shape)
+        scaled = g_y if factor == 1.0 else g_y * factor
+        closed = (
+            g_y * _ELSE[ctx.activation]
+            if ctx.activation in _ELSE
+            else torch.zeros((), dtype=g_y.dtype, device=g_y.device)
+        )
+        return torch.where(passed, scaled, closed), None
+
+
+# ---- norms: y = γ x̂ + β, x̂ = (x − μ) r ----
+#
+#   g_x = r (γg − mean(γg) − x̂ mean(γg x̂)),  g_γ = Σ g x̂,  g_β = Σ g
+#
+# with means over what a statistic was taken of. RMSNorm has no μ and no mean(γg).
+
+
+class Norm(torch.autograd.Function):
+    """Layer, RMS, group and batch norm; kept: x̂ in the format, and r.
+
+    x: as the norm's own view has it, (..., C) for layer and RMS norms, (N, C, ...) for the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        kind: str,
+        dims: int,
+        eps: float,
+        form: str,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+    ) -> Tensor:
+        shape = x.shape
+        if kind == "layer":
+            y, mean, r = torch.native_layer_norm(x, shape[-dims:], w, b, eps)
+            normal = (wide(x) - mean) * r
+        elif kind == "rms":
+            lifted = wide(x)
+            r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
+            normal = lifted * r
+            y = F.rms_norm(x, shape[-dims:], w, eps)
+        elif kind == "group":
+            count = shape[2:].numel()
+            y, mean, r = torch.native_group_norm(x.contiguous(), w, b, shape[0], shape[1], count, dims, eps)
+            mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
+            normal = ((wide(x).reshape(shape[0], dims, -1) - mean) * r).view(shape)
+        else:
+            y, mean, r = torch.native_batch_norm(x, w, b, running_mean, running_var, True, momentum, eps)
+            place = (1, -1, *[1] * (x.dim() - 2))
+            mean, r = wide(mean).view(place), wide(r).view(place)
+            normal = (wide(x) - mean) * r
+        kept = GROUPED[form].keep(_channels_last(normal, kind))
+        ctx.save_for_backward(w, r, *kept)
+        ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, shape, x.dtype
+        ctx.b_dtype = None if b is None else b.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        w, r, *kept = ctx.saved_tensors
+        kind, dims, shape = ctx.kind, ctx.dims, ctx.shape
+        g = wide(g_y)
+        order = [shape[0], *shape[2:], shape[1]] if kind in ("group", "batch") else shape
+        normal = _channels_first(GROUPED[ctx.form].restore(kept, order, g.dtype), kind)
+        leading = list(range(len(shape) - dims)) if kind in ("layer", "rms") else [0, *range(2, len(shape))]
+        g_w = (g * normal).sum(leading).to(w.dtype) if ctx.needs_input_grad[1] else None
+        g_b = g.sum(leading).to(ctx.b_dtype) if ctx.needs_input_grad[2] else None
+        g_x = None
+        if ctx.needs_input_grad[0]:
+            scaled = g if w is None else g * (wide(w) if kind in ("layer", "rms") else _along_channels(w, len(shape)))
+            if kind == "group":
+                scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
+            over = {"layer": list(range(-dims, 0)), "rms": list(range(-dims, 0)), "group": [2], "batch": leading}[kind]
+            inner = scaled - normal * (scaled * normal).mean(over, keepdim=True)
+            if kind != "rms":
+                inner = inner - scaled.mean(over, keepdim=True)
+            g_x = (inner * r).reshape(shape).to(ctx.dtype)
+        return g_x, g_w, g_b, *[None] * 7
+
+
+def _along_channels(w: Tensor, axes: int) -> Tensor:
+    return wide(w).view(1, -1, *[1] * (axes - 2))
+
+
+def _channels_last(t: Tensor, kind: str) -> Tensor:
+    return t.movedim(1, -1) if kind in ("group", "batch") else t
+
+
+def _channels_first(t: Tensor, kind: str) -> Tensor:
+    return t.movedim(-1, 1) if kind in ("group", "batch") else t
+
+
+# ---- softmax: g_x = y (g − Σ g y) ----
+
+
+class Softmax(torch.autograd.Function):
+    """Kept: y in the format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, form: str) -> Tensor:
+        y = torch.softmax(x, dim)
+        ctx.save_for_backward(*GROUPED[form].keep(y.movedim(dim, -1)))
+        ctx.dim, ctx.form, ctx.shape = dim, form, y.movedim(dim, -1).shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        g = wide(g_y)
+        y = GROUPED[ctx.form].restore(ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        return (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype), None, None
+
+
+# ---- dropout ----
+
+
+class Dropout(torch.autograd.Function):
+    """Kept: a bit an entry."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        y, mask = torch.native_dropout(x, p, True)
+        ctx.save_for_backward(*BITS.keep(mask))
+        ctx.p = p
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        mask = BITS.restore(ctx.saved_tensors, g_y.shape)
+        scale = 0.0 if ctx.p == 1 else 1 / (1 - ctx.p)
+        return torch.where(mask, g_y * scale, 0.0), None
+
+
+# ---- products entry by entry: y = a b, g_a = g b, g_b = g a ----
+
+
+class Product(torch.autograd.Function):
+    """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
+        kept = [_keep(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
+        ctx.split = len(kept[0])
+        ctx.save_for_backward(*kept[0], *kept[1])
+        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        saved, split = ctx.saved_tensors, ctx.split
+        a = _restore(saved[:split], ctx.forms[0], ctx.shapes[0], ctx.dtypes[0])
+        b = _restore(saved[split:], ctx.forms[1], ctx.shapes[1], ctx.dtypes[1])
+        g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
+        g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
+        return g_a, g_b, None, None
+
+
+def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
+    if form in ("", "exact"):
+        return () if not form else (t,)
+    return GROUPED[form].keep(t)
+
+
+def _restore(kept: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    if form in ("", "exact"):
+        return kept[0] if form else None
+    return GROUPED[form].restore(kept, shape, dtype)
+
+
+# ---- layers that stay exact: the product is, what is kept of x is not ----
+
+
+class Linear(torch.autograd.Function):
+    """y = x wᵀ + b, g_x = g w, g_w = gᵀ x; kept: x in the format, and w itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str) -> Tensor:
+        kept = _keep(x, form if ctx.needs_input_grad[1] else "")
+        ctx.save_for_backward(w, *kept)
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        return F.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        w, *kept = ctx.saved_tensors
+        g = g_y.reshape(-1, g_y.shape[-1])
+        g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        g_w = g_b = None
+        if ctx.needs_input_grad[1]:
+            g_w = g.T @ GROUPED[ctx.form].restore(kept, ctx.shape, ctx.dtype).reshape(-1, ctx.shape[-1])
+        if ctx.needs_input_grad[2]:
+            g_b = g.sum(0)
+        return g_x, g_w, g_b, None
+
+
+class Conv2d(torch.autograd.Function):
+    """A convolution; kept: x in the format, grouped along channels, and w itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        form: str,
+    ) -> Tensor:
+        kept = _keep(x.movedim(1, -1), form if ctx.needs_input_grad[1] else "")
+        ctx.save_for_backward(w, *kept)
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        ctx.geometry = list(stride), list(padding), list(dilation), groups
+        return torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        w, *kept = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        if ctx.needs_input_grad[1]:
+            n, c, h, wd = ctx.shape
+            x = GROUPED[ctx.form].restore(kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
+            x = x if ctx.channels_last else x.contiguous()
+        else:
+            x = g_y.new_empty(1).expand(ctx.shape)  # asked for its shape alone
+        g_x, g_w, g_b = torch.ops.aten.convolution_backward(
+            g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
+        )
+        return g_x, g_w, g_b, None, None, None, None, None
+
+
+# ---- max pooling ----
+
+
+class MaxPool2d(torch.autograd.Function):
+    """Kept: which entry of its window each maximum was, one byte instead of an index of eight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
+    ) -> Tensor:
+        y, index = torch.ops.aten.max_pool2d_with_indices(x, kernel, stride, padding, [1, 1], ceil)
+        top, left = _corners(y, stride, padding)
+        inside = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
+        ctx.save_for_backward(inside.to(torch.uint8))
+        ctx.args, ctx.shape, ctx.dtype = (list(kernel), list(stride), list(padding), ceil), x.shape, x.dtype
+        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        kernel, stride, padding, ceil = ctx.args
+        top, left = _corners(inside, stride, padding)
+        inside = inside.to(torch.int64)
+        index = (inside // kernel[1] + top) * ctx.shape[-1] + inside % kernel[1] + left
+        form = torch.channels_last if ctx.channels_last else torch.contiguous_format
+        # Asked for its shape and order alone.
+        x = torch.empty(ctx.shape, dtype=ctx.dtype, device=g_y.device, memory_format=form)
+        g_x = torch.ops.aten.max_pool2d_with_indices_backward(
+            g_y, x, kernel, stride, padding, [1, 1], ceil, index.contiguous(memory_format=form)
+        )
+        return g_x, None, None, None, None
+
+
+def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The first row and column of every window, negative in the padding: (H', 1) and (W',)."""
+    rows = torch.arange(y.shape[-2], device=y.device) * stride[0] - padding[0]
+    columns = torch.arange(y.shape[-1], device=y.device) * stride[1] - padding[1]
+    return rows[:, None], columns

@@ -1,0 +1,137 @@
+"""One operator each: what the mode calls, in eager and while a compiler traces.
+
+The compiler sees one node, goes through the autograd function inside it, and fuses the codes into what makes a tensor
+and what uses it. Autocast is settled here: tensors are cast as PyTorch casts them for that operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+from . import functions
+from .attention import Attention
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def define(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        _lib.define(schema)
+        _lib.impl(schema.partition("(")[0], implementation, "CompositeImplicitAutograd")
+        return implementation
+
+    return define
+
+
+def _lower(*tensors: Tensor | None) -> list[Tensor | None]:
+    """As autocast hands them to a product."""
+    return [t if t is None or not t.is_floating_point() else autograd.autocast(t) for t in tensors]
+
+
+def _float32(*tensors: Tensor | None) -> list[Tensor | None]:
+    """As autocast hands them to a norm or a softmax: in float32 where it is on."""
+    first = tensors[0]
+    assert first is not None
+    on = autograd.autocast_dtype(first.new_empty((), dtype=torch.float32)) != torch.float32
+    return [t.float() if on and t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+
+
+@_operator("slope(Tensor x, str name) -> Tensor")
+def slope(x: Tensor, name: str) -> Tensor:
+    with autograd.outside_autocast(x):
+        return functions.Slope.apply(x, name)
+
+
+@_operator(
+    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form, Tensor(a!)? running_mean=None, "
+    "Tensor(b!)? running_var=None, float momentum=0.1) -> Tensor"
+)
+def norm(
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    kind: str,
+    dims: int,
+    eps: float,
+    form: str,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.1,
+) -> Tensor:
+    if kind in ("layer", "group"):
+        x, w, b = _float32(x, w, b)  # type: ignore[assignment]
+    with autograd.outside_autocast(x):
+        return functions.Norm.apply(x, w, b, kind, dims, eps, form, running_mean, running_var, momentum)
+
+
+@_operator("kept_softmax(Tensor x, int dim, str form) -> Tensor")
+def softmax(x: Tensor, dim: int, form: str) -> Tensor:
+    (cast,) = _float32(x)
+    with autograd.outside_autocast(x):
+        return functions.Softmax.apply(cast, dim, form)
+
+
+@_operator("kept_dropout(Tensor x, float p) -> Tensor")
+def dropout(x: Tensor, p: float) -> Tensor:
+    return functions.Dropout.apply(x, p)
+
+
+@_operator("product(Tensor a, Tensor b, str a_form, str b_form) -> Tensor")
+def product(a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+    return functions.Product.apply(a, b, a_form, b_form)
+
+
+@_operator("kept_linear(Tensor x, Tensor w, Tensor? b, str form) -> Tensor")
+def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str) -> Tensor:
+    x_cast, w_cast, b_cast = _lower(x, w, b)
+    with autograd.outside_autocast(x):
+        return functions.Linear.apply(x_cast, w_cast, b_cast, form)
+
+
+@_operator(
+    "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form) "
+    "-> Tensor"
+)
+def conv2d(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    form: str,
+) -> Tensor:
+    x_cast, w_cast, b_cast = _lower(x, w, b)
+    with autograd.outside_autocast(x):
+        return functions.Conv2d.apply(x_cast, w_cast, b_cast, stride, padding, dilation, groups, form)
+
+
+@_operator("kept_max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> Tensor")
+def max_pool2d(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool) -> Tensor:
+    return functions.MaxPool2d.apply(x, kernel, stride, padding, ceil)
+
+
+@_operator(
+    "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
+    "str qk_form, str vo_form) -> Tensor"
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float,
+    kind: str,
+    qk_form: str,
+    vo_form: str,
+) -> Tensor:
+    with autograd.outside_autocast(q):
+        return Attention.apply(q, k, v, mask, dropout, causal, scale, kind, qk_form, vo_form)
