@@ -232,12 +232,12 @@ def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 class _SecondDerivative(torch.autograd.Function):
-    """Passes gradients on; raises if they are differentiated."""
+    """Passes the first `count` tensors on; raises if they are differentiated, by whichever tensor."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
-        return tuple(g.view_as(g) for g in grads)
+        return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
@@ -247,12 +247,16 @@ class _SecondDerivative(torch.autograd.Function):
         )
 
 
-def _once(name: str, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients as they are; under create_graph, tied to an error that a second derivative meets."""
+def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients as they are; under create_graph, tied to an error that a second derivative meets.
+
+    sources: what they were computed from. One that is asked for by way of these alone meets the error too.
+    """
     if not torch.is_grad_enabled():
         return grads
     present = [g.detach().requires_grad_() for g in grads if g is not None]
-    marked = iter(_SecondDerivative.apply(name, *present) if present else ())
+    through = [t for t in sources if t is not None]
+    marked = iter(_SecondDerivative.apply(name, len(present), *present, *through) if present else ())
     return tuple(None if g is None else next(marked) for g in grads)
 
 
@@ -286,7 +290,7 @@ class Linear(torch.autograd.Function):
             )
             if g_x is not None:
                 g_x = g_x.view(ctx.shape).to(ctx.x_dtype)
-        return (*_once(ctx.step.name, (g_x, g_w, g_b)), None)
+        return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None)
 
 
 def _save(ctx: Any, w: Tensor, kept: tuple[Tensor, ...]) -> None:
@@ -346,4 +350,4 @@ class Conv2d(torch.autograd.Function):
                 g_x = g_x.to(ctx.x_dtype)
             if g_w is not None:
                 g_w = g_w.view(ctx.w_shape)
-        return (*_once(ctx.step.name, (g_x, g_w, g_b)), None, None)
+        return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None, None)

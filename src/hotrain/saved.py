@@ -79,31 +79,26 @@ _SCALE = torch.bfloat16
 
 
 @cache
-def group_size(columns: int) -> int:
+def group_size(columns: int, whole: bool = False) -> int:
     """How many neighbours share a scale: the largest divisor of the channels from 16 to 128 that
     4 divides, else 64 with padding.
 
-    Fewer than 16 channels are one group, with padding to a multiple of 4.
+    Fewer than 16 channels are one group, with padding to a multiple of 4, and so are all of them where it is `whole`.
     """
-    if columns < 16:
+    if columns < 16 or whole:
         return -(-columns // 4) * 4
     return next((size for size in range(min(columns, 128), 15, -1) if columns % size == 0 and size % 4 == 0), _CHUNK)
 
 
 def thresholds(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float32 (rows, columns), uniform along both axes: the sum of a hash of each, modulo 1."""
-    down, across = _hashed(rows, 0x68E31DA4, device), _hashed(columns, 0x1B56C4E9, device)
-    both = down[:, None] + across
-    return both - both.floor()
+    """Numbers in [0, 1), float32 (rows, columns), equally distributed along rows and along columns.
 
-
-def _hashed(count: int, salt: int, device: torch.device) -> Tensor:
-    """float32 in [0, 1), (count,): 24 bits of a hash of the index, by wrapping products of int32."""
-    h = torch.arange(count, dtype=torch.int32, device=device) + salt
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * -0x7B935975
-    h = h ^ ((h >> 16) & 0xFFFF)
-    return (h & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. Of 20 bits,
+    so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
+    """
+    down = torch.arange(rows, dtype=torch.int32, device=device) * -0x3EC05657  # 0.7549 of 2³²
+    across = torch.arange(columns, dtype=torch.int32, device=device) * -0x6E1EF25B  # 0.5698
+    return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -133,12 +128,13 @@ def _places(bits: int, device: torch.device) -> Tensor:
 class Grouped:
     """Values kept as symmetric codes with a bfloat16 scale for each group of neighbours along the last axis.
 
-    bits: 8, 4 or 2.  dithered: rounded without bias along rows and columns; else to nearest.
+    bits: 8, 4 or 2.  dithered: rounded without bias along rows and columns; else to nearest.  whole: one scale a row.
     A group that holds an infinity or a NaN comes back without a finite number.
     """
 
     bits: int
     dithered: bool = False
+    whole: bool = False
 
     @property
     def top(self) -> int:
@@ -147,7 +143,7 @@ class Grouped:
     def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), of t, (..., C)."""
         columns = t.shape[-1]
-        size = group_size(columns)
+        size = group_size(columns, self.whole)
         rows = t.reshape(-1, columns)
         rows = rows if rows.dtype == torch.float64 else rows.float()
         if columns % size:
@@ -175,7 +171,7 @@ class Grouped:
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes that `keep` keeps."""
         rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
-        size = group_size(columns)
+        size = group_size(columns, self.whole)
         groups = rows * -(-columns // size)
         return groups * (size * self.bits // 8 + _SCALE.itemsize)
 
@@ -184,7 +180,7 @@ class Grouped:
 class Levels:
     """Slopes of a function, kept as one of 2^bits levels `step` apart, the first at `first`, dithered.
 
-    Zero and one are levels, so that what is passed on whole, or not at all, is exact.
+    Zero and one are levels, so that what is passed on whole, or not at all, is exact. A NaN comes back as one.
     """
 
     bits: int
@@ -196,7 +192,8 @@ class Levels:
         rows = slopes.reshape(-1, slopes.shape[-1])
         each = 8 // self.bits
         steps = rows * self.per_one - self.first
-        codes = (steps + thresholds(rows.shape[0], rows.shape[1], rows.device)).floor().clamp(0, 2**self.bits - 1)
+        codes = (steps + thresholds(rows.shape[0], rows.shape[1], rows.device)).floor()
+        codes = codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
         if rows.shape[1] % each:
             codes = F.pad(codes, (0, -rows.shape[1] % each))
         return (pack(codes, self.bits),)
@@ -221,7 +218,7 @@ class Bits:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
         return (pack(rows, 1),)
 
-    def restore(self, kept: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
         return unpack(kept[0], 1)[:, : shape[-1]].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:

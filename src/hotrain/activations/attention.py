@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..autograd import once
+from .functions import restore
 from .policy import GROUPED
 
 _aten = torch.ops.aten
@@ -21,28 +23,36 @@ _aten = torch.ops.aten
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> str | None:
     """Which fused kernel can run, None for none."""
-    same = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == v.dim() == 4 and q.shape[-1] == v.shape[-1]
-    if not same or q.shape[1] % k.shape[1] or (causal and mask is not None):
+    # The kernels believe the shapes they are given: what PyTorch broadcasts or refuses must not reach them.
+    same = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[2] > 0
+    if not same or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or (causal and mask is not None):
         return None
+    if q.shape[1] % k.shape[1] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    flash, efficient = _switches()
     if q.device.type == "cpu":
-        fits = dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
         trained = mask is not None and mask.requires_grad
         return "cpu" if fits and not trained else None
     if q.device.type != "cuda":
         return None
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if (
-        mask is None
-        and half
-        and q.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0
-        and torch.backends.cuda.flash_sdp_enabled()
-    ):
+    # Its causal mask ends at the last key, PyTorch's begins at the first.
+    square = q.shape[2] == k.shape[2] or not causal
+    if flash and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         return "flash"
     aligned = q.shape[-1] % (8 if half else 4) == 0
-    if aligned and q.dtype != torch.float64 and torch.backends.cuda.mem_efficient_sdp_enabled():
+    if aligned and q.dtype != torch.float64 and efficient:
         return "efficient"
     return None
+
+
+def _switches() -> tuple[bool, bool]:
+    """Whether the flash kernels (the CPU's too) and the memory-efficient one are switched on."""
+    return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer cannot follow the question
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
@@ -61,8 +71,16 @@ def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tenso
     return mask.expand(q.shape[0], q.shape[1], q.shape[-2], keys)
 
 
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
+    # Booleans are kept as they are, shared by all layers, and turned into numbers by each, twice.
+    return prepared_mask(mask, q, k, kind) if mask is not None and mask.dtype == torch.bool else mask
+
+
 class Attention(torch.autograd.Function):
-    """softmax(q kᵀ scale + mask) v.  q: (B, H, T, D).  k, v: (B, H or a divisor, T', D).  mask: of `prepared_mask`."""
+    """softmax(q kᵀ scale + mask) v.  q: (B, H, T, D).  k, v: (B, H or a divisor, T', D).
+
+    mask: booleans, True where a query may look, or numbers of `prepared_mask`.
+    """
 
     @staticmethod
     def forward(
@@ -80,6 +98,7 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         copies = q.shape[1] // k.shape[1]
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
+        bias = _bias(mask, q, k, kind)
         rest: tuple[Tensor | None, ...]
         if kind == "flash":
             out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
@@ -88,12 +107,12 @@ class Attention(torch.autograd.Function):
             rest = (seed, offset, ends_q, ends_k)
         elif kind == "efficient":
             out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
-                q, wide_k, wide_v, mask, True, dropout, causal, scale=scale
+                q, wide_k, wide_v, bias, True, dropout, causal, scale=scale
             )
             rest = (seed, offset)
         else:
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, wide_k, wide_v, 0.0, causal, attn_mask=mask, scale=scale
+                q, wide_k, wide_v, 0.0, causal, attn_mask=bias, scale=scale
             )
             rest = ()
         codes = [
@@ -111,12 +130,12 @@ class Attention(torch.autograd.Function):
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, lse, *saved = ctx.saved_tensors
         q, k, v, out = (
-            GROUPED[form].restore(saved[2 * place : 2 * place + 2], shape, ctx.dtype)
+            restore(GROUPED[form], saved[2 * place : 2 * place + 2], shape, ctx.dtype)
             for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
         )
         copies = q.shape[1] // k.shape[1]
         k, v = _repeated(k, copies), _repeated(v, copies)
-        g_mask = None
+        bias, g_mask = _bias(mask, q, k, kind), None
         if kind == "flash":
             g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
                 g, q, k, v, out, lse, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout, causal, saved[8], saved[9],
@@ -125,14 +144,15 @@ class Attention(torch.autograd.Function):
         elif kind == "efficient":
             needs = [True, True, True, ctx.needs_input_grad[3]]
             g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
-                g, q, k, v, mask, out, lse, saved[8], saved[9], dropout, needs, causal, scale=scale
+                g, q, k, v, bias, out, lse, saved[8], saved[9], dropout, needs, causal, scale=scale
             )
             g_mask = g_mask if ctx.needs_input_grad[3] else None
         else:
             g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+                g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
             )
-        return g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask, *[None] * 6
+        grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask
+        return *once("attention", grads, g, mask), *[None] * 6
 
 
 def _repeated(t: Tensor, copies: int) -> Tensor:

@@ -14,8 +14,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..saved import Levels
+from ..autograd import once
+from ..saved import Bits, Grouped, Levels
 from .policy import BITS, GROUPED, SLOPES, WIDE_SLOPES
+
+
+def restore(
+    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool
+) -> Tensor:
+    """What backward reads of what forward kept.
+
+    A compiler decides by itself what it keeps between forward and backward, and would at times keep a full tensor: the
+    result of this, or that from which several codes can be made again. So it is told that this belongs to backward,
+    and that codes are tensors in memory (which its partitioner takes those to be that enter an operator of `prims`),
+    for others count twice.
+    """
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return form.restore(kept, shape, dtype)
+    meta = torch.fx.traceback.current_meta
+    before = meta.get(_TAG)
+    meta[_TAG] = "must_be_in_backward"
+    try:
+        codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
+        return form.restore((codes, *kept[1:]), shape, dtype)
+    finally:
+        if before is None:
+            meta.pop(_TAG, None)
+        else:
+            meta[_TAG] = before
+
+
+_TAG = "partitioner_tag"  # of torch._functorch.partitioners
 
 
 def wide(t: Tensor) -> Tensor:
@@ -78,7 +107,7 @@ ACTIVATIONS = {
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
     "tanh": Activation(torch.tanh, _tanh_slope),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
-    "relu6": Activation(F.relu6, lambda x: (x > 0) & (x < 6), None),
+    "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
     "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
     "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
 }
@@ -94,7 +123,7 @@ class Slope(torch.autograd.Function):
         kind = ACTIVATIONS[name]
         y = kind.f(x)
         slope = kind.slope(wide(x))
-        kept = BITS.keep(slope) if kind.levels is None else kind.levels.keep(slope)
+        kept = (BITS if kind.levels is None else kind.levels).keep(slope)
         ctx.save_for_backward(*kept)
         ctx.activation = name
         return y
@@ -103,10 +132,11 @@ class Slope(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         kind, factor = ACTIVATIONS[ctx.activation], _FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            slope = kind.levels.restore(ctx.saved_tensors, g_y.shape, g_y.dtype)
-            return g_y * slope if factor == 1.0 else g_y * (slope * factor), None
+            slope = restore(kind.levels, ctx.saved_tensors, g_y.shape, g_y.dtype)
+            g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
+            return *once(ctx.activation, (g_x,), g_y), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        passed = BITS.restore(ctx.saved_tensors, g_y.shape)
+        passed = restore(BITS, ctx.saved_tensors, g_y.shape)
         scaled = g_y if factor == 1.0 else g_y * factor
         closed = (
             g_y * _ELSE[ctx.activation]
@@ -126,7 +156,9 @@ class Slope(torch.autograd.Function):
 class Norm(torch.autograd.Function):
     """Layer, RMS, group and batch norm; kept: x̂ in the format, and r.
 
-    x: as the norm's own view has it, (..., C) for layer and RMS norms, (N, C, ...) for the others.
+    kind: ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers), ``"group"``,
+    ``"batch"``.  dims: how many axes the statistics run over; for ``"group"`` the number of groups.
+    x: (..., C) for layer and RMS norms, (N, C, ...) for the others.
     """
 
     @staticmethod
@@ -147,14 +179,17 @@ class Norm(torch.autograd.Function):
         if kind == "layer":
             y, mean, r = torch.native_layer_norm(x, shape[-dims:], w, b, eps)
             normal = (wide(x) - mean) * r
-        elif kind == "rms":
+        elif kind in ("rms", "rms_cast"):
             lifted = wide(x)
             r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
             normal = lifted * r
-            y = F.rms_norm(x, shape[-dims:], w, eps)
+            if kind == "rms":
+                y = F.rms_norm(x, shape[-dims:], w, eps)
+            else:
+                y = normal.to(x.dtype) if w is None else w * normal.to(x.dtype)
         elif kind == "group":
             count = shape[2:].numel()
-            y, mean, r = torch.native_group_norm(x.contiguous(), w, b, shape[0], shape[1], count, dims, eps)
+            y, mean, r = torch.native_group_norm(_dense(x), w, b, shape[0], shape[1], count, dims, eps)
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
             normal = ((wide(x).reshape(shape[0], dims, -1) - mean) * r).view(shape)
         else:
@@ -174,21 +209,28 @@ class Norm(torch.autograd.Function):
         kind, dims, shape = ctx.kind, ctx.dims, ctx.shape
         g = wide(g_y)
         order = [shape[0], *shape[2:], shape[1]] if kind in ("group", "batch") else shape
-        normal = _channels_first(GROUPED[ctx.form].restore(kept, order, g.dtype), kind)
-        leading = list(range(len(shape) - dims)) if kind in ("layer", "rms") else [0, *range(2, len(shape))]
+        normal = _channels_first(restore(GROUPED[ctx.form], kept, order, g.dtype), kind)
+        by_token = kind not in ("group", "batch")
+        leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
         g_w = (g * normal).sum(leading).to(w.dtype) if ctx.needs_input_grad[1] else None
         g_b = g.sum(leading).to(ctx.b_dtype) if ctx.needs_input_grad[2] else None
         g_x = None
         if ctx.needs_input_grad[0]:
-            scaled = g if w is None else g * (wide(w) if kind in ("layer", "rms") else _along_channels(w, len(shape)))
+            scaled = g if w is None else g * (wide(w) if by_token else _along_channels(w, len(shape)))
             if kind == "group":
                 scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
-            over = {"layer": list(range(-dims, 0)), "rms": list(range(-dims, 0)), "group": [2], "batch": leading}[kind]
+            over = list(range(-dims, 0)) if by_token else [2] if kind == "group" else leading
             inner = scaled - normal * (scaled * normal).mean(over, keepdim=True)
-            if kind != "rms":
+            if kind not in ("rms", "rms_cast"):
                 inner = inner - scaled.mean(over, keepdim=True)
             g_x = (inner * r).reshape(shape).to(ctx.dtype)
-        return g_x, g_w, g_b, *[None] * 7
+        return *once(f"{kind} norm", (g_x, g_w, g_b), g_y, w), *[None] * 7
+
+
+def _dense(x: Tensor) -> Tensor:
+    """As PyTorch hands x to its group norm: channels last stays so on a CPU."""
+    stays = x.device.type == "cpu" and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return x.contiguous(memory_format=torch.channels_last if stays else torch.contiguous_format)
 
 
 def _along_channels(w: Tensor, axes: int) -> Tensor:
@@ -219,8 +261,9 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
-        y = GROUPED[ctx.form].restore(ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
-        return (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype), None, None
+        y = restore(GROUPED[ctx.form], ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
+        return *once("softmax", (g_x,), g_y), None, None
 
 
 # ---- dropout ----
@@ -238,7 +281,7 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        mask = BITS.restore(ctx.saved_tensors, g_y.shape)
+        mask = restore(BITS, ctx.saved_tensors, g_y.shape)
         scale = 0.0 if ctx.p == 1 else 1 / (1 - ctx.p)
         return torch.where(mask, g_y * scale, 0.0), None
 
@@ -266,7 +309,7 @@ class Product(torch.autograd.Function):
         b = _restore(saved[split:], ctx.forms[1], ctx.shapes[1], ctx.dtypes[1])
         g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
         g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
-        return g_a, g_b, None, None
+        return *once("product", (g_a, g_b), g_y, a, b), None, None
 
 
 def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -278,7 +321,7 @@ def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
 def _restore(kept: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     if form in ("", "exact"):
         return kept[0] if form else None
-    return GROUPED[form].restore(kept, shape, dtype)
+    return restore(GROUPED[form], kept, shape, dtype)
 
 
 # ---- layers that stay exact: the product is, what is kept of x is not ----
@@ -301,10 +344,10 @@ class Linear(torch.autograd.Function):
         g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
-            g_w = g.T @ GROUPED[ctx.form].restore(kept, ctx.shape, ctx.dtype).reshape(-1, ctx.shape[-1])
+            g_w = g.T @ restore(GROUPED[ctx.form], kept, ctx.shape, ctx.dtype).reshape(-1, ctx.shape[-1])
         if ctx.needs_input_grad[2]:
             g_b = g.sum(0)
-        return g_x, g_w, g_b, None
+        return *once("linear", (g_x, g_w, g_b), g_y, w), None
 
 
 class Conv2d(torch.autograd.Function):
@@ -335,14 +378,14 @@ class Conv2d(torch.autograd.Function):
         stride, padding, dilation, groups = ctx.geometry
         if ctx.needs_input_grad[1]:
             n, c, h, wd = ctx.shape
-            x = GROUPED[ctx.form].restore(kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
+            x = restore(GROUPED[ctx.form], kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
             x = x if ctx.channels_last else x.contiguous()
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # asked for its shape alone
         g_x, g_w, g_b = torch.ops.aten.convolution_backward(
             g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
-        return g_x, g_w, g_b, None, None, None, None, None
+        return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 5
 
 
 # ---- max pooling ----

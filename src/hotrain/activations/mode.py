@@ -63,11 +63,19 @@ class Compressed(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         handler = TABLE.get(func)
-        if handler is not None and torch.is_grad_enabled():
+        if handler is not None and torch.is_grad_enabled() and "out" not in kwargs and not _transforms():
             y = handler(self.buffers, *args, **kwargs)
             if y is not None:
                 return y
         return func(*args, **kwargs)
+
+
+def _transforms() -> bool:
+    """Whether `torch.func` differentiates or maps this, which autograd functions with a context cannot take part in."""
+    return torch._C._are_functorch_transforms_active()
+
+
+_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _large(t: Any) -> bool:
@@ -89,6 +97,8 @@ _gelu_exact, _gelu_tanh = _activation("gelu"), _activation("gelu_tanh")
 
 
 def _gelu(buffers: Buffers, input: Tensor, approximate: str = "none") -> Tensor | None:
+    if approximate not in ("none", "tanh"):
+        return None
     return (_gelu_tanh if approximate == "tanh" else _gelu_exact)(buffers, input)
 
 
@@ -106,6 +116,10 @@ def _wants(x: Tensor, *parameters: Tensor | None) -> bool:
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
 
+def _ends_in(input: Tensor, shape: Any) -> bool:
+    return 0 < len(shape) <= input.dim() and input.shape[-len(shape) :] == torch.Size(shape)
+
+
 def _layer_norm(
     buffers: Buffers,
     input: Tensor,
@@ -114,7 +128,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (_large(input) and _wants(input, weight, bias)):
+    if not (_large(input) and _wants(input, weight, bias) and _ends_in(input, normalized_shape)):
         return None
     buffers.serve("layer_norm", FORMATS["norm"])
     return _hotrain.norm(input, weight, bias, "layer", len(normalized_shape), eps, FORMATS["norm"])
@@ -127,10 +141,11 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor | None:
-    if not (_large(input) and _wants(input, weight)):
+    if not (_large(input) and _wants(input, weight) and _ends_in(input, normalized_shape)):
         return None
     buffers.serve("rms_norm", FORMATS["norm"])
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
     return _hotrain.norm(input, weight, None, "rms", len(normalized_shape), eps, FORMATS["norm"])
 
 
@@ -161,6 +176,8 @@ def _batch_norm(
 ) -> Tensor | None:
     if not (_large(input) and input.dim() >= 3 and training and _wants(input, weight, bias)):
         return None
+    if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
+        return None
     buffers.serve("batch_norm", FORMATS["norm"])
     return _hotrain.norm(input, weight, bias, "batch", 1, eps, FORMATS["norm"], running_mean, running_var, momentum)
 
@@ -181,14 +198,15 @@ def _tensor_softmax(buffers: Buffers, input: Tensor, dim: int, dtype: Any = None
 def _dropout(
     buffers: Buffers, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
-    if not (training and p > 0 and _large(input) and input.requires_grad):
+    if not (training and 0 < p <= 1 and _large(input) and input.requires_grad):
         return None
     buffers.serve("dropout", "bits")
     y = _hotrain.kept_dropout(input, p)
     return input.copy_(y) if inplace else y
 
 
-def _product(buffers: Buffers, a: Any, b: Any) -> Tensor | None:
+def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
+    a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype.is_complex or b.dtype.is_complex:
         return None
     large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
@@ -200,7 +218,7 @@ def _product(buffers: Buffers, a: Any, b: Any) -> Tensor | None:
 
 
 def _linear(buffers: Buffers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if not (_large(input) and input.dim() > 2 and weight.requires_grad):
+    if not (_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
     buffers.serve("linear (exact product)", FORMATS["linear"])
     return _hotrain.kept_linear(input, weight, bias, FORMATS["linear"])
@@ -220,7 +238,9 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    if not (_large(input) and input.dim() == 4 and input.shape[1] >= 16 and weight.requires_grad):
+    if not (_large(input) and input.dim() == 4 and _wants(input, weight)):
+        return None
+    if input.shape[1] < 16 and weight.requires_grad:
         return None
     if isinstance(padding, str):
         buffers.leave("conv2d", f"padding={padding!r}; served are numbers")
@@ -265,17 +285,17 @@ def _attention(
 ) -> Tensor | None:
     if not _large(query) or not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    dtype = autograd.autocast_dtype(query)
-    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = map(autograd.autocast, (query, key, value))
     mask = attn_mask
     if mask is not None and mask.is_floating_point():
-        mask = mask.to(dtype)
+        mask = autograd.autocast(mask)
     kind = backend(q, k, v, mask, dropout_p, is_causal)
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
         buffers.leave("scaled_dot_product_attention", "no fused kernel runs it here")
         return None
     buffers.serve("scaled_dot_product_attention", f"{FORMATS['query_key']}, {FORMATS['value_output']}")
-    mask = prepared_mask(mask, q, k, kind)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return _hotrain.kept_attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]

@@ -7,6 +7,7 @@ and what uses it. Autocast is settled here: tensors are cast as PyTorch casts th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,12 +34,17 @@ def _lower(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or not t.is_floating_point() else autograd.autocast(t) for t in tensors]
 
 
-def _float32(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As autocast hands them to a norm or a softmax: in float32 where it is on."""
-    first = tensors[0]
-    assert first is not None
+@cache
+def _is_raised(operator: str, device: str) -> bool:
+    """Whether autocast hands that operator of PyTorch float32 there: its lists differ from device to device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
+
+
+def _float32(operator: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
+    """As autocast hands them to a norm or a softmax: in float32 where it is on, and has the operator in its list."""
     on = autograd.autocast_dtype(first.new_empty((), dtype=torch.float32)) != torch.float32
-    return [t.float() if on and t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+    low = (torch.float16, torch.bfloat16) if on and _is_raised(operator, first.device.type) else ()
+    return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
 
 
 @_operator("slope(Tensor x, str name) -> Tensor")
@@ -63,15 +69,15 @@ def norm(
     running_var: Tensor | None = None,
     momentum: float = 0.1,
 ) -> Tensor:
-    if kind in ("layer", "group"):
-        x, w, b = _float32(x, w, b)  # type: ignore[assignment]
+    if kind in ("layer", "rms", "group"):
+        x, w, b = _float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
     with autograd.outside_autocast(x):
         return functions.Norm.apply(x, w, b, kind, dims, eps, form, running_mean, running_var, momentum)
 
 
 @_operator("kept_softmax(Tensor x, int dim, str form) -> Tensor")
 def softmax(x: Tensor, dim: int, form: str) -> Tensor:
-    (cast,) = _float32(x)
+    (cast,) = _float32("softmax.int", x)
     with autograd.outside_autocast(x):
         return functions.Softmax.apply(cast, dim, form)
 

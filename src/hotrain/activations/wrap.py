@@ -10,39 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from .exchange import Mixin, mix, unmix
 from .mode import Buffers, Compressed
+from .norms import ComposedRMSNorm, is_composed
+from .policy import FORMATS
 
 ATTRIBUTE = "_hotrain_buffers"
 
 
-class Wrapped:
+class Wrapped(Mixin):
     """Mixed into the class of a module: training forwards run under the mode."""
 
+    rank = 1
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+        buffers = self.__dict__.get(ATTRIBUTE)
+        if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        with Compressed(self.__dict__[ATTRIBUTE]):
+        with Compressed(buffers):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the class that the module had: this one is made in every process anew.
-        return _rebuilt, (type(self).__mro__[2],), self.__dict__
 
+class WrappedNorm(Mixin, ComposedRMSNorm):
+    """A composed RMS norm that keeps codes."""
 
-def _rebuilt(kind: type[nn.Module]) -> nn.Module:
-    module = kind.__new__(kind)
-    module.__class__ = _wrapped(kind)
-    return module
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _wrapped(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _classes[kind] = type(kind.__name__, (Wrapped, kind), names)
-    return _classes[kind]
+    rank = 2
 
 
 def wrap(model: nn.Module) -> Buffers:
@@ -52,18 +44,23 @@ def wrap(model: nn.Module) -> Buffers:
     """
     buffers = Buffers()
     for module in _places(model):
-        if not isinstance(module, Wrapped):
-            module.__class__ = _wrapped(type(module))
+        mix(module, Wrapped)
         module.__dict__[ATTRIBUTE] = buffers
+    for module in model.modules():
+        if not isinstance(module, ComposedRMSNorm) and is_composed(module):
+            mix(module, WrappedNorm)
+        if isinstance(module, ComposedRMSNorm):
+            buffers.served["composed RMS norms"] = FORMATS["norm"]
     return buffers
 
 
 def unwrap(model: nn.Module) -> None:
     """Give every wrapped module its own class back."""
     for module in model.modules():
-        if ATTRIBUTE in module.__dict__ and isinstance(module, Wrapped):
+        if ATTRIBUTE in module.__dict__:
             del module.__dict__[ATTRIBUTE]
-            module.__class__ = type(module).__mro__[2]
+            unmix(module, Wrapped)
+        unmix(module, WrappedNorm)
 
 
 def hindrance(model: nn.Module) -> str | None:
@@ -78,10 +75,11 @@ def _places(model: nn.Module) -> Iterator[nn.Module]:
     yield model
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
-            yield from (child for child in parent.children() if child is not model and _is_block(child))
+            yield from (child for child in parent.children() if child is not model and is_block(child))
 
 
-def _is_block(module: nn.Module) -> bool:
+def is_block(module: nn.Module) -> bool:
+    """Whether an element of a list of modules is worth a mode or a recomputation of its own."""
     return (
         any(True for _ in module.children())
         and "forward" not in module.__dict__
