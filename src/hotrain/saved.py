@@ -8,7 +8,7 @@ slopes, which lie in a range known beforehand, `Bits` for yes and no.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,38 +90,43 @@ def group_size(columns: int, whole: bool = False) -> int:
     return next((size for size in range(min(columns, 128), 15, -1) if columns % size == 0 and size % 4 == 0), _CHUNK)
 
 
-def thresholds(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), float32 (rows, columns), equally distributed along rows and along columns.
+def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
+    """Numbers in [0, 1), float32 (rows, columns), equally distributed along both; `first`: the first column.
 
     A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. Of 20 bits,
     so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
     """
-    down = torch.arange(rows, dtype=torch.int32, device=device) * -0x3EC05657  # 0.7549 of 2³²
-    across = torch.arange(columns, dtype=torch.int32, device=device) * -0x6E1EF25B  # 0.5698
+    # `| 0`: else a compiler takes the products for index arithmetic, in which nothing may wrap.
+    down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
+    across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
     return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes in 0 … 2^bits − 1, (..., n), several a byte: uint8, (..., n·bits/8). n: a multiple of 8/bits.
-
-    The first n·bits/8 codes are the lowest bits, so that neighbours stay neighbours.
-    """
-    if bits == 8:
-        return codes.to(torch.uint8)
-    each = 8 // bits
-    return (codes.to(torch.uint8).unflatten(-1, (each, -1)) * _places(bits, codes.device)).sum(-2, dtype=torch.uint8)
+def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
+    """8/bits pieces of codes in 0 … 2^bits − 1, each (..., n), in one: uint8, (..., n), lowest bits first."""
+    packed = pieces[0].to(torch.uint8)
+    for place, piece in enumerate(pieces[1:], 1):
+        packed = packed | (piece.to(torch.uint8) << (bits * place))
+    return packed
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` took, uint8."""
+    """What `pack` took, one piece after the other: uint8, (..., n·8/bits)."""
     if bits == 8:
         return packed
-    return ((packed.unsqueeze(-2) // _places(bits, packed.device)) & (2**bits - 1)).flatten(-2)
-
-
-def _places(bits: int, device: torch.device) -> Tensor:
     # Not kept from call to call: a compiler that traces this needs one of its own.
-    return 1 << (bits * torch.arange(8 // bits, dtype=torch.uint8, device=device)).unsqueeze(-1)
+    shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    return ((packed.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
+    """The parts of the last axis that `pack` puts into one, with where each begins.
+
+    They are cut first and turned into codes one by one: a compiler would write codes that several pieces are cut from
+    to memory.
+    """
+    n = t.shape[-1] * bits // 8
+    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(8 // bits)]
 
 
 @dataclass(frozen=True)
@@ -151,14 +156,20 @@ class Grouped:
         groups = rows.unflatten(-1, (-1, size))
         # Rounding the scale to bfloat16 must not make it smaller: a largest entry would be cut.
         scale = (groups.abs().amax(-1, keepdim=True) * ((1 + 2.0**-8) / self.top)).to(_SCALE)
-        steps = groups / torch.where(scale == 0, 1.0, scale).to(groups.dtype)
+        divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
+        return pack(
+            [self._codes(piece / divisor, first) for first, piece in _pieces(groups, self.bits)], self.bits
+        ), scale
+
+    def _codes(self, steps: Tensor, first: int) -> Tensor:
+        """Codes from 0 of numbers of steps, (rows, groups, n), each group from its entry `first` on."""
         if self.dithered:
-            noise = thresholds(rows.shape[0], rows.shape[1], t.device).unflatten(-1, (-1, size))
-            codes = (steps + noise).floor()
+            rows, groups, n = steps.shape
+            noise = thresholds(rows, groups * n, steps.device, first).view(steps.shape)
+            steps = (steps + noise).floor()
         else:
-            codes = steps.round()
-        codes = codes.clamp(-self.top, self.top) + self.top
-        return pack(codes, self.bits), scale
+            steps = steps.round()
+        return steps.clamp(-self.top, self.top) + self.top
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What `keep` was given, of that shape, as precisely as it was kept."""
@@ -187,16 +198,18 @@ class Levels:
     first: int
     per_one: int
 
-    def keep(self, slopes: Tensor) -> tuple[Tensor]:
-        """uint8 codes, several a byte."""
-        rows = slopes.reshape(-1, slopes.shape[-1])
+    def keep(self, t: Tensor, slope: Callable[[Tensor], Tensor] = lambda t: t) -> tuple[Tensor]:
+        """uint8 codes, several a byte, of the slope at t, entry by entry."""
+        rows = t.reshape(-1, t.shape[-1])
         each = 8 // self.bits
-        steps = rows * self.per_one - self.first
-        codes = (steps + thresholds(rows.shape[0], rows.shape[1], rows.device)).floor()
-        codes = codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
         if rows.shape[1] % each:
-            codes = F.pad(codes, (0, -rows.shape[1] % each))
-        return (pack(codes, self.bits),)
+            rows = F.pad(rows, (0, -rows.shape[1] % each))
+        return (pack([self._codes(slope(piece), first) for first, piece in _pieces(rows, self.bits)], self.bits),)
+
+    def _codes(self, slopes: Tensor, first: int) -> Tensor:
+        steps = slopes * self.per_one - self.first
+        codes = (steps + thresholds(slopes.shape[0], slopes.shape[1], slopes.device, first)).floor()
+        return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         codes = unpack(kept[0], self.bits)[:, : shape[-1]]
@@ -216,7 +229,7 @@ class Bits:
         rows = flags.reshape(-1, flags.shape[-1])
         if rows.shape[1] % 8:
             rows = F.pad(rows, (0, -rows.shape[1] % 8))
-        return (pack(rows, 1),)
+        return (pack([piece for _, piece in _pieces(rows, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
         return unpack(kept[0], 1)[:, : shape[-1]].ne(0).reshape(tuple(shape))

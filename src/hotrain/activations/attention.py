@@ -115,10 +115,11 @@ class Attention(torch.autograd.Function):
                 q, wide_k, wide_v, 0.0, causal, attn_mask=bias, scale=scale
             )
             rest = ()
+        # Token by token, as layers leave q, k and v in memory and want their gradients.
         codes = [
             part
             for t, form in ((q, qk_form), (k, qk_form), (v, vo_form), (out, vo_form))
-            for part in GROUPED[form].keep(t)
+            for part in GROUPED[form].keep(t.transpose(1, 2))
         ]
         ctx.save_for_backward(mask, lse, *codes, *rest)
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
@@ -130,7 +131,7 @@ class Attention(torch.autograd.Function):
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, lse, *saved = ctx.saved_tensors
         q, k, v, out = (
-            restore(GROUPED[form], saved[2 * place : 2 * place + 2], shape, ctx.dtype)
+            restore(GROUPED[form], saved[2 * place : 2 * place + 2], _by_token(shape), ctx.dtype).transpose(1, 2)
             for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
         )
         copies = q.shape[1] // k.shape[1]
@@ -153,6 +154,10 @@ class Attention(torch.autograd.Function):
             )
         grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask
         return *once("attention", grads, g, mask), *[None] * 6
+
+
+def _by_token(shape: torch.Size) -> tuple[int, ...]:
+    return shape[0], shape[2], shape[1], shape[3]
 
 
 def _repeated(t: Tensor, copies: int) -> Tensor:

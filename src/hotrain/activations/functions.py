@@ -122,9 +122,10 @@ class Slope(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         kind = ACTIVATIONS[name]
         y = kind.f(x)
-        slope = kind.slope(wide(x))
-        kept = (BITS if kind.levels is None else kind.levels).keep(slope)
-        ctx.save_for_backward(*kept)
+        if kind.levels is None:
+            ctx.save_for_backward(*BITS.keep(kind.slope(x)))
+        else:
+            ctx.save_for_backward(*kind.levels.keep(x, lambda piece: kind.slope(wide(piece))))
         ctx.activation = name
         return y
 
