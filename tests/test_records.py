@@ -133,15 +133,16 @@ def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleT
     assert "`hotrain bench step --out" in records.steps(tmp_path)
     write(
         tmp_path / "step.jsonl",
-        bench("step", "vit", "exact+compile", 39.0, peak_bytes=1 << 31),
+        bench("step", "vit", "exact+compile", 39.0, peak_bytes=2 << 30, reserved_bytes=3 << 30),
         bench("step", "vit", "hotrain", 30.0),
         bench("step", "vit", "torchao", None, error="ModuleNotFoundError: a|b"),
         bench("step", "vit", "exact+compile", 41.0, round=2),
     )
     text = records.steps(tmp_path)
-    assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | 0.00 |" in text
-    assert "| vit | exact+compile (again) | 41.00 ± 0.50 |  | – | 0.00 |" in text
-    assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |" in text
+    assert "| vit | exact+compile | 39.00 ± 0.50 |  | 2.00 | 3.00 | 0.00 | – |" in text
+    assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | – | 0.00 | – |" in text, "a record from before these fields"
+    assert "| vit | exact+compile (again) | 41.00 ± 0.50 |  | – | – | 0.00 | – |" in text
+    assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |  |  |" in text
 
 
 def test_a_note_stands_below_its_run_and_in_the_target(records: ModuleType, tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ def test_targets_are_met_by_the_latest_run_that_measured_them(records: ModuleTyp
     write(
         tmp_path / "step.jsonl",
         bench("step", vit, "exact+compile", 100.0),
+        bench("step", vit, "exact+graphs", 98.0),  # what graphs alone give is beside what hotrain gives with them
         bench("step", vit, "hotrain", 93.0),
         bench("step", vit, "hotrain:hot", 95.0),
         bench("step", vit, "hotrain-fp8fwd", 50.0),  # another forward: not the same target
@@ -216,10 +218,67 @@ def test_targets_are_met_by_the_latest_run_that_measured_them(records: ModuleTyp
     assert rows[layers, "bf16 cuBLAS, both products"] == ["≥ 1.50×", "≥ 1.80×", "1.70× (hot)", "met"]
     assert rows[layers, "TF32"][2] == "not recorded yet"
     assert rows["x kernel", "copy bandwidth"] == ["≥ 85%", "≥ 92%", "86% (hot, slowest layer)", "met"]
-    assert rows[f"step, {vit}", "compiled bf16"] == ["≤ 0.92", "≤ 0.80", "0.93 (hotrain)", "missed"]
+    assert rows[f"step, {vit}", "compiled bf16"] == [
+        "≤ 0.92",
+        "≤ 0.80",
+        "0.93 (hotrain; exact as CUDA graphs: 0.98)",
+        "missed",
+    ]
     assert rows[f"step, {llama}", "compiled bf16"] == ["≤ 0.72", "≤ 0.65", "0.64 (hotrain)", "met, stretch too"]
     fp8 = rows[f"step, {llama}, forward in fp8", "torchao float8 tensorwise, compiled"]
     assert fp8 == ["≤ 0.92", "≤ 0.85", "0.90 (hotrain-fp8fwd)", "met"]
+
+
+def memory_targets_of(records: ModuleType, folder: Path) -> dict[tuple[str, str], list[str]]:
+    """The cells of the table of memory by (model, what)."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in records.memory_targets(folder).splitlines()]
+    return {(cells[0], cells[1]): cells[2:] for cells in lines[2:]}
+
+
+def test_memory_targets_without_records_are_open(records: ModuleType, tmp_path: Path) -> None:
+    rows = memory_targets_of(records, tmp_path)
+    assert len(rows) == 13
+    assert {tuple(cells[2:]) for cells in rows.values()} == {("", "", "not recorded yet", "", "", "")}
+
+
+def test_memory_and_time_are_those_of_one_variant_in_one_run(records: ModuleType, tmp_path: Path) -> None:
+    """A run without the baseline, or without what is asked for, joins nothing; a faster variant does not stand in."""
+    vit, llama, gib = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192", 1 << 30
+    write(
+        tmp_path / "a_step.jsonl",
+        bench("step", vit, "exact+compile", 40.0, peak_bytes=9 * gib, above_bytes=8 * gib),
+        bench("step", vit, "exact+compile", 42.0, peak_bytes=9 * gib, above_bytes=8 * gib, round=2),
+        bench("step", vit, "exact+compile+checkpoint", 45.0, peak_bytes=3 * gib, above_bytes=2 * gib),
+        bench("step", vit, "hotrain", 30.0, peak_bytes=7 * gib, above_bytes=6 * gib),
+        bench("step", vit, "hotrain-memory", 41.0, peak_bytes=3.5 * gib, above_bytes=2.25 * gib),
+        bench("step", llama, "exact+compile", 80.0, peak_bytes=6 * gib, above_bytes=3 * gib),
+        bench("step", llama, "hotrain-memory", None, error="OutOfMemoryError"),
+    )
+    write(
+        tmp_path / "b_step.jsonl",
+        bench("step", vit, "hotrain-memory", 10.0, run_id="two", peak_bytes=gib, above_bytes=gib),
+        bench("step", llama, "hotrain-memory", 10.0, run_id="two", peak_bytes=gib, above_bytes=gib),
+    )
+    rows = memory_targets_of(records, tmp_path)
+    shown = ["9.00 GiB", "3.50 GiB", "3.50 GiB", "met", "3.00 GiB", "–"]
+    assert rows[vit, "peak"] == ["≤ 3.90 GiB", "≤ 3.00 GiB", *shown]
+    assert rows[vit, "activations"][1:6] == ["", "8.00 GiB", "2.25 GiB", "2.25 GiB", "missed"]
+    assert rows[vit, "step time"][:6] == ["≤ 1.00 ×", "≤ 0.92 ×", "41.00 ms", "41.00 ms", "1.00 ×", "met"]
+    assert rows[llama, "activations"][4] == "not recorded yet"
+
+
+def test_points_of_the_figure_are_of_the_latest_run_with_memory(records: ModuleType, tmp_path: Path) -> None:
+    gib = 1 << 30
+    write(
+        tmp_path / "a_step.jsonl",
+        bench("step", "vit", "exact+compile", 40.0, peak_bytes=9 * gib),
+        bench("step", "vit", "exact+compile", 42.0, peak_bytes=9 * gib, round=2),
+        bench("step", "vit", "hotrain-memory", 36.0, peak_bytes=3 * gib),
+        bench("step", "vit", "torchao", None, peak_bytes=None, error="ModuleNotFoundError"),
+        bench("step", "bert", "exact+compile", 40.0, peak_bytes=9 * gib),
+        bench("step", "vit", "exact+compile", 10.0, run_id="two", peak_bytes=gib),
+    )
+    assert records.step_points(tmp_path) == {"vit": {"exact+compile": (9.0, 41.0), "hotrain-memory": (3.0, 36.0)}}
 
 
 def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> None:

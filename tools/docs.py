@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import formats_table
 import records
 import torch
 
@@ -267,6 +268,38 @@ def _rooms_of(node: ast.AST, parts: tuple[str, ...]) -> Iterator[str]:
                 yield inner if inner and is_room else "hotrain"
 
 
+FIGURES = "figures"
+
+
+def _figure_name(subject: str) -> str:
+    return f"step_peak_{subject.replace('/', '_')}.svg"
+
+
+def step_figures() -> str:
+    """Peak memory against step time, a figure a subject, and which variants no other beats."""
+    from hotrain.plotting.steps import undominated
+
+    lines = []
+    for subject, points in records.step_points().items():
+        best = ", ".join(f"`{name}`" for name in undominated(points))
+        lines.append(f"![Peak memory against step time: {subject}]({FIGURES}/{_figure_name(subject)})")
+        lines.append(f"{subject}: no other variant takes both less memory and less time than {best} (dashed line).")
+    return (
+        "\n\n".join(lines)
+        or f"*No run with `{records.SMALLER}` is recorded yet: `make docs` draws the figures of one.*"
+    )
+
+
+def figures() -> dict[Path, str]:
+    """The files that documents embed, and what is in them."""
+    from hotrain.plotting.steps import draw_steps
+
+    folder = ROOT / "docs" / FIGURES
+    return {
+        folder / _figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()
+    }
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "presets": presets,
     "lengths": lengths,
@@ -279,9 +312,13 @@ PARTS: dict[str, Callable[..., str]] = {
     "targets": records.targets,
     "gpu-layers": records.gpu_layers,
     "kernels": records.kernels,
+    "memory-targets": records.memory_targets,
     "steps": records.steps,
+    "step-figures": step_figures,
     "curves": records.curves,
     "accuracy": records.accuracy,
+    "formats": formats_table.operators,
+    "formats-together": formats_table.together,
 }
 
 
@@ -290,14 +327,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rewrite the generated parts of the documents.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a part is out of date")
     check = parser.parse_args().check
+    wanted = {path: rewritten(path.read_text(encoding="utf-8"), path.name) for path in documents()} | figures()
     stale = 0
-    for path in documents():
-        old = path.read_text(encoding="utf-8")
-        new = rewritten(old, path.name)
-        if new != old:
+    for path, new in wanted.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != new:
             stale += 1
             print(f"{path.relative_to(ROOT)} {'is out of date: run make docs' if check else 'rewritten'}")
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(new, encoding="utf-8")
     return 1 if check and stale else 0
 

@@ -193,24 +193,24 @@ def steps(folder: Path = RESULTS) -> str:
         for row in rows:
             name = row["variant"] + (" (again)" if row["round"] > 1 else "")
             if row["error"] is not None:
-                lines.append([row["subject"], name, row["error"].replace("|", "\\|"), "", "", ""])
+                lines.append([row["subject"], name, row["error"].replace("|", "\\|"), "", *("" for _ in STEP_BYTES)])
                 continue
-            base = _step_ms(rows, row["subject"], STEP_BASELINE)
+            base = _step_mean(rows, row["subject"], STEP_BASELINE)
             cells = [row["subject"], name, f"{row['median_ms']:.2f} ± {row['spread_ms']:.2f}"]
             cells.append("" if base is None or row["variant"] == STEP_BASELINE else f"{row['median_ms'] / base:.3f}")
-            cells += ["–" if row[k] is None else f"{row[k] / 2**30:.2f}" for k in ("peak_bytes", "activation_bytes")]
+            cells += ["–" if row.get(field) is None else f"{row[field] / GIB:.2f}" for field in STEP_BYTES]
             lines.append(cells)
-        headers = ["subject", "variant", "ms a step", "÷ exact+compile", "peak GiB", "activations GiB"]
+        headers = ["subject", "variant", "ms a step", "÷ exact+compile", *STEP_BYTES.values()]
         tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
     return "\n\n".join(tables) or _none_yet("step")
 
 
-def _step_ms(rows: list[dict[str, Any]], subject: str, variant: str) -> float | None:
-    """The mean over the rounds of one variant's medians; None where none was measured."""
+def _step_mean(rows: list[dict[str, Any]], subject: str, variant: str, field: str = "median_ms") -> float | None:
+    """The mean over the rounds of one variant's field; None where it was not measured."""
     found = [
-        row["median_ms"]
+        row[field]
         for row in rows
-        if (row["subject"], row["variant"]) == (subject, variant) and row["median_ms"] is not None
+        if (row["subject"], row["variant"]) == (subject, variant) and row.get(field) is not None
     ]
     return statistics.fmean(found) if found else None
 
@@ -232,54 +232,70 @@ def curves(folder: Path = RESULTS) -> str:
 
 
 STEP_BASELINE = "exact+compile"
+STEP_GRAPHS = "exact+graphs"
+STEP_BYTES = {
+    "peak_bytes": "peak GiB",
+    "reserved_bytes": "reserved GiB",
+    "activation_bytes": "activations GiB",
+    "above_bytes": "above state GiB",
+}
+GIB = 2**30
 WITH_BIAS = " with bias"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure to reach, and another to stretch for: at least where `higher`, else at most. unit: behind the figure."""
+
+    goal: float
+    stretch: float | None
+    higher: bool = True
+    unit: str = ""
+
+    def asked(self) -> list[str]:
+        sign = "≥" if self.higher else "≤"
+        return ["" if figure is None else f"{sign} {self._text(figure)}" for figure in (self.goal, self.stretch)]
+
+    def text(self, value: float) -> str:
+        """A figure that was reached: one that misses the goal must not look like it."""
+        text = self._text(value)
+        return self._text(value, 1) if value != self.goal and text == self._text(self.goal) else text
+
+    def _text(self, value: float, more_digits: int = 0) -> str:
+        return f"{value:.{more_digits}%}" if self.unit == "%" else f"{value:.{2 + more_digits}f}{self.unit}"
+
+    def verdict(self, value: float) -> str:
+        sign = 1 if self.higher else -1
+        better = [goal for goal in (self.goal, self.stretch) if goal is not None and (value - goal) * sign >= 0]
+        return ("missed", "met", "met, stretch too")[len(better)]
 
 
 @dataclass(frozen=True)
 class Target:
     """A line of the speed that was asked for.
 
-    work, baseline: as asked.  goal, stretch: to reach; at least where `higher`, else at most.  measure: from the
-    records of one run to what was reached by whom, or None.  unit: behind the figure.
+    work, baseline: as asked.  measure: from the records of one run to what was reached by whom, or None.
     """
 
     work: str
     baseline: str
-    goal: float
-    stretch: float | None
+    goal: Goal
     bench: str
     measure: Callable[[list[dict[str, Any]]], tuple[float, str] | None]
-    higher: bool = True
-    unit: str = ""
 
     def cells(self, runs: dict[str, list[dict[str, Any]]]) -> list[str]:
         """The latest run that measured it."""
         reached = None
         for rows in runs.values():
             reached = self.measure(rows) or reached
-        sign = "≥" if self.higher else "≤"
-        asked = [
-            f"{sign} {self._text(self.goal)}",
-            "" if self.stretch is None else f"{sign} {self._text(self.stretch)}",
-        ]
+        cells = [self.work, self.baseline, *self.goal.asked()]
         if reached is None:
-            return [self.work, self.baseline, *asked, "not recorded yet", ""]
+            return [*cells, NOT_YET, ""]
         value, who = reached
-        text = self._text(value)
-        if value != self.goal and text == self._text(self.goal):
-            text = self._text(value, 1)  # a miss must not look like the goal
-        return [self.work, self.baseline, *asked, f"{text} ({who})", self._verdict(value)]
+        return [*cells, f"{self.goal.text(value)} ({who})", self.goal.verdict(value)]
 
-    def _text(self, value: float, more_digits: int = 0) -> str:
-        return f"{value:.{more_digits}%}" if self.unit == "%" else f"{value:.{2 + more_digits}f}{self.unit}"
 
-    def _verdict(self, value: float) -> str:
-        better = [goal for goal in (self.goal, self.stretch) if goal is not None and (value - goal) * self._sign >= 0]
-        return ("missed", "met", "met, stretch too")[len(better)]
-
-    @property
-    def _sign(self) -> int:
-        return 1 if self.higher else -1
+NOT_YET = "not recorded yet"
 
 
 def _layers_target(model: str, baseline: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
@@ -317,20 +333,23 @@ def _kernel_target(ending: str) -> Callable[[list[dict[str, Any]]], tuple[float,
 
 
 def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
-    """Step time of the fastest hotrain variant over the baseline's, and the note that its records carry.
+    """Step time of the fastest hotrain variant over the baseline's; the note that its records carry, and exact's ratio
+    as CUDA graphs, which most of hotrain's variants run as.
 
     kind: ``exact`` or ``fp8``, of its forward.
     """
 
     def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
-        base = _step_ms(rows, subject, baseline)
+        base = _step_mean(rows, subject, baseline)
+        graphs = _step_mean(rows, subject, STEP_GRAPHS)
+        beside = [] if graphs is None or base is None else [f"exact as CUDA graphs: {graphs / base:.2f}"]
         ratios = []
         for variant in dict.fromkeys(row["variant"] for row in rows):
             if variant.startswith("hotrain") and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
-                mine = _step_ms(rows, subject, variant)
+                mine = _step_mean(rows, subject, variant)
                 if mine is not None and base is not None:
                     notes = dict.fromkeys(row["note"] for row in rows if row["variant"] == variant and row.get("note"))
-                    ratios.append((mine / base, "; ".join((variant, *notes))))
+                    ratios.append((mine / base, "; ".join((variant, *notes, *beside))))
         return min(ratios, default=None)
 
     return measure
@@ -339,29 +358,33 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
 TORCHAO = "torchao-float8-tensorwise"
 VIT, LLAMA = "backward + save, ViT-B layers, batch 128", "backward + save, Llama-3-8B q/up/down, 8192 tokens"
 TARGETS = (
-    Target(VIT, "bf16 cuBLAS, both products", 1.5, 1.8, "layers", _layers_target("vit_b", "bf16"), unit="×"),
-    Target(LLAMA, "bf16 cuBLAS, both products", 2.2, 2.5, "layers", _layers_target("llama8b", "bf16"), unit="×"),
-    Target(VIT, "fp32", 15.0, None, "layers", _layers_target("vit_b", "fp32"), unit="×"),
-    Target(VIT, "TF32", 3.0, None, "layers", _layers_target("vit_b", "tf32"), unit="×"),
-    Target("g_y kernel", "copy bandwidth", 0.85, 0.92, "ops", _kernel_target("g_y"), unit="%"),
-    Target("x kernel", "copy bandwidth", 0.85, 0.92, "ops", _kernel_target("keep"), unit="%"),
+    Target(VIT, "bf16 cuBLAS, both products", Goal(1.5, 1.8, unit="×"), "layers", _layers_target("vit_b", "bf16")),
+    Target(LLAMA, "bf16 cuBLAS, both products", Goal(2.2, 2.5, unit="×"), "layers", _layers_target("llama8b", "bf16")),
+    Target(VIT, "fp32", Goal(15.0, None, unit="×"), "layers", _layers_target("vit_b", "fp32")),
+    Target(VIT, "TF32", Goal(3.0, None, unit="×"), "layers", _layers_target("vit_b", "tf32")),
+    Target("g_y kernel", "copy bandwidth", Goal(0.85, 0.92, unit="%"), "ops", _kernel_target("g_y")),
+    Target("x kernel", "copy bandwidth", Goal(0.85, 0.92, unit="%"), "ops", _kernel_target("keep")),
     *(
-        Target(f"step, {subject}", "compiled bf16", goal, stretch, "step", _step_target(subject, base, "exact"), False)
-        for subject, base, goal, stretch in (
-            ("vit_base_patch16_224/b128", STEP_BASELINE, 1.00, 0.90),
-            ("vit_large_patch16_224/b128", STEP_BASELINE, 0.92, 0.80),
-            ("vit_huge_patch14_224/b64", STEP_BASELINE, 0.88, 0.80),
-            ("llama8b-4blocks/t8192", STEP_BASELINE, 0.72, 0.65),
+        Target(
+            f"step, {subject}",
+            "compiled bf16",
+            Goal(goal, stretch, higher=False),
+            "step",
+            _step_target(subject, STEP_BASELINE, "exact"),
+        )
+        for subject, goal, stretch in (
+            ("vit_base_patch16_224/b128", 1.00, 0.90),
+            ("vit_large_patch16_224/b128", 0.92, 0.80),
+            ("vit_huge_patch14_224/b64", 0.88, 0.80),
+            ("llama8b-4blocks/t8192", 0.72, 0.65),
         )
     ),
     Target(
         "step, llama8b-4blocks/t8192, forward in fp8",
         "torchao float8 tensorwise, compiled",
-        0.92,
-        0.85,
+        Goal(0.92, 0.85, higher=False),
         "step",
         _step_target("llama8b-4blocks/t8192", TORCHAO, "fp8"),
-        False,
     ),
 )
 
@@ -371,6 +394,92 @@ def targets(folder: Path = RESULTS) -> str:
     runs = {kind: _by_run(_of_bench(kind, folder)) for kind in ("layers", "step", "ops")}
     rows = [target.cells(runs[target.bench]) for target in TARGETS]
     return _markdown(["work", "baseline", "goal", "stretch", "reached", ""], rows)
+
+
+CHECKPOINT = "+checkpoint"
+SMALLER = "hotrain-memory"
+
+
+@dataclass(frozen=True)
+class MemoryTarget:
+    """A line of the memory that was asked for, and of the step time that it may cost.
+
+    what: names the field of the records.  relative: the goal is a share of what `STEP_BASELINE` takes.
+    """
+
+    subject: str
+    what: str
+    goal: float
+    stretch: float | None = None
+    relative: bool = True
+
+    def cells(self, runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+        """The latest run with the baseline and with `SMALLER`; beside them, both with every block checkpointed."""
+        field, scale, unit = MEMORY_FIELDS[self.what]
+        goal = Goal(self.goal, self.stretch, higher=False, unit=" ×" if self.relative else unit)
+        for rows in reversed(runs.values()):
+            found = [_step_mean(rows, self.subject, variant, field) for variant in MEMORY_VARIANTS]
+            base, mine = found[:2]
+            if base is not None and mine is not None:
+                shown = ["–" if value is None else f"{value / scale:.2f}{unit}" for value in found]
+                value = mine / (base if self.relative else scale)
+                return [
+                    self.subject,
+                    self.what,
+                    *goal.asked(),
+                    *shown[:2],
+                    goal.text(value),
+                    goal.verdict(value),
+                    *shown[2:],
+                ]
+        return [self.subject, self.what, *goal.asked(), "", "", NOT_YET, "", "", ""]
+
+
+MEMORY_VARIANTS = (STEP_BASELINE, SMALLER, STEP_BASELINE + CHECKPOINT, SMALLER + CHECKPOINT)
+MEMORY_FIELDS = {
+    "peak": ("peak_bytes", GIB, " GiB"),
+    "activations": ("above_bytes", GIB, " GiB"),
+    "step time": ("median_ms", 1.0, " ms"),
+}
+MEMORY_TARGETS = (
+    MemoryTarget("vit_base_patch16_224/b128", "peak", 3.9, 3.0, relative=False),
+    MemoryTarget("vit_base_patch16_224/b128", "activations", 2.0, relative=False),
+    MemoryTarget("vit_base_patch16_224/b128", "step time", 1.00, 0.92),
+    MemoryTarget("vit_large_patch16_224/b128", "peak", 10.0, relative=False),
+    MemoryTarget("vit_large_patch16_224/b128", "step time", 0.95),
+    MemoryTarget("resnet50/b256", "peak", 5.0, relative=False),
+    MemoryTarget("resnet50/b256", "step time", 1.10),
+    MemoryTarget("efficientformer_l1/b256", "peak", 0.5),
+    MemoryTarget("efficientformer_l1/b256", "step time", 1.10),
+    MemoryTarget("llama8b-4blocks/t8192", "activations", 0.40),
+    MemoryTarget("llama8b-4blocks/t8192", "step time", 0.75),
+    MemoryTarget("bert_base/b64x512", "activations", 0.35),
+    MemoryTarget("bert_base/b64x512", "step time", 1.0),
+)
+
+
+def memory_targets(folder: Path = RESULTS) -> str:
+    """The whole model's memory: what was asked for, and what `SMALLER` reached in the latest run that measured it."""
+    runs = _by_run(_of_bench("step", folder))
+    headers = ["model", "what", "goal", "stretch", f"`{STEP_BASELINE}`", f"`{SMALLER}`", "reached", ""]
+    headers += [f"`{variant}`" for variant in MEMORY_VARIANTS[2:]]
+    return _markdown(headers, [target.cells(runs) for target in MEMORY_TARGETS])
+
+
+def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
+    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` of it."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for rows in _by_run(_of_bench("step", folder)).values():
+        for subject in dict.fromkeys(row["subject"] for row in rows):
+            points = {}
+            for variant in dict.fromkeys(row["variant"] for row in rows if row["subject"] == subject):
+                peak = _step_mean(rows, subject, variant, "peak_bytes")
+                ms = _step_mean(rows, subject, variant)
+                if peak is not None and ms is not None:
+                    points[variant] = (peak / GIB, ms)
+            if SMALLER in points:
+                found[subject] = points
+    return found
 
 
 def accuracy(folder: Path = RESULTS) -> str:

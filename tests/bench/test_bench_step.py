@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from hotrain.bench.step import Bounds, FirstStep, Variant
 
 CPU = torch.device("cpu")
 VIT, LLAMA = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192"
+RESNET, FORMER, BERT = "resnet50/b256", "efficientformer_l1/b256", "bert_base/b64x512"
+ALL = [VIT, RESNET, FORMER, BERT, LLAMA]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +27,7 @@ def _without_compiled_code() -> Iterator[None]:
     step.clean_up(CPU)
 
 
-@pytest.mark.parametrize("subject", [VIT, LLAMA])
+@pytest.mark.parametrize("subject", ALL)
 def test_the_same_subject_has_the_same_weights_and_batches(subject: str) -> None:
     """Variants are compared by their first step: it must start from one place."""
     one, two = (FirstStep.of(subjects.build(subject, CPU, tiny=True)) for _ in range(2))
@@ -39,6 +44,10 @@ def test_precisions_are_those_of_the_subjects() -> None:
     assert torch.get_default_dtype() == torch.float32
     assert isinstance(vit.optimizer(), torch.optim.AdamW)
     assert llama.optimizer() is None
+    resnet = subjects.build(RESNET, CPU, tiny=True)
+    convolutions = [m for m in resnet.model.modules() if isinstance(m, nn.Conv2d)]
+    assert all(m.weight.is_contiguous(memory_format=torch.channels_last) for m in convolutions)
+    assert resnet.batches[0][0].is_contiguous(memory_format=torch.channels_last)
     assert [vit.kept_exact("head"), vit.kept_exact("blocks.0.mlp.fc1"), llama.kept_exact("layers.0.mlp.up_proj")] == [
         True,
         False,
@@ -46,18 +55,36 @@ def test_precisions_are_those_of_the_subjects() -> None:
     ]
 
 
-@pytest.mark.parametrize("subject", [VIT, LLAMA])
-def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: str) -> None:
-    """In eager mode the recomputed forward runs the same operators: equal to the bit."""
+def test_heads_are_kept_exact_in_every_subject() -> None:
+    kept = {
+        RESNET: ["fc"],
+        FORMER: ["head", "head_dist"],
+        BERT: ["bert.pooler.dense", "classifier"],
+    }
+    for subject, names in kept.items():
+        task = subjects.build(subject, CPU, tiny=True)
+        linear = [name for name, module in task.model.named_modules() if isinstance(module, nn.Linear)]
+        assert [name for name in linear if task.kept_exact(name)] == names
+
+
+@pytest.mark.parametrize(("subject", "count"), [(VIT, 2), (RESNET, 4), (FORMER, 5), (BERT, 2), (LLAMA, 2)])
+def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: str, count: int) -> None:
+    """In eager mode the recomputed forward runs the same operators, with the same dropout: equal to the bit."""
     plain, task = (subjects.build(subject, CPU, tiny=True) for _ in range(2))
     calls: list[nn.Module] = []
-    for block in task.blocks:
-        block.register_forward_pre_hook(lambda module, args: calls.append(module))
+    for blocks in task.blocks:
+        for block in blocks:
+            if any(True for _ in block.parameters()):  # a reshape keeps nothing, so that nothing asks for it again
+                block.register_forward_pre_hook(lambda module, args: calls.append(module))
     subjects.checkpoint_blocks(task)
-    found, truth = FirstStep.of(task), FirstStep.of(plain)
-    assert len(calls) == 2 * len(task.blocks)
-    assert found.loss == truth.loss
-    assert all(torch.equal(a, b) for a, b in zip(found.gradients, truth.gradients, strict=True))
+    losses = []
+    for each in (plain, task):
+        torch.manual_seed(1)
+        losses.append(step.first_loss(each, each.model))
+    assert len(calls) == 2 * count
+    assert losses[0] == losses[1]
+    pairs = zip(plain.model.parameters(), task.model.parameters(), strict=True)
+    assert all((a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
 def test_the_variants_of_a_subject_and_the_baseline_again() -> None:
@@ -80,13 +107,120 @@ def test_the_variants_of_a_subject_and_the_baseline_again() -> None:
     assert 0.4 < hotrain["gradient_cosine"] < 0.999, "a method's gradients are not the exact ones"
 
 
-def test_llama_blocks_take_the_variants_too() -> None:
-    rows = list(step.run([LLAMA], ["exact+compile", "exact+compile+checkpoint", "hotrain"], CPU, 1, True, again=False))
-    assert [(row["variant"], row["error"]) for row in rows] == [
-        ("exact+compile", None),
-        ("exact+compile+checkpoint", None),
-        ("hotrain", None),
-    ]
+@pytest.mark.parametrize("subject", [RESNET, FORMER, BERT, LLAMA])
+def test_the_other_subjects_take_the_variants_too(subject: str) -> None:
+    names = ["exact+compile+checkpoint", "hotrain"]
+    rows = list(step.run([subject], names, CPU, 1, True))
+    assert [(row["variant"], row["error"], row.get("graph_breaks")) for row in rows] == [(n, None, 0) for n in names]
+
+
+def test_everything_compressed_is_a_variant() -> None:
+    """The exact forward, and gradients that differ from those of compressed layers alone: something was compressed."""
+    names = ["hotrain", "hotrain-memory", "hotrain-memory+checkpoint"]
+    rows = list(step.run([VIT], names, CPU, 1, tiny=True))
+    assert [row["error"] for row in rows] == [None] * 3
+    layers, everything, _ = (row["agreement"] for row in rows)
+    assert everything["loss_difference"] == layers["loss_difference"]
+    assert everything["gradient_cosine"] != layers["gradient_cosine"]
+
+
+def test_the_budget_holds_while_a_variant_compiles_and_runs_and_not_after() -> None:
+    """A setting of the process: the next variant must not inherit it."""
+    config = importlib.import_module("torch._functorch.config")
+    before = config.activation_memory_budget
+    seen = []
+    variant = step.VARIANTS["exact+compile+budget"]
+
+    def watched(task: subjects.Task) -> None:
+        inner = task.loss
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            seen.append(config.activation_memory_budget)
+            return inner(model, batch)
+
+        task.loss = loss
+
+    truth = FirstStep.of(subjects.build(VIT, CPU, tiny=True))
+    step.measure(VIT, dataclasses.replace(variant, change=watched), truth, CPU, 1, tiny=True)
+    assert set(seen) == {step.BUDGET} != {before}
+    assert config.activation_memory_budget == before
+
+
+@pytest.mark.parametrize("subject", [RESNET, LLAMA])
+def test_offloading_changes_no_gradient(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "OFFLOADED", 1)
+    plain, task = (subjects.build(subject, CPU, tiny=True) for _ in range(2))
+    step.VARIANTS["exact+compile+offload"].change(task)
+    found, truth = FirstStep.of(task), FirstStep.of(plain)
+    assert found.loss == truth.loss
+    assert all(torch.equal(a, b) for a, b in zip(found.gradients, truth.gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kept", "travels"),
+    [
+        (torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last), True),  # convolutional networks
+        (torch.randn(2, 17, 3, 64)[:, :, 1], True),  # k, cut out of qkv: compiled backwards ask for its strides
+        (torch.randn(1, 4).expand(3, 4), False),  # a copy with these strides cannot be written
+        (torch.randn(()), False),
+    ],
+    ids=("channels_last", "slice", "expanded", "small"),
+)
+def test_offloaded_activations_come_back_as_they_were(
+    kept: torch.Tensor, travels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "OFFLOADED", 5)
+    w = torch.ones_like(kept).requires_grad_()
+    model = nn.ParameterList([w])
+    found = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        product = w * kept
+        found.append(product.grad_fn._saved_other)
+        found.append((kept.clone().requires_grad_() * w).grad_fn._saved_other)
+        return product.sum()
+
+    task = subjects.Task(model, [], [None], loss, lambda name: False, trains=False)
+    step.VARIANTS["exact+compile+offload"].change(task)
+    task.loss(model, None)
+    saved, weight = found
+    assert torch.equal(saved, kept)
+    assert saved.stride() == kept.stride()
+    assert (saved.data_ptr() != kept.data_ptr()) == travels
+    assert weight.data_ptr() == w.data_ptr(), "parameters do not travel"
+
+
+def test_what_a_task_takes_beside_activations() -> None:
+    """BERT has all parts: float32 parameters, gradients and two moments, a step count each, and tokens of int64."""
+    task = subjects.build(BERT, CPU, tiny=True)
+    step.first_loss(task, task.model)
+    optimizer = task.optimizer()
+    assert optimizer is not None
+    optimizer.step()
+    parameters = list(task.model.parameters())
+    entries = sum(p.numel() for p in parameters)
+    batches = 2 * (4 * 64 + 4) * 8
+    assert step.standing_bytes(task, optimizer) == 4 * entries * 4 + 4 * len(parameters) + batches
+    assert step.standing_bytes(task, None) == 2 * entries * 4 + batches
+
+
+def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
+    """Two exact first steps with other masks differ: a variant may differ from exact as much, and no more."""
+    task = subjects.build(BERT, CPU, tiny=True)
+    truth = FirstStep.of(task)
+    assert truth.noise.loss_difference > 0
+    assert 0.3 < truth.noise.gradient_cosine < 0.999
+    assert FirstStep.of(subjects.build(VIT, CPU, tiny=True)).noise == step.Agreement(0.0, 1.0)
+    task.model.zero_grad()
+    exact = Bounds(0.01, 0.98)
+    step.compare(task, step.first_loss(task, task.model), truth, exact)
+    for parameter in task.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = torch.randn_like(parameter.grad)
+    with pytest.raises(step.Wrong, match="cosine of the first gradients with exact"):
+        step.compare(task, truth.loss, truth, exact)
+    with pytest.raises(step.Wrong, match="the loss of the first step"):
+        step.compare(task, truth.loss * 1.2, truth, exact)
 
 
 def _wrong_sign(task: subjects.Task) -> None:

@@ -73,15 +73,17 @@ def test_a_wrong_gradient_is_exit_code_1_and_no_record(
 
 def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before and after it is printed and kept."""
-    error = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
+    error = dict.fromkeys(step.MEASURED)
     rows = [
         {**error, "subject": "s", "variant": "broken", "error": "ModuleNotFoundError: No module named 'torchao'"},
         {"subject": "s", "variant": "exact", "median_ms": 2.5, "spread_ms": 0.1, "peak_bytes": 1 << 30,
-         "activation_bytes": 1 << 29, "error": None},
+         "reserved_bytes": 3 << 29, "activation_bytes": None, "above_bytes": 1 << 29, "error": None},
     ]  # fmt: skip
     monkeypatch.setattr(step, "run", lambda *_, **__: iter(rows))
     done = invoke("step", *CPU, "--out", tmp_path / "r.jsonl")
     assert done.exit_code == 1
     assert "s broken: ModuleNotFoundError: No module named 'torchao'" in done.stderr
-    assert ["s", "exact", "2.50", "0.10", "1.00", "0.50"] in [line.split() for line in done.stdout.splitlines()]
+    assert ["s", "exact", "2.50", "0.10", "1.00", "1.50", "–", "0.50"] in [
+        line.split() for line in done.stdout.splitlines()
+    ]
     assert [row["variant"] for row in written(tmp_path / "r.jsonl")] == ["broken", "exact"]

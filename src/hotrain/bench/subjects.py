@@ -1,4 +1,4 @@
-"""What `hotrain bench step` trains: timm's ViTs on random images, and four transformer blocks of Llama-3-8B's shape."""
+"""What `hotrain bench step` trains: timm's ViTs and convolutional networks, BERT, four blocks of Llama-3-8B's shape."""
 
 from __future__ import annotations
 
@@ -15,26 +15,68 @@ from torch.utils.checkpoint import checkpoint
 
 from hotrain.train.models import create_model
 
-VIT = {
-    "vit_base_patch16_224/b128": ("vit_base_patch16_224", 128),
-    "vit_large_patch16_224/b128": ("vit_large_patch16_224", 128),
-    "vit_huge_patch14_224/b64": ("vit_huge_patch14_224", 64),
+Blocks = nn.Sequential | nn.ModuleList
+
+
+@dataclass(frozen=True)
+class Images:
+    """One of timm's models, and the images it is trained on.
+
+    blocks: the model's containers of blocks.  channels_last: of the images and the model's weights.
+    tiny, tiny_size: timm's arguments, and the side of the images, at the size for tests.
+    """
+
+    model: str
+    batch: int
+    blocks: Callable[[Any], Sequence[Blocks]]
+    tiny: dict[str, Any]
+    tiny_size: int = 64
+    channels_last: bool = False
+
+
+def _vit(model: str, batch: int) -> Images:
+    tiny = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}
+    return Images(model, batch, lambda vit: [vit.blocks], tiny, tiny_size=128)
+
+
+IMAGES = {
+    "vit_base_patch16_224/b128": _vit("vit_base_patch16_224", 128),
+    "vit_large_patch16_224/b128": _vit("vit_large_patch16_224", 128),
+    "vit_huge_patch14_224/b64": _vit("vit_huge_patch14_224", 64),
+    "resnet50/b256": Images(
+        "resnet50",
+        256,
+        lambda resnet: [resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4],
+        {"layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)},
+        channels_last=True,
+    ),
+    "efficientformer_l1/b256": Images(
+        "efficientformer_l1",
+        256,
+        lambda former: [stage.blocks for stage in former.stages],
+        {"depths": (1, 1, 1, 2), "embed_dims": (32, 32, 64, 64)},
+        tiny_size=224,  # its attention is for 7×7 tokens
+        channels_last=True,
+    ),
 }
+BERT = "bert_base/b64x512"
 LLAMA = "llama8b-4blocks/t8192"
-SUBJECTS = (*VIT, LLAMA)
+SUBJECTS = (*IMAGES, BERT, LLAMA)
+HEADS = ("head", "head_dist", "fc", "classifier")
 BATCHES = 2  # that steps go through in turn
+TINY = 4  # samples at the size for tests: enough that activations are worth compressing
 
 
 @dataclass
 class Task:
     """A model and what a step of it does.
 
-    blocks: of the model, what checkpointing recomputes one by one.  batches: what `loss` takes beside the model.
-    kept_exact: whether a Linear of that name stays as it is in every variant.  trains: whether AdamW follows.
+    blocks: the model's containers of what checkpointing recomputes one by one.  batches: what `loss` takes beside the
+    model.  kept_exact: whether a Linear of that name stays as it is in every variant.  trains: whether AdamW follows.
     """
 
     model: nn.Module
-    blocks: nn.Sequential | nn.ModuleList
+    blocks: Sequence[Blocks]
     batches: Sequence[Any]
     loss: Callable[[nn.Module, Any], Tensor]
     kept_exact: Callable[[str], bool]
@@ -57,8 +99,9 @@ class Checkpointed(nn.Module):
 
 def checkpoint_blocks(task: Task) -> None:
     """Make every block of the task's model recompute its activations."""
-    for number, block in enumerate(list(task.blocks)):
-        task.blocks[number] = Checkpointed(block)
+    for blocks in task.blocks:
+        for number, block in enumerate(list(blocks)):
+            blocks[number] = Checkpointed(block)
 
 
 def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
@@ -67,35 +110,61 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     tiny: the same code at a size for tests. Raises ValueError for an unknown subject.
     """
     torch.manual_seed(0)
-    if subject in VIT:
-        name, batch = VIT[subject]
-        return _vit(name, 2 if tiny else batch, device, tiny)
+    if subject in IMAGES:
+        return _images(IMAGES[subject], device, tiny)
+    if subject == BERT:
+        return _bert(device, tiny)
     if subject == LLAMA:
         return _llama(device, tiny)
     raise ValueError(f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)}")
 
 
-def _vit(name: str, batch: int, device: torch.device, tiny: bool) -> Task:
+def _images(what: Images, device: torch.device, tiny: bool) -> Task:
     """224 px, float32 weights under bf16 autocast, cross-entropy, fused AdamW."""
-    size, args = 224, {}
-    if tiny:
-        size, args = 64, {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}
-    classes = 10 if tiny else 1000
+    size, classes, batch = (what.tiny_size, 10, TINY) if tiny else (224, 1000, what.batch)
+    layout = torch.channels_last if what.channels_last else torch.contiguous_format
+    args = what.tiny if tiny else None
     with device:
-        model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
-        batches = [(torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))) for _ in range(BATCHES)]
+        model: nn.Module = create_model(what.model, classes=classes, channels=3, image_size=size, args=args)
+        model.to(memory_format=layout)  # type: ignore[call-overload]
+        batches = [
+            (torch.randn(batch, 3, size, size).to(memory_format=layout), torch.randint(0, classes, (batch,)))
+            for _ in range(BATCHES)
+        ]
 
     def loss(model: nn.Module, images_and_labels: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = images_and_labels
         with torch.autocast(device.type, torch.bfloat16):
             return F.cross_entropy(model(images), labels)
 
-    blocks = model.blocks
-    assert isinstance(blocks, nn.Sequential)
-    return Task(model, blocks, batches, loss, lambda n: n.split(".")[-1] == "head", trains=True)
+    return Task(model, what.blocks(model), batches, loss, _is_head, trains=True)
 
 
-class Blocks(nn.Module):
+def _is_head(name: str) -> bool:
+    return name.split(".")[-1] in HEADS
+
+
+def _bert(device: torch.device, tiny: bool) -> Task:
+    """64×512 random tokens, dropout as published, float32 weights under bf16 autocast, cross-entropy, fused AdamW."""
+    bert = importlib.import_module("transformers.models.bert.modeling_bert")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = bert.BertConfig(attn_implementation="sdpa", num_labels=2, **(sizes if tiny else {}))
+    lead = (TINY, 64) if tiny else (64, 512)
+    with device:
+        model = bert.BertForSequenceClassification(config)
+        batches = [(torch.randint(0, config.vocab_size, lead), torch.randint(0, 2, (lead[0],))) for _ in range(BATCHES)]
+
+    def loss(model: nn.Module, tokens_and_labels: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, labels = tokens_and_labels
+        with torch.autocast(device.type, torch.bfloat16):
+            return F.cross_entropy(model(tokens).logits, labels)
+
+    blocks = model.bert.encoder.layer
+    # The pooler sees one token a sequence: nothing to gain, in any method.
+    return Task(model, [blocks], batches, loss, lambda n: _is_head(n) or "pooler" in n.split("."), trains=True)
+
+
+class Decoder(nn.Module):
     """Llama's decoder layers with their rotary positions: (B, L, hidden) to the same."""
 
     def __init__(self, count: int, **sizes: int) -> None:
@@ -121,9 +190,9 @@ def _llama(device: torch.device, tiny: bool) -> Task:
         "num_attention_heads": 4 if tiny else 32,
         "num_key_value_heads": 2 if tiny else 8,
     }
-    lead = (2, 32) if tiny else (4, 2048)
+    lead = (TINY, 64) if tiny else (4, 2048)
     with device, _default_dtype(torch.bfloat16):
-        model = Blocks(2 if tiny else 4, **sizes)
+        model = Decoder(2 if tiny else 4, **sizes)
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -133,7 +202,7 @@ def _llama(device: torch.device, tiny: bool) -> Task:
         x.grad = None
         return model(x).float().square().mean()
 
-    return Task(model, model.layers, batches, loss, lambda n: False, trains=False)
+    return Task(model, [model.layers], batches, loss, lambda n: False, trains=False)
 
 
 @contextlib.contextmanager

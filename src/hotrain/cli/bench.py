@@ -26,6 +26,13 @@ CommitOption = Annotated[str | None, typer.Option("--commit", help="Of the tree,
 RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Rounds in which every variant runs once.")]
 MethodsOption = Annotated[str, typer.Option("--methods", help="Presets, with overrides as in hot:rank=4+scale=token.")]
 
+_BYTES = {
+    "peak_bytes": "peak GiB",
+    "reserved_bytes": "reserved GiB",
+    "activation_bytes": "activations GiB",
+    "above_bytes": "above state GiB",
+}
+
 
 def _record(
     rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
@@ -92,7 +99,10 @@ def step(
     commit: CommitOption = None,
     out: OutOption = None,
 ) -> None:
-    """Whole training steps: time, peak memory and activations of every variant, each in a fresh model.
+    """Whole training steps: time and memory of every variant, each in a fresh model.
+
+    Peak and reserved are the most over all steps after the first; activations are what one forward leaves for backward;
+    above state is the peak without parameters, gradients, the optimizer's state and the batches.
 
     A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
     """
@@ -112,9 +122,9 @@ def step(
             continue
         note(f"{row['subject']} {row['variant']}: {row['median_ms']:.2f} ms")
         cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
-        cells += ["–" if row[k] is None else f"{row[k] / 2**30:.2f}" for k in ("peak_bytes", "activation_bytes")]
+        cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
         lines.append(cells)
-    typer.echo(table(["subject", "variant", "ms a step", "±", "peak GiB", "activations GiB"], lines))
+    typer.echo(table(["subject", "variant", "ms a step", "±", *_BYTES.values()], lines))
     if failed:
         raise typer.Exit(1)
 

@@ -1,0 +1,109 @@
+"""Peak memory against the time of a training step, a point a variant, as an SVG file that stands by itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from hotrain.plotting.page import STYLE
+from hotrain.plotting.style import INK, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+
+Place = tuple[float, float]
+Points = Mapping[str, Place]
+"""Variant → (peak GiB, ms a step)."""
+
+INCHES = (6.4, 4.0)
+SLOWEST = 2.0
+"""Times the fastest step: slower variants are drawn at the upper edge, with their time beside the name."""
+
+_PLACES = ((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8), (6, 17), (6, -17), (-6, 17), (-6, -17))
+"""Where a label may stand, in points from its mark; earlier places are better."""
+
+
+def undominated(points: Points) -> list[str]:
+    """The variants that no other one beats in memory or time without being beaten in the other, by rising memory."""
+
+    def beaten(name: str) -> bool:
+        gib, ms = points[name]
+        others = (other for other in points.values() if other != (gib, ms))
+        return any(other[0] <= gib and other[1] <= ms for other in others)
+
+    return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])
+
+
+def draw_steps(points: Points, title: str) -> str:
+    """The text of an SVG file, in light and dark. Raises ValueError without points."""
+    if not points:
+        raise ValueError(f"{title}: no variant was measured")
+    ceiling = SLOWEST * min(ms for _, ms in points.values())
+    shown = {name: (gib, min(ms, ceiling)) for name, (gib, ms) in points.items()}
+    with drawing():
+        figure = new_figure(title, INCHES[1])
+        figure.set_size_inches(*INCHES)
+        axes = figure.subplots()
+        front = [shown[name] for name in undominated(points)]
+        axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
+        labels = []
+        for name, place in shown.items():
+            slow = points[name][1] > ceiling
+            colour, marker = _mark(name)
+            axes.plot(*place, color=colour, marker="^" if slow else marker, markersize=5.5, markeredgewidth=0)
+            text = f"{name}, {points[name][1]:.0f} ms" if slow else name
+            labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=INK))
+        axes.set_xlim(0, 1.12 * max(gib for gib, _ in shown.values()))
+        times = [ms for _, ms in shown.values()]
+        margin = 0.08 * (max(times) - min(times)) or 0.08 * max(times)
+        axes.set_ylim(min(times) - 1.5 * margin, max(times) + margin)
+        axes.set_xlabel("peak memory of a training step (GiB)")
+        axes.set_ylabel("ms a step")
+        figure.draw_without_rendering()  # from here on, places on the page are known
+        _arrange(axes, labels, list(shown.values()), front)
+        return _alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))
+
+
+def _mark(variant: str) -> tuple[str, str]:
+    """Colour and marker: of exact training, of hotrain, of others."""
+    if variant.startswith("exact"):
+        return stand_in("exact"), "o"
+    return (stand_in("hot-unbiased"), "D") if variant.startswith("hotrain") else (SECOND, "s")
+
+
+def _arrange(axes: Axes, labels: Sequence[Text], places: Sequence[Place], front: Sequence[Place]) -> None:
+    """Put each label beside its mark, where it covers least of what is there: marks, other labels, the front."""
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(places)]
+    for (x, y), (right, down) in itertools.pairwise(axes.transData.transform(front)):
+        taken += [Bbox.from_extents(x, y - 2, right, y + 2), Bbox.from_extents(right - 2, down, right + 2, y)]
+    inside = axes.get_window_extent()
+    for label in labels:
+
+        def cost(offset: tuple[int, int], label: Text = label) -> float:
+            _put(label, offset)
+            box = label.get_window_extent()
+            covered = sum(_area(Bbox.intersection(box, other)) for other in taken)
+            return covered + box.width * box.height - _area(Bbox.intersection(box, inside))
+
+        _put(label, min(_PLACES, key=cost))
+        taken.append(label.get_window_extent())
+
+
+def _put(label: Text, offset: tuple[int, int]) -> None:
+    right, up = offset
+    across = "center" if not right else "left" if right > 0 else "right"
+    label.set(position=offset, ha=across, va="center" if right else "bottom" if up > 0 else "top")
+
+
+def _area(box: Bbox | None) -> float:
+    return 0.0 if box is None else box.width * box.height
+
+
+def _alone(svg: str) -> str:
+    """A figure for a page as a file: with its name space, and the page's colours and font."""
+    colours = STYLE[: STYLE.index("*{")].replace("/*light*/", css_variables("light"))
+    colours = colours.replace("/*dark*/", css_variables("dark"))
+    font = "svg{background:var(--paper);font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif}"
+    head, body = svg.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{colours.strip()}\n{font}</style>{body}\n'
