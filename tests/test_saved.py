@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import hotrain
 from hotrain import functional
 from hotrain.autograd import Step
 from hotrain.method import Saved
-from hotrain.saved import Format, values
+from hotrain.saved import Bits, Format, Grouped, Levels, group_size, pack, thresholds, unpack, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED
@@ -164,3 +165,161 @@ def test_what_is_kept_is_the_definition(name: str, lead: tuple[int, ...]) -> Non
         back = Format(method.saved, 12, torch.float64).restore(kept)
         assert torch.equal(back.unpacked().double(), rows)  # type: ignore[union-attr]
         torch.testing.assert_close(kept[1].view(scale.shape), scale, rtol=1e-14, atol=0)
+
+
+# ---- tensors of any shape: `Grouped`, `Levels`, `Bits` ----
+
+SHAPES = [(1,), (3, 1), (2, 3), (2, 7, 48), (1, 197, 100), (4, 49), (2, 3, 5, 130), (0, 16), (5, 768)]
+GROUPED = [Grouped(8), Grouped(4, dithered=True), Grouped(2, dithered=True), Grouped(4, dithered=True, whole=True)]
+LEVELS = [Levels(4, first=-2, per_one=11), Levels(4, first=-4, per_one=7)]
+
+
+def steps(form: Grouped, t: Tensor) -> Tensor:
+    """What one step of the codes of each entry's group is at most, shaped as t (float64).
+
+    The scale is rounded to bfloat16, 8 bits, from (1 + 2⁻⁸) of the quotient: at most (1 + 2⁻⁸)² of it.
+    """
+    size = group_size(t.shape[-1], form.whole)
+    padded = torch.nn.functional.pad(t.double().abs(), (0, -t.shape[-1] % size)).unflatten(-1, (-1, size))
+    step = padded.amax(-1, keepdim=True) * (1 + 2.0**-8) ** 2 / form.top
+    return step.expand_as(padded).flatten(-2)[..., : t.shape[-1]]
+
+
+@pytest.mark.parametrize("form", GROUPED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_groups_come_back_to_half_a_step_in_the_bytes_they_say(
+    form: Grouped, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """To a whole step where codes are dithered; and to the rounding of the dtype that is asked for."""
+    t = torch.randn(shape).to(dtype)
+    kept = form.keep(t)
+    assert sum(part.nbytes for part in kept) == form.nbytes(shape)
+    assert {part.dtype for part in kept} == {torch.uint8, torch.bfloat16}
+    back = form.restore(kept, shape, dtype)
+    assert (back.shape, back.dtype) == (shape, dtype)
+    bound = steps(form, t) * (1.0 if form.dithered else 0.5) + torch.finfo(dtype).eps * t.double().abs() + 1e-12
+    assert ((back.double() - t.double()).abs() <= bound * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("form", GROUPED, ids=str)
+def test_groups_of_views_and_of_zeros(form: Grouped) -> None:
+    """A transposed tensor is what its copy is; zeros stay zeros, among others too; the sign of a code is kept."""
+    t = torch.randn(6, 32, 5).mT
+    assert all(torch.equal(a, b) for a, b in zip(form.keep(t), form.keep(t.contiguous()), strict=True))
+    t = torch.randn(4, 64)
+    t[1], t[2, ::2] = 0, 0
+    back = form.restore(form.keep(t), t.shape, t.dtype)
+    assert (back[1] == 0).all()
+    assert (back[2, ::2] == 0).all()
+    if not form.dithered:
+        assert torch.equal(form.restore(form.keep(-t), t.shape, t.dtype), -back)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e30, 1e38])
+@pytest.mark.parametrize("form", GROUPED, ids=str)
+def test_groups_at_the_ends_of_float32(form: Grouped, scale: float) -> None:
+    """bfloat16 has float32's exponents; below their smallest normal number its scales are 2⁻¹³³ apart."""
+    t = torch.randn(8, 64).clamp(-3, 3) * scale
+    back = form.restore(form.keep(t), t.shape, t.dtype)
+    assert back.isfinite().all()
+    assert ((back.double() - t.double()).abs() <= steps(form, t) * (1 + 1e-5) + form.top * 2.0**-134).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("form", GROUPED, ids=str)
+def test_what_is_not_finite_spoils_its_group_alone(form: Grouped, bad: float) -> None:
+    t = torch.randn(3, 128)
+    clean = form.restore(form.keep(t), t.shape, t.dtype)
+    t[1, 70] = bad
+    back = form.restore(form.keep(t), t.shape, t.dtype)
+    size = group_size(128, form.whole)
+    first = 70 // size * size
+    assert not back[1, first : first + size].isfinite().any()
+    back[1, first : first + size] = clean[1, first : first + size]
+    assert torch.equal(back, clean)
+
+
+def test_thresholds_are_equally_distributed() -> None:
+    """Along rows, along columns and over all: of n numbers a share p ± 4/n·log n lies below p (a lattice's discrepancy;
+    random ones would miss by 1/√n), and a value on a level stays on it."""
+    t = thresholds(1024, 768, torch.device("cpu"))
+    assert t.min() >= 0
+    assert t.max() < 1
+    for axis, count in ((0, 1024), (1, 768)):
+        for p in (0.1, 0.25, 0.5, 0.9):
+            share = (t < p).double().mean(axis)
+            assert (share - p).abs().max() <= 4 * math.log(count) / count
+    levels = torch.arange(16.0)[:, None]
+    assert torch.equal((levels + t[:16]).floor(), levels.expand(16, 768))
+
+
+@pytest.mark.parametrize("form", [form for form in GROUPED if form.dithered], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_dithered_codes_have_no_bias_along_either_axis(form: Grouped, axis: int) -> None:
+    """A sum along rows, as in g_γ, and one along channels, as in the means of a norm: the mean of n errors of equal
+    values is of the order of a step · log n / n, where rounding to nearest could leave half a step."""
+    values = torch.rand(16) * 2 - 1
+    t = (values[None, :].repeat(1024, 1) if axis == 0 else values[:, None].repeat(1, 1024)).clone()
+    step = steps(form, t).max()
+    error = (form.restore(form.keep(t), t.shape, t.dtype) - t).double().mean(axis)
+    assert (error.abs() <= step * 4 * math.log(1024) / 1024).all()
+
+
+@pytest.mark.parametrize("form", LEVELS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_levels_come_back_to_a_step_in_the_bytes_they_say(
+    form: Levels, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Zero and one exactly; the mean of a slope over positions without bias."""
+    lowest, highest = form.first / form.per_one, (form.first + 2**form.bits - 1) / form.per_one
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    slopes = torch.rand(shape, dtype=wide) * (highest - lowest) + lowest
+    slopes.view(-1)[::3] = 1.0
+    slopes.view(-1)[1::3] = 0.0
+    kept = form.keep(slopes)
+    assert sum(part.nbytes for part in kept) == form.nbytes(shape)
+    back = form.restore(kept, shape, dtype)
+    assert (back.shape, back.dtype) == (shape, dtype)
+    assert ((back.double() - slopes).abs() <= 1 / form.per_one + 2 * torch.finfo(dtype).eps).all()
+    assert torch.equal(back[(slopes == 0) | (slopes == 1)].double(), slopes[(slopes == 0) | (slopes == 1)].double())
+
+
+@pytest.mark.parametrize("form", LEVELS, ids=str)
+def test_levels_have_no_bias_and_end_where_they_end(form: Levels) -> None:
+    """As `test_dithered_codes…`. Beyond the last level is the last level; a NaN passes whole."""
+    slopes = torch.rand(16)[:, None].repeat(1, 4096)
+    error = (form.restore(form.keep(slopes), slopes.shape, torch.float32) - slopes).double().mean(1)
+    assert (error.abs() <= 4 * math.log(4096) / 4096 / form.per_one).all()
+    beyond = torch.tensor([[-9.0, 9.0, float("inf"), float("nan")]])
+    back = form.restore(form.keep(beyond), beyond.shape, torch.float32)
+    last = (form.first + 2**form.bits - 1) / form.per_one
+    torch.testing.assert_close(back, torch.tensor([[form.first / form.per_one, last, last, 1.0]]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_come_back(shape: tuple[int, ...]) -> None:
+    flags = torch.rand(shape) < 0.5
+    kept = Bits().keep(flags)
+    assert sum(part.nbytes for part in kept) == Bits().nbytes(shape)
+    assert torch.equal(Bits().restore(kept, shape), flags)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_packed_codes_are_neighbours_still(bits: int) -> None:
+    """The first piece of a row is the lowest bits of its bytes, the next one the bits above."""
+    each = 8 // bits
+    codes = torch.randint(0, 2**bits, (5, 12 * each))
+    packed = pack(codes.chunk(each, -1), bits)
+    assert packed.shape == (5, 12)
+    assert torch.equal(unpack(packed, bits).long(), codes)
+    by_hand = sum(codes[:, 12 * i : 12 * (i + 1)] << (bits * i) for i in range(each))
+    assert torch.equal(packed.long(), by_hand)
+
+
+def test_a_groups_size_divides_the_channels_of_real_models() -> None:
+    """No padding from 16 channels on where a divisor serves; whole rows where they are asked for."""
+    sizes = {3: 4, 7: 8, 16: 16, 48: 48, 96: 96, 100: 100, 192: 96, 197: 64, 384: 128, 768: 128, 1000: 100, 4096: 128}
+    assert {columns: group_size(columns) for columns in sizes} == sizes
+    assert group_size(768, whole=True) == 768

@@ -23,8 +23,10 @@ from .presets import preset, presets
 from .transform.tokens import Grid
 
 if TYPE_CHECKING:
+    from .analysis.budget import checkpoint_blocks
     from .analysis.cost import cost
     from .analysis.fidelity import fidelity
+    from .analysis.fit import fit
     from .analysis.planner import plan
     from .analysis.saved_bytes import saved_bytes
     from .calibration import BitSchedule, Calibration, calibrate
@@ -35,8 +37,10 @@ _LAZY = {
     "Calibration": "calibration",
     "BitSchedule": "calibration",
     "saved_bytes": "analysis.saved_bytes",
+    "checkpoint_blocks": "analysis.budget",
     "cost": "analysis.cost",
     "fidelity": "analysis.fidelity",
+    "fit": "analysis.fit",
     "plan": "analysis.planner",
 }
 
@@ -52,10 +56,12 @@ __all__ = [
     "__version__",
     "accumulation",
     "calibrate",
+    "checkpoint_blocks",
     "convert",
     "converted_layers",
     "cost",
     "fidelity",
+    "fit",
     "manual_seed",
     "plan",
     "preset",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations.mode import Buffers
+from .activations.recompute import keep_all
 from .activations.wrap import unwrap, wrap
 from .draws import Draws
 from .functional import FLOATS, as_method
@@ -234,6 +235,7 @@ def revert(model: nn.Module) -> None:
                 "undo that first (a parametrization: torch.nn.utils.parametrize.remove_parametrizations)"
             )
     unwrap(model)
+    keep_all(model)
     for module in model.modules():
         if type(module) is BitReLU:
             module.__class__ = nn.ReLU  # type: ignore[assignment]

@@ -125,8 +125,9 @@ def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
     They are cut first and turned into codes one by one: a compiler would write codes that several pieces are cut from
     to memory.
     """
-    n = t.shape[-1] * bits // 8
-    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(8 // bits)]
+    each = 8 // bits
+    n = t.shape[-1] // each
+    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(each)]
 
 
 @dataclass(frozen=True)

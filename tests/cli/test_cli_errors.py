@@ -33,6 +33,8 @@ MISTAKES = {
     "unknown mode": (("cost", "demo_vit", "--mode", "papr"), "'papr'"),
     "unknown family": (("recipes", "--family", "demos"), "families are"),
     "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
+    "no model of that name": (("memory", "vit_tini_patch16_224"), "did you mean vit_tiny_patch16_224"),
+    "no size": (("memory", "demo_vit", "--fit", "24apples"), "24GB"),
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
     "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),
     "a look at exact layers": (("fidelity", "demo_vit", "-m", "exact"), "no converted layer"),

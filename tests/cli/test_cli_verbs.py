@@ -104,6 +104,31 @@ def test_memory_is_measured_by_operator_and_by_module() -> None:
     assert "blocks.0.mlp.fc1" in run("memory", "demo_vit", "--modules", *SMALL).stdout
 
 
+def test_memory_says_what_stays_full_and_why() -> None:
+    text = run("memory", "demo_vit", *SMALL).stdout
+    assert "why" in text
+    reasons = {row["operator"]: row["reason"] for row in answer("memory", "demo_vit", *SMALL)["full_precision"]}
+    assert reasons["convolution"] == "the batch itself"
+
+
+def test_memory_of_a_timm_model_and_of_linear_layers_alone() -> None:
+    """No recipe, no data: the name and a size are enough."""
+    words = ("memory", "test_vit", "--image-size", "32", "-b", "2", "--classes", "5", "--device", "cpu")
+    everything, layers = answer(*words), answer(*words, "--memory", "linear")
+    assert everything["batch_size"] == 2
+    assert layers["audits"]["hot-unbiased"]["total"] < layers["audits"]["exact"]["total"]
+    assert everything["audits"]["exact"] == layers["audits"]["exact"]
+
+
+def test_memory_fits_a_budget() -> None:
+    found = answer("memory", "demo_vit", "--fit", "4MB", *SMALL)
+    batch = {row["variant"]: row["batch_size"] for row in found["rows"]}
+    assert 0 < batch["exact"] < batch["converted"]
+    assert found["budget"] == 4_000_000
+    assert all(row["needs"] <= found["budget"] for row in found["rows"])
+    assert "Predicted, no step was run" in run("memory", "demo_vit", "--fit", "4MB", *SMALL).stdout
+
+
 def test_shapes_are_looked_at_without_data(tmp_path: Path) -> None:
     """A recipe whose images are not here: the number of classes is enough."""
     found = answer("memory", "demo_vit", "--data", tmp_path / "absent", "--classes", "7", "-b", "2", *SMALL)

@@ -5,6 +5,8 @@ Several mixins may be on one module. They come and go in any order and always st
 
 from __future__ import annotations
 
+import inspect
+from types import FunctionType
 from typing import Any, ClassVar
 
 from torch import nn
@@ -54,9 +56,22 @@ def _made(plain: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Mo
         return plain
     parts = plain, tuple(sorted(mixins, key=lambda kind: kind.rank))
     if parts not in _classes:
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, _MARK: parts}
+        names = {
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "forward": _with_signature_of(plain, parts[1][0]),
+            _MARK: parts,
+        }
         _classes[parts] = type(plain.__name__, (*parts[1], plain), names)
     return _classes[parts]
+
+
+def _with_signature_of(plain: type[nn.Module], mixin: type[Mixin]) -> FunctionType:
+    """The mixin's forward, which says that it takes what the module's own takes: transformers' Trainer asks."""
+    own: Any = mixin.forward  # type: ignore[attr-defined]
+    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    forward.__signature__ = inspect.signature(plain.forward)  # type: ignore[attr-defined]
+    return forward
 
 
 def _rebuilt(plain: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> nn.Module:

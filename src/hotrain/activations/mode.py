@@ -57,17 +57,29 @@ class Compressed(TorchFunctionMode):
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
         self.buffers = buffers
+        self.checkpoint = _checkpoint()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         handler = TABLE.get(func)
-        if handler is not None and torch.is_grad_enabled() and "out" not in kwargs and not _transforms():
+        if handler is not None and torch.is_grad_enabled() and "out" not in kwargs and self._may_serve():
             y = handler(self.buffers, *args, **kwargs)
             if y is not None:
                 return y
         return func(*args, **kwargs)
+
+    def _may_serve(self) -> bool:
+        # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
+        # what it kept first.
+        return not _transforms() and _checkpoint() == self.checkpoint
+
+
+def _checkpoint() -> int:
+    """Which non-reentrant checkpoint's forward this is, 0 for none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return 0 if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook.") else id(hooks[0])
 
 
 def _transforms() -> bool:
@@ -75,7 +87,9 @@ def _transforms() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+# A tracer asks once.
 _transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _large(t: Any) -> bool:
@@ -307,6 +321,7 @@ TABLE: dict[Any, Callable[..., Tensor | None]] = {
     F.leaky_relu: _leaky_relu,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,  # what Dynamo makes of it
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
     F.softmax: _softmax,

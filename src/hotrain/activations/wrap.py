@@ -43,6 +43,10 @@ def wrap(model: nn.Module) -> Buffers:
     A model that is wrapped already keeps its wraps and gets new records.
     """
     buffers = Buffers()
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, which calls that one's class
+    if "forward" in model.__dict__:
+        why = "forward was replaced on the model itself, so that its class's is not run"
+        buffers.leave("what no block calls", why)
     for module in _places(model):
         mix(module, Wrapped)
         module.__dict__[ATTRIBUTE] = buffers
@@ -61,13 +65,6 @@ def unwrap(model: nn.Module) -> None:
             del module.__dict__[ATTRIBUTE]
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
-
-
-def hindrance(model: nn.Module) -> str | None:
-    """Why the mode would not be entered, or None."""
-    if "forward" in model.__dict__:
-        return "its forward was replaced on the instance, so that the class's is not called"
-    return None
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ import dataclasses
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,9 @@ class SavedBytes:
     by_module: module name ("" is the model itself) → bytes first saved in that module's own forward.
     by_operator: operator → bytes first saved by it, in the words of PyTorch's operators (``native_layer_norm``);
         converted layers read ``hotrain linear`` and so on.
-    rows: one dict a storage: module, operator, dtype, shape (of the tensor that was saved first), bytes.
+    rows: one dict a storage: module, operator, dtype, shape (of the tensor that was saved first), bytes, and input:
+        whether it is an input's own storage.
+    of_inputs: bytes of the total that are the inputs' own storages.
     device_peak: the allocator's peak over one forward and backward, above what was allocated before, or None.
     """
 
@@ -47,6 +49,7 @@ class SavedBytes:
     by_module: dict[str, int]
     by_operator: dict[str, int]
     rows: list[dict[str, Any]]
+    of_inputs: int = 0
     device_peak: int | None = None
 
     def __str__(self) -> str:
@@ -116,19 +119,21 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         if not model.training:
             model.train()
         seen = _Seen(_storages_of_model(model))
+        own = {key for tensor in tensors([inputs, kwargs]) for key, _ in _storages(tensor)}
         with _module_stack(model, seen), saved_tensors_hooks(seen.pack, _unpack):
             output = model(*inputs, **kwargs)
-        roots = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        roots = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
         if not roots:
             raise ValueError(
                 f"saved_bytes: no output of {type(model).__name__} requires grad, so nothing is kept for a backward; "
                 "unfreeze a parameter, and call it outside torch.inference_mode()"
             )
-        rows = seen.rows(_names_by_sequence(roots))
+        rows = seen.rows(_names_by_sequence(roots), own)
         del output, roots
         peak = _device_peak(model, inputs, kwargs, device) if device is not None else None
     total = sum(row["bytes"] for row in rows)
-    return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
+    of_inputs = sum(row["bytes"] for row in rows if row["input"])
+    return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, of_inputs, peak)
 
 
 _CAST = "ToCopyBackward0"
@@ -175,7 +180,7 @@ class _Seen:
         parameter = getattr(node, "variable", None)  # AccumulateGrad's
         return cast and parameter is not None and any(key in self.excluded for key, _ in _storages(parameter))
 
-    def rows(self, operators: dict[int, str]) -> list[dict[str, Any]]:
+    def rows(self, operators: dict[int, str], inputs: set[int]) -> list[dict[str, Any]]:
         """One dict for each distinct storage that is still held, largest first."""
         rows = []
         counted = set(self.excluded)
@@ -195,6 +200,7 @@ class _Seen:
                         "dtype": str(kept.tensor.dtype).removeprefix("torch."),
                         "shape": tuple(kept.tensor.shape),
                         "bytes": size,
+                        "input": key in inputs,
                     }
                 )
         return sorted(rows, key=lambda row: -row["bytes"])
@@ -225,7 +231,10 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
         seen.stack.pop()
 
     handles = []
+    traced = _traced_modules(model)
     for name, module in model.named_modules():
+        if module in traced:  # a hook would be traced too, and everything compiled anew
+            continue
         handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
@@ -233,6 +242,13 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _traced_modules(model: nn.Module) -> set[nn.Module]:
+    """What `torch.compile` or `nn.Module.compile` traces."""
+    whole = [m._orig_mod for m in model.modules() if isinstance(m, torch._dynamo.OptimizedModule)]
+    whole += [m for m in model.modules() if m._compiled_call_impl is not None]
+    return {inner for module in whole for inner in module.modules()}
 
 
 def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
@@ -281,34 +297,34 @@ def _storages(tensor: Tensor) -> list[tuple[int, int]]:
     return [(storage._cdata, storage.nbytes())]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in an output: tensors, mappings, sequences and dataclasses of them, nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors(item)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors(getattr(value, field.name))
 
 
 def _cuda_device(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for tensor in _tensors([inputs, kwargs]):
+    for tensor in tensors([inputs, kwargs]):
         if tensor.is_cuda:
             return tensor.device
     raise ValueError("saved_bytes: device_peak=True reads the CUDA allocator, but no input is on a CUDA device")
 
 
 def _device_peak(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:
-    leaves = [t for t in [*model.parameters(), *_tensors([inputs, kwargs])] if t.requires_grad]
+    leaves = [t for t in [*model.parameters(), *tensors([inputs, kwargs])] if t.requires_grad]
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    outputs = [t for t in _tensors(model(*inputs, **kwargs)) if t.requires_grad]
+    outputs = [t for t in tensors(model(*inputs, **kwargs)) if t.requires_grad]
     loss = torch.stack([t.float().sum() for t in outputs]).sum()
     torch.autograd.grad(loss, leaves, allow_unused=True)
     torch.cuda.synchronize(device)
@@ -317,6 +333,16 @@ def _device_peak(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, An
 
 def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
     return [[name or "(model)", bytes_text(size), f"{size / max(total, 1):.1%}"] for name, size in sizes.items()]
+
+
+def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
+    """Bytes first saved in each of these modules, or in modules within it."""
+    inside = dict.fromkeys(names, 0)
+    for module, size in audit.by_module.items():
+        for name in inside:
+            if module == name or module.startswith(f"{name}."):
+                inside[name] += size
+    return inside
 
 
 def _summed(rows: list[dict[str, Any]], field: str) -> dict[str, int]:

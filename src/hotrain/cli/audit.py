@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,49 +21,160 @@ from hotrain.cli.options import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hotrain.analysis.saved_bytes import SavedBytes
+    from hotrain.method import Method
+    from hotrain.train import TrainRun
+
 ClassesOption = Annotated[
     int | None,
     typer.Option("--classes", min=1, help="Number of classes: look at shapes with random images, without data."),
 ]
 
+_CLASSES, _BATCH = 1000, 8  # of a timm model, where nothing is said
+
 
 def memory(
-    recipe: Recipe,
+    model: Annotated[
+        str,
+        typer.Argument(help="A recipe (`hotrain recipes`) or a timm model: vit_base_patch16_224.", show_default=False),
+    ],
     method: MethodOption = None,
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: BatchOption = None,
+    image_size: Annotated[
+        int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
+    ] = None,
+    amp: Annotated[str | None, typer.Option("--amp", help="bf16 or fp16; default: as the recipe says.")] = None,
+    keep: Annotated[
+        str, typer.Option("--memory", help="block: all that is kept is compressed; linear: inputs of layers alone.")
+    ] = "block",
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
+    fit: Annotated[
+        str | None, typer.Option("--fit", help="Find the largest batch that fits into so much memory: 24GB, 800MB.")
+    ] = None,
     settings: SetOption = None,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Bytes that autograd keeps between forward and backward, exact against converted. Measured, not estimated."""
+    """Bytes that autograd keeps between forward and backward, exact against converted, measured; what stays in full
+    precision, and why. With --fit: the largest batch, exact, checkpointed and converted."""
     import hotrain
-    from hotrain.analysis.saved_bytes import compare
-    from hotrain.cli.workbench import configure, exact_with_images, shown
+    from hotrain.analysis.fit import parse_bytes
+    from hotrain.analysis.full import full_table, still_full
+    from hotrain.analysis.tables import bytes_text
+    from hotrain.cli.workbench import exact_with_images, shown
+    from hotrain.train import replace
     from hotrain.train.setup import autocast
 
-    run = shown(configure(recipe, method=method, data=data, settings=settings, device=device), method)
-    model, images = exact_with_images(run, classes, batch_size)
+    budget = None if fit is None else parse_bytes(fit)
+    run, is_recipe = _run_of(model, method=method, data=data, settings=settings, device=device)
+    sizes = {"image_size": image_size, "amp": amp}
+    run = replace(shown(run, method), **{name: value for name, value in sizes.items() if value is not None})
+    if not is_recipe and data is None:
+        classes = classes or _CLASSES
+    chosen = run.resolve_method().override(memory=keep)
+    network, images = exact_with_images(run, classes, batch_size)
+    about = {"model": run.model, "method": run.method_label, "memory": keep, "precision": run.amp or "fp32"}
+    if budget is not None:
+        _fit(network, images, budget, chosen, autocast(run, images.device), about, json)
+        return
     with autocast(run, images.device):
-        exact = hotrain.saved_bytes(model, images)
-        if not run.resolve_method().is_exact:
-            hotrain.convert(model, run.resolve_method(), number=None, plan="memory")
-        converted = hotrain.saved_bytes(model, images)
-    found = compare(exact, converted)
-    title = f"{run.model}, batch of {len(images)}, {run.amp or 'fp32'}: exact against {run.method_label}"
+        on_gpu = images.is_cuda
+        exact = hotrain.saved_bytes(network, images, device_peak=on_gpu)
+        report = None
+        if not chosen.is_exact or chosen.memory == "block":
+            report = hotrain.convert(network, chosen, number=None, plan="memory")
+        converted = hotrain.saved_bytes(network, images, device_peak=on_gpu)
+    full = still_full(converted, report)
     if json:
-        sides = {"exact": exact, run.method_label: converted}
         audits = {
-            name: {"total": a.total, "by_operator": a.by_operator, "by_module": a.by_module}
-            for name, a in sides.items()
+            name: {
+                "total": a.total,
+                "by_operator": a.by_operator,
+                "by_module": a.by_module,
+                "device_peak": a.device_peak,
+            }
+            for name, a in {"exact": exact, run.method_label: converted}.items()
         }
-        print_json({"model": run.model, "batch_size": len(images), "ratio": found.ratio, "audits": audits})
-    elif modules:
-        typer.echo(f"{title}\n{_by_module(exact.by_module, converted.by_module)}")
-    else:
-        typer.echo(f"{title}\n{found}")
+        answer = {**about, "batch_size": len(images), "ratio": converted.total / exact.total, "audits": audits}
+        print_json({**answer, "full_precision": [asdict(row) for row in full]})
+        return
+    title = (
+        f"{run.model}, batch of {len(images)}, {about['precision']}: exact against {run.method_label}, memory={keep}"
+    )
+    typer.echo(f"{title}\n{_side_by_side(exact, converted, modules)}")
+    if exact.device_peak is not None and converted.device_peak is not None:
+        before, after = bytes_text(exact.device_peak), bytes_text(converted.device_peak)
+        typer.echo(f"\npeak over forward and backward, above what was there: {before} exact, {after} converted")
+    typer.echo(f"\n{full_table(full)}")
+
+
+def _run_of(name: str, **options: Any) -> tuple[TrainRun, bool]:
+    """The run of a recipe, or one of a timm model at that model's own image size; and whether it is a recipe's.
+
+    Raises ValueError for what is neither.
+    """
+    import difflib
+
+    import hotrain_recipes
+
+    from hotrain.cli.workbench import configure
+    from hotrain.train import TrainRun, parse_method, replace, with_settings
+    from hotrain.train.models import SMALL
+
+    recipes = hotrain_recipes.all()
+    if name in recipes:
+        return configure(name, **options), True
+    import timm
+
+    if name not in SMALL and not timm.is_model(name):
+        near = difflib.get_close_matches(name, [*recipes, *timm.list_models()], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; `hotrain recipes` lists the recipes"
+        raise ValueError(f"{name!r} is neither a recipe nor a timm model{hint}")
+    size = None if name in SMALL else (timm.get_pretrained_cfg_value(name, "input_size") or (224,))[-1]
+    run = with_settings(TrainRun(name=name, model=name, image_size=size, batch_size=_BATCH), options["settings"] or ())
+    changes = {key: options[key] for key in ("data", "device") if options[key] is not None}
+    if options["method"] is not None:
+        changes["method"], changes["method_overrides"] = parse_method(options["method"])
+    return replace(run, **changes), False
+
+
+def _fit(
+    model: nn.Module,
+    images: Tensor,
+    budget: int,
+    method: Method,
+    autocast: AbstractContextManager[object],
+    about: dict[str, str],
+    json: bool,
+) -> None:
+    import hotrain
+    from hotrain.activations.recompute import blocks
+    from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
+
+    wanted = [name for name in (*VARIANTS, BOTH) if blocks(model) or name not in (CHECKPOINTED, BOTH)]
+
+    def batch(size: int) -> Tensor:
+        return images.new_empty(size, *images.shape[1:]).normal_()
+
+    with autocast:
+        found = hotrain.fit(model, batch, budget, method=method, memory=method.memory, variants=wanted)
+    if json:
+        print_json({**about, **asdict(found)})
+        return
+    typer.echo(f"{about['model']}, {about['precision']}, {about['method']}, memory={about['memory']}, AdamW: {found}")
+    if len(wanted) == 2:
+        typer.echo("checkpointed: this model has no blocks in an nn.ModuleList or nn.Sequential to recompute")
+
+
+def _side_by_side(exact: SavedBytes, converted: SavedBytes, modules: bool) -> str:
+    from hotrain.analysis.saved_bytes import compare
+
+    return _by_module(exact.by_module, converted.by_module) if modules else str(compare(exact, converted))
 
 
 def _by_module(exact: dict[str, int], converted: dict[str, int]) -> str:

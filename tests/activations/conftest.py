@@ -1,0 +1,14 @@
+"""What tests of this folder start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotrain.activations import mode, norms
+
+
+@pytest.fixture
+def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest tensors are compressed too (of two entries and more), so that tests may be small."""
+    monkeypatch.setattr(mode, "SMALL", 2)
+    monkeypatch.setattr(norms, "SMALL", 2)

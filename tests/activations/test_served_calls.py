@@ -1,0 +1,373 @@
+"""Calls as models make them: keywords, views, odd shapes, wrong arguments, frozen tensors, in-place flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from served_cases import CASES, differentiate, nbytes, saving, served
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hotrain.activations.mode import Buffers, Compressed
+
+pytestmark = pytest.mark.usefixtures("small_tensors_too")
+
+X = (2, 7, 48)
+
+
+def outcome(call: Callable[..., Any], *inputs: Any) -> Any:
+    """The result, or the class of the error."""
+    try:
+        torch.manual_seed(5)
+        return call(*inputs)
+    except Exception as error:
+        return type(error)
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype).requires_grad_()
+
+
+FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+    "mul by keywords": (lambda a, b: torch.mul(input=a, other=b), [rand(*X), rand(*X)]),
+    "mul by a number": (lambda a: torch.mul(a, 2.5), [rand(*X)]),
+    "a number times": (lambda a: 2 * a, [rand(*X)]),
+    "mul by a mask": (lambda a: a * (a > 0), [rand(*X)]),
+    "mul by one entry": (lambda a, b: a * b, [rand(*X), rand()]),
+    "mul of two dtypes": (lambda a, b: a * b, [rand(*X), rand(*X, dtype=torch.bfloat16)]),
+    "mul by itself": (lambda a: a * a, [rand(*X)]),
+    "mul of complex": (lambda a: (torch.complex(a, a) * torch.complex(a, a)).abs(), [rand(*X)]),
+    "mul of shapes that do not fit": (lambda a, b: a * b, [rand(*X), rand(5)]),
+    "relu by keyword": (lambda a: F.relu(input=a, inplace=False), [rand(*X)]),
+    "sigmoid by keyword": (lambda a: torch.sigmoid(input=a), [rand(*X)]),
+    "tanh of a method": (lambda a: a.tanh(), [rand(*X)]),
+    "gelu of no such kind": (lambda a: F.gelu(a, approximate="cubic"), [rand(*X)]),
+    "leaky_relu, another slope": (lambda a: F.leaky_relu(a, 0.2), [rand(*X)]),
+    "softmax, no axis": (lambda a: F.softmax(a.flatten(1), dim=1), [rand(*X)]),
+    "softmax in float32": (lambda a: F.softmax(a, -1, dtype=torch.float32), [rand(*X, dtype=torch.bfloat16)]),
+    "softmax of no such axis": (lambda a: torch.softmax(a, 5), [rand(*X)]),
+    "softmax of one axis": (lambda a: torch.softmax(a, 0), [rand(48)]),
+    "dropout of nothing": (lambda a: F.dropout(a, 0.0), [rand(*X)]),
+    "dropout of all": (lambda a: F.dropout(a, 1.0), [rand(*X)]),
+    "dropout beyond one": (lambda a: F.dropout(a, 1.5), [rand(*X)]),
+    "dropout in evaluation": (lambda a: F.dropout(a, 0.5, training=False), [rand(*X)]),
+    "layer_norm of another shape": (lambda a: F.layer_norm(a, (47,)), [rand(*X)]),
+    "layer_norm of all": (lambda a: F.layer_norm(a, X), [rand(*X)]),
+    "rms_norm of another shape": (lambda a: F.rms_norm(a, (7,)), [rand(*X)]),
+    "group_norm of no such groups": (lambda a: F.group_norm(a, 5), [rand(2, 12, 5)]),
+    "group_norm, channels last": (
+        lambda a: F.group_norm(a.to(memory_format=torch.channels_last), 3),
+        [rand(2, 12, 5, 5)],
+    ),
+    "batch_norm of two axes": (lambda a: F.batch_norm(a, None, None, training=True), [rand(9, 20)]),
+    "batch_norm of one value a channel": (lambda a: F.batch_norm(a, None, None, training=True), [rand(1, 20, 1)]),
+    "batch_norm, channels last": (
+        lambda a: F.batch_norm(a.to(memory_format=torch.channels_last), None, None, training=True),
+        [rand(2, 12, 5, 5)],
+    ),
+    "linear of a vector": (lambda a, w: F.linear(a, w), [rand(*X), rand(48)]),
+    "linear of a matrix": (lambda a, w: F.linear(a, w), [rand(7, 48), rand(5, 48)]),
+    "linear of widths that do not fit": (lambda a, w: F.linear(a, w), [rand(*X), rand(5, 47)]),
+    "linear of two dtypes": (lambda a, w: F.linear(a, w), [rand(*X), rand(5, 48, dtype=torch.bfloat16)]),
+    "linear of a transposed input": (lambda a, w: F.linear(a.mT, w), [rand(2, 48, 7), rand(5, 48)]),
+    "conv2d of one image": (lambda a, w: F.conv2d(a, w), [rand(16, 5, 5), rand(4, 16, 3, 3)]),
+    "conv2d, padding by name": (lambda a, w: F.conv2d(a, w, padding="same"), [rand(2, 16, 5, 5), rand(4, 16, 3, 3)]),
+    "conv2d, lists": (
+        lambda a, w: F.conv2d(a, w, stride=[2, 1], padding=[1, 0], dilation=(1,)),
+        [rand(2, 16, 5, 5), rand(4, 16, 3, 3)],
+    ),
+    "conv2d, channels last": (
+        lambda a, w: F.conv2d(a.to(memory_format=torch.channels_last), w),
+        [rand(2, 16, 5, 5), rand(4, 16, 3, 3)],
+    ),
+    "conv2d of channels that do not fit": (lambda a, w: F.conv2d(a, w), [rand(2, 16, 5, 5), rand(4, 15, 3, 3)]),
+    "max_pool2d with indices": (lambda a: F.max_pool2d(a, 2, return_indices=True)[0], [rand(2, 3, 6, 6)]),
+    "max_pool2d, dilated": (lambda a: F.max_pool2d(a, 2, dilation=2), [rand(2, 3, 6, 6)]),
+    "max_pool2d of one image": (lambda a: F.max_pool2d(a, 2), [rand(3, 6, 6)]),
+    "max_pool2d, channels last": (
+        lambda a: F.max_pool2d(a.to(memory_format=torch.channels_last), 3, 2, 1),
+        [rand(2, 3, 7, 6)],
+    ),
+    "max_pool2d of a method's module": (nn.MaxPool2d(2, stride=None), [rand(2, 3, 6, 6)]),
+    "max_pool2d of too much padding": (lambda a: F.max_pool2d(a, 2, padding=2), [rand(2, 3, 6, 6)]),
+    "attention of three axes": (F.scaled_dot_product_attention, [rand(6, 7, 8) for _ in range(3)]),
+    "attention of other batches": (F.scaled_dot_product_attention, [rand(4, 2, 7, 8), *[rand(1, 2, 9, 8)] * 2]),
+    "attention of one head for all": (F.scaled_dot_product_attention, [rand(2, 4, 7, 8), *[rand(2, 1, 9, 8)] * 2]),
+    "attention of fewer values": (F.scaled_dot_product_attention, [*[rand(2, 2, 7, 8)] * 2, rand(2, 2, 5, 8)]),
+    "attention of fewer heads of values": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        [rand(2, 4, 7, 8), rand(2, 4, 7, 8), rand(2, 2, 7, 8)],
+    ),
+    "attention of wider queries": (F.scaled_dot_product_attention, [rand(2, 2, 7, 12), *[rand(2, 2, 7, 8)] * 2]),
+    "attention of wider values": (F.scaled_dot_product_attention, [*[rand(2, 2, 7, 8)] * 2, rand(2, 2, 7, 12)]),
+    "attention of two dtypes": (
+        F.scaled_dot_product_attention,
+        [rand(2, 2, 7, 8), *[rand(2, 2, 7, 8, dtype=torch.bfloat16)] * 2],
+    ),
+    "attention of transposed heads": (
+        lambda q: F.scaled_dot_product_attention(*q.view(2, 7, 3, 4, 8).permute(2, 0, 3, 1, 4)),
+        [rand(2, 7, 96)],
+    ),
+    "attention of strided channels": (
+        lambda q: F.scaled_dot_product_attention(q.mT, q.mT, q.mT),
+        [rand(2, 3, 8, 7)],
+    ),
+    "attention with dropout": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+        [rand(2, 3, 8, 8)],
+    ),
+    "attention with a trained bias": (
+        lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m),
+        [rand(2, 3, 8, 8), rand(3, 8, 8)],
+    ),
+    "attention, causal and masked": (
+        lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(8, 8).bool(), is_causal=True),
+        [rand(2, 3, 8, 8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:Mismatch dtype", "ignore:Implicit dimension")
+def test_every_form_of_a_call_has_pytorchs_result_or_error(name: str) -> None:
+    """Also where nothing can be served. Gradients: within what the formats lose (`test_served_operators`)."""
+    call, inputs = FORMS[name]
+    want = outcome(lambda *t: differentiate(call, list(t)), *inputs)
+    got = outcome(lambda *t: differentiate(lambda *u: served(call, *u), list(t)), *inputs)
+    if isinstance(want, type):
+        assert got is want
+        return
+    assert not isinstance(got, type), got
+    # where its kernel for this layout is another, the last bits of y differ
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-6 if "attention" in name else 0)
+    for g, w in zip(got[1:], want[1:], strict=True):
+        assert (g.dtype, g.shape) == (w.dtype, w.shape)
+        assert (g - w).norm() <= 0.2 * w.norm()
+
+
+MASKS = {
+    "none": None,
+    "every query's own": torch.rand(9, 11) > 0.3,
+    "every head's own": torch.rand(3, 9, 11) > 0.3,
+    "every sample's own": torch.rand(2, 1, 9, 11) > 0.3,
+    "of keys": torch.rand(2, 1, 1, 11) > 0.3,
+    "numbers": torch.randn(9, 11),
+    "numbers, four axes": torch.randn(2, 3, 9, 11),
+    "numbers, one row": torch.randn(1, 11),
+    "of some keys for none": torch.arange(9)[:, None].ne(4).expand(9, 11),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_masks(mask: str, dtype: torch.dtype) -> None:
+    """Booleans and numbers, of two, three and four axes; a row that may look at nothing."""
+    m = MASKS[mask]
+    m = m.to(dtype) if m is not None and m.is_floating_point() else m
+    inputs = [rand(2, 3, n, 16, dtype=dtype) for n in (9, 11, 11)]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+
+    got, want = differentiate(lambda *t: served(call, *t), inputs), differentiate(call, inputs)
+    # For three axes PyTorch takes its plain formula: another order of sums.
+    rounding = 0 if m is None or m.dim() != 3 else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=rounding * 4, equal_nan=True)
+    for g, w in zip(got[1:], want[1:], strict=True):
+        assert torch.equal(g.isnan(), w.isnan())
+        assert (g - w).nan_to_num().norm() <= 0.2 * w.nan_to_num().norm()
+
+
+def test_the_switch_of_attentions_kernels_is_heeded() -> None:
+    """`sdpa_kernel(MATH)` asks for PyTorch's plain formula, whose gradients are then exact."""
+    inputs = [rand(2, 3, 7, 16) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        got = differentiate(lambda *t: served(F.scaled_dot_product_attention, *t), inputs)
+        want = differentiate(F.scaled_dot_product_attention, inputs)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+INPLACE = {
+    "relu": lambda x: F.relu(x, inplace=True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu(x, inplace=True),
+    "dropout": lambda x: F.dropout(x, 0.3, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_in_place_flags(name: str) -> None:
+    """The tensor itself becomes the result, through a view of it too; a leaf is refused as PyTorch refuses it."""
+    x = rand(*X)
+
+    def run(call: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        t = x + 0
+        y = call(t[1])
+        assert torch.equal(y, t[1])
+        return t.detach().clone(), torch.autograd.grad(t.sin().sum(), x)[0]
+
+    got, want = run(lambda t: served(INPLACE[name], t)), run(INPLACE[name])
+    assert torch.equal(got[0], want[0])
+    assert (got[1] - want[1]).norm() <= 0.2 * want[1].norm()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        served(INPLACE[name], x)
+    y = x.exp()  # keeps its result, which must not be overwritten
+    served(INPLACE[name], y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "conv2d", "layer_norm", "rms"))])
+def test_a_weight_changed_in_place_before_backward_raises(name: str) -> None:
+    """As in PyTorch: it is kept itself, not a copy."""
+    case = CASES[name]
+    inputs = case.inputs()
+    if len(inputs) == 1:
+        pytest.skip("has no weight")
+    y = served(case.call, *inputs)
+    with torch.no_grad():
+        inputs[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout" and not name.startswith("max_pool2d")])
+def test_an_input_changed_in_place_before_backward_does_no_harm(name: str) -> None:
+    """Codes are a copy of what it was: where PyTorch has to raise, the gradient is that of the forward."""
+    case = CASES[name]
+    inputs = case.inputs()
+    want = differentiate(lambda *t: served(case.call, *t), inputs)[1:]
+    g = torch.randn(case.call(*inputs).shape, generator=torch.Generator().manual_seed(7))
+    copies = [t.detach().clone().requires_grad_() for t in inputs]
+    x = copies[0] + 0
+    y = served(case.call, x, *copies[1:])
+    with torch.no_grad():
+        x.zero_()
+    for got, w in zip(torch.autograd.grad(y, copies, g), want, strict=True):
+        assert torch.equal(got, w)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name].shapes) > 1])
+def test_frozen_tensors_get_no_gradient_and_the_others_the_same(name: str) -> None:
+    """Each in its turn, and all but one."""
+    case = CASES[name]
+    inputs = case.inputs()
+    want = differentiate(lambda *t: served(case.call, *t), inputs)
+    for chosen in ({i} for i in range(len(inputs))):
+        for trained in (chosen, set(range(len(inputs))) - chosen):
+            fixed = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+            y = served(case.call, *fixed)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
+            grads = torch.autograd.grad(y, [fixed[i] for i in sorted(trained)], g)
+            for i, got in zip(sorted(trained), grads, strict=True):
+                # The same codes, or none where a frozen partner needs none.
+                assert (got - want[1 + i]).norm() <= 0.2 * want[1 + i].norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_kept_where_no_gradient_is_asked(name: str) -> None:
+    """Under no_grad, and of tensors that need none: PyTorch's own function runs."""
+    case = CASES[name]
+    inputs = case.inputs()
+    with saving() as held:
+        with torch.no_grad():
+            torch.manual_seed(1)
+            got = served(case.call, *inputs)
+        torch.manual_seed(1)
+        plain = served(case.call, *(t.detach() for t in inputs))
+    torch.manual_seed(1)
+    assert held == []
+    assert not got.requires_grad
+    assert torch.equal(got, case.call(*inputs))
+    assert torch.equal(plain, got)
+
+
+@pytest.mark.parametrize("w_trains", [True, False])
+def test_a_frozen_weight_keeps_no_input(w_trains: bool) -> None:
+    """LoRA's base layers: g_x asks for the weight alone."""
+    for shape, w in (((2, 7, 48), rand(20, 48)), ((2, 16, 6, 6), rand(4, 16, 3, 3))):
+        weight = w.detach().requires_grad_(w_trains)
+        run: Any = F.linear if w.dim() == 2 else F.conv2d
+        x = rand(*shape)
+        with saving() as held:
+            served(run, x, weight)
+        # exact, a frozen weight keeps nothing either
+        assert (nbytes(held, [weight]) > 0) == w_trains
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu", "tanh", "layer_norm, plain", "softmax", "linear, no bias"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(name: str, bad: float) -> None:
+    """In y as in PyTorch. In the gradients of norms, softmax and weights too; a slope passes g_y there."""
+    case = CASES[name]
+    inputs = case.inputs()
+    with torch.no_grad():
+        inputs[0].view(-1)[5] = bad
+    got, want = (differentiate(call, inputs) for call in (lambda *t: served(case.call, *t), case.call))
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
+    if name in ("gelu", "silu", "tanh"):
+        assert got[1].isfinite().all()
+    elif name != "relu":
+        place = 1 + (name == "linear, no bias")
+        assert (got[place].isfinite() <= want[place].isfinite()).all()
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6", "hardswish", "hardsigmoid", "leaky_relu"])
+def test_slopes_at_corners_are_pytorchs(name: str) -> None:
+    """Where two pieces meet, and at infinities; g_y's infinities end where PyTorch ends them. ReLU passes on at NaN;
+    of some others PyTorch's vectorised and scalar loops differ there."""
+    x = torch.tensor([[-3.0, 0.0, 3.0, 6.0, -0.0, float("inf"), -float("inf"), 1.0]] * 2)
+    x[0, -1] = float("nan") if name == "relu" else 1.0
+    x.requires_grad_()
+    g = torch.ones_like(x)
+    if name != "hardswish":  # a product, in PyTorch too
+        g[1] = float("inf")
+    call = getattr(F, name)
+    got, want = (torch.autograd.grad(f(x), x, g)[0] for f in (lambda t: served(call, t), call))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1 / 7 if name == "hardswish" else 0)
+
+
+def test_functional_transforms_see_pytorchs_functions() -> None:
+    """`torch.func` differentiates and maps what it is given: nothing is served inside."""
+    x, w = torch.randn(3, 7, 48), torch.randn(20, 48)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (F.gelu(F.linear(F.layer_norm(x, (48,)), w)) * 2).square().sum()
+
+    def run() -> tuple[Tensor, Tensor]:
+        return torch.func.grad(loss)(w, x), torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x[:, None])
+
+    got, want = served(run), run()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_what_was_served_and_what_was_not_is_written_down() -> None:
+    buffers = Buffers()
+    q = rand(2, 3, 8, 8)
+    with Compressed(buffers):
+        F.gelu(rand(*X))
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        F.leaky_relu(rand(*X), 0.2)
+    assert set(buffers.served) == {"gelu"}
+    assert set(buffers.full) == {"scaled_dot_product_attention", "leaky_relu"}
+    assert "full: no fused kernel" in str(buffers)
+
+
+def test_layers_share_a_mask_of_booleans() -> None:
+    """It is kept as it came, once, and not as every layer's own numbers."""
+    inputs = [rand(2, 3, n, 16) for n in (9, 11, 11)]
+    mask = MASKS["every sample's own"]
+
+    def layers(mask: Tensor | None) -> int:
+        with saving() as held:
+            tensors = [served(F.scaled_dot_product_attention, *inputs, mask) for _ in range(3)]
+        assert len(tensors) == 3
+        return nbytes(held)
+
+    assert layers(mask) == layers(None) + mask.nbytes

@@ -1,0 +1,307 @@
+"""Together with checkpointing, processes, adapters, accumulation, copies, and taken back again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from served_cases import nbytes, saving
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import hotrain
+
+pytestmark = pytest.mark.usefixtures("small_tensors_too")
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, with dropout."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.fc2(nn.functional.gelu(self.fc1(self.norm2(x)))))
+
+
+class Net(nn.Module):
+    """Blocks in a list; how: None, or what a block is called through."""
+
+    def __init__(self, how: Callable[..., Tensor] | None = None, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(2))
+        self.norm, self.how = nn.LayerNorm(32), how
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.how is None else self.how(block, x)
+        return self.norm(x) * scale
+
+
+def batch(count: int = 2) -> Tensor:
+    return torch.randn(count, 17, 32, generator=torch.Generator().manual_seed(3))
+
+
+def loss(y: Tensor) -> Tensor:
+    """One that a norm's output does not make nearly constant."""
+    return (y * torch.randn(y.shape[1:], generator=torch.Generator().manual_seed(5))).sum()
+
+
+def step(model: nn.Module, x: Tensor | None = None) -> list[Tensor]:
+    """Gradients of one step from the same state of the generators."""
+    torch.manual_seed(1)
+    hotrain.manual_seed(1)
+    model.zero_grad()
+    loss(model(batch() if x is None else x)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def converted(method: str = "hot-unbiased", **options: Any) -> Net:
+    net = Net(**options)
+    hotrain.convert(net, method, memory="block")
+    return net
+
+
+def _selective(block: nn.Module, x: Tensor) -> Tensor:
+    """Products are saved, all else is computed again."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=context)
+
+
+CHECKPOINTS: dict[str, Callable[..., Tensor]] = {
+    "reentrant": lambda block, x: checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=True),
+    "non-reentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "non-reentrant, of a method": lambda block, x: checkpoint(block.forward, x, use_reentrant=False),
+    "selective": _selective,
+}
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("method", ["exact", "hot-unbiased"])
+def test_checkpointed_blocks_have_the_same_gradients(how: str, method: str) -> None:
+    """To the bit: the second forward runs under the mode again, draws the same dropout and makes the same codes."""
+    want, got = step(converted(method)), step(converted(method, how=CHECKPOINTS[how]))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_a_checkpoint_around_the_model() -> None:
+    net = converted()
+    want = step(net)
+    assert all(torch.equal(g, w) for g, w in zip(step(Around(net)), want, strict=True))
+
+
+class Around(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+class Inside(Block):
+    """Checkpoints functions of its own, which no module's class is around when they are computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self._mlp, super().forward(x), use_reentrant=False)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(self.norm2(x)))) * x
+
+
+@pytest.mark.parametrize("method", ["exact", "hot-unbiased"])
+def test_a_checkpointed_function_inside_a_block_is_left_to_the_checkpoint(method: str) -> None:
+    """It keeps its input either way; served only at first, it would not find the second time what it kept."""
+    net = Net(dropout=0.0)
+    net.blocks[0] = Inside(dropout=0.0)
+    plain = copy.deepcopy(net)
+    hotrain.convert(net, method, memory="block")
+    want = step(plain)
+    for got, w in zip(step(net), want, strict=True):
+        assert got.isfinite().all()
+        if method == "exact":
+            assert (got - w).norm() <= 0.3 * w.norm()
+
+
+def test_a_checkpointed_block_keeps_its_input_alone() -> None:
+    x = batch().requires_grad_()
+    net = converted(how=CHECKPOINTS["non-reentrant"])
+    net.norm = nn.Identity()  # type: ignore[assignment]
+    with saving() as held:
+        net(x)
+    # x, the second block's input, and the scale 1.0 of the product
+    assert nbytes(held, [*net.parameters(), *net.buffers()]) <= 2 * x.nbytes + 64
+
+
+def test_gradients_accumulate() -> None:
+    """Two halves of a batch, each with half of the loss: the sum of their gradients to float32's rounding."""
+    net = converted("exact", dropout=0.0)
+    halves = [step(net, half) for half in batch(4).split(2)]
+    net.zero_grad()
+    for half in batch(4).split(2):
+        loss(net(half)).backward()
+    for p, a, b in zip(net.parameters(), *halves, strict=True):
+        torch.testing.assert_close(p.grad, a + b, rtol=1e-5, atol=1e-5)
+
+
+def test_classes_keys_and_signatures_are_as_before() -> None:
+    plain = Net()
+    net = converted()
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert isinstance(net, Net)
+    assert isinstance(net.blocks[0], Block)
+    assert repr(net) == repr(converted())
+    # transformers' Trainer looks up in it which columns the model takes
+    assert inspect.signature(net.forward) == inspect.signature(plain.forward)
+    assert inspect.signature(type(net).forward) == inspect.signature(Net.forward)
+    hotrain.revert(net)
+    for (name, before), (_, after) in zip(plain.named_modules(), net.named_modules(), strict=True):
+        assert type(before) is type(after), name
+        assert set(before.__dict__) == set(after.__dict__), name
+    assert all(torch.equal(g, w) for g, w in zip(step(net), step(plain), strict=True))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_copies_are_served_too(way: str, tmp_path: Path) -> None:
+    """By the codes they keep; the copy's own conversion can be taken back."""
+    net = converted("exact")
+    if way == "deepcopy":
+        twin = copy.deepcopy(net)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(net))
+    else:
+        torch.save(net, tmp_path / "net.pt")
+        twin = torch.load(tmp_path / "net.pt", weights_only=False)
+    with saving() as held:
+        twin(batch())
+    assert any(t.dtype == torch.uint8 for t in held)
+    assert all(torch.equal(g, w) for g, w in zip(step(twin), step(net), strict=True))
+    hotrain.revert(twin)
+    assert type(twin) is Net
+    assert type(net) is not Net
+
+
+def test_converting_again_changes_what_is_asked() -> None:
+    """Twice is once; "linear" takes the modes off; "exact" with memory="linear" leaves nothing."""
+    net = converted()
+    once = step(net)
+    hotrain.convert(net, "hot-unbiased", memory="block")
+    assert all(torch.equal(g, w) for g, w in zip(step(net), once, strict=True))
+    linear = Net()
+    hotrain.convert(linear, "hot-unbiased", memory="linear")
+    hotrain.convert(net, "hot-unbiased", memory="linear")
+    assert type(net) is Net
+    assert all(torch.equal(g, w) for g, w in zip(step(net), step(linear), strict=True))
+    hotrain.convert(net, "exact", memory="block")
+    hotrain.convert(net, "exact", memory="linear")
+    assert all(torch.equal(g, w) for g, w in zip(step(net), step(Net()), strict=True))
+
+
+def test_evaluation_and_no_grad_are_exact() -> None:
+    net, plain = converted("exact"), Net()
+    for mode in (net, plain):
+        mode.eval()
+    with saving() as held:
+        y = net(batch())
+    assert torch.equal(y, plain(batch()))
+    assert not any(t.dtype == torch.uint8 for t in held)
+    assert all(torch.equal(g, w) for g, w in zip(step(net), step(plain), strict=True))
+
+
+def test_a_compiled_model_is_reached_and_a_replaced_forward_is_told() -> None:
+    """`torch.compile` calls the class of the model within; what is set on an instance is not the class's."""
+    net = Net()
+    hotrain.convert(torch.compile(net), "exact", memory="block")
+    assert type(net) is not Net
+    net = Net()
+    net.forward = functools.partial(Net.forward, net)  # type: ignore[method-assign]
+    report = hotrain.convert(net, "exact", memory="block")
+    assert "forward was replaced" in str(report)
+
+
+def test_lora() -> None:
+    """Adapters train on the converted base; the base's frozen weights keep no input."""
+    import hotrain.train
+
+    peft = pytest.importorskip("peft")
+    net = Net(dropout=0.0)
+    exact = copy.deepcopy(net)
+    config = peft.LoraConfig(target_modules=["qkv", "fc1"], r=4)
+    hotrain.convert(net, "exact", memory="block")
+    grads = []
+    for model in (net, exact):
+        torch.manual_seed(2)
+        adapted = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            for name, p in adapted.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(4))
+        loss(adapted(batch().requires_grad_())).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in adapted.parameters() if p.grad is not None]))
+    assert (grads[0] - grads[1]).norm() <= 0.2 * grads[1].norm()
+    assert not torch.equal(grads[0], grads[1])
+
+
+def _worker(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        from torch.distributed.fsdp import fully_shard
+
+        from hotrain.activations import mode
+
+        mode.SMALL = 2
+        found: dict[str, Any] = {}
+        net = converted("exact", dropout=0.0)
+        found["alone"] = step(net)
+        step(DistributedDataParallel(net))
+        found["ddp"] = [p.grad for p in net.parameters()]
+        net = converted("exact", dropout=0.0)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        step(net)
+        found["fsdp"] = [p.grad.full_tensor() for p in net.parameters()]  # type: ignore[union-attr]
+        torch.save(found, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """Codes draw nothing: on equal batches the averaged gradients of DDP and FSDP2 are those of one process."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_worker, args=(port, str(tmp_path)), nprocs=2)
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for way in ("ddp", "fsdp"):
+            for got, want in zip(found[way], found["alone"], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,122 @@
+"""Each operator by itself: PyTorch's forward to the bit, the gradients of its formula, and the bytes it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from served_cases import CASES, Case, Whole, differentiate, nbytes, saving, served
+from torch import Tensor
+
+from hotrain.activations import functions
+from hotrain.activations.policy import FORMATS, GROUPED
+
+pytestmark = pytest.mark.usefixtures("small_tensors_too")
+
+every = pytest.mark.parametrize("name", CASES)
+
+
+def both(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(y, gradients) of the served and of the exact call."""
+    inputs = case.inputs(dtype)
+    return differentiate(lambda *t: served(case.call, *t), inputs), differentiate(case.call, inputs)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_forward_is_pytorchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    """The same kernels run; only what they leave is changed. Gradients have the dtypes of their tensors."""
+    case = CASES[name]
+    got, want = both(case, dtype)
+    assert torch.equal(got[0], want[0])
+    assert got[0].dtype == want[0].dtype
+    assert [t.stride() for t in got[:1]] == [t.stride() for t in want[:1]]
+    assert [t.dtype for t in got[1:]] == [dtype] * len(case.shapes)
+
+
+@every
+def test_the_formula_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With formats that lose nothing the gradients are autograd's, in float64.
+
+    To 1e-7 of the largest entry: PyTorch multiplies hardsigmoid's by the float32 next to 1/6."""
+    for form in GROUPED:
+        monkeypatch.setitem(GROUPED, form, Whole())
+    for kind, activation in functions.ACTIVATIONS.items():
+        if activation.levels is not None:
+            monkeypatch.setitem(functions.ACTIVATIONS, kind, dataclasses.replace(activation, levels=Whole()))
+    got, want = both(CASES[name], torch.float64)
+    for g, w in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-7 * float(w.abs().max()))
+
+
+# Of the error of the gradients together, against their size. Levels 1/11 apart leave an error of 1/11/√6 of |g_y| where
+# slopes are near 1 and more where they are smaller; four bits with 7 steps to a group's largest entry, 0.06 to 0.1 of
+# the values' size; eight bits, 1/18 of that. A factor of two covers these small tensors.
+LOSS = {"slopes": 0.2, 4: 0.2, 8: 0.02}
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_are_as_close_as_the_format(name: str, dtype: torch.dtype) -> None:
+    got, want = both(CASES[name], dtype)
+    assert all(g.isfinite().all() for g in got)
+    error = torch.cat([(g.double() - w.double()).flatten() for g, w in zip(got[1:], want[1:], strict=True)])
+    size = torch.cat([w.double().flatten() for w in want[1:]])
+    kept = CASES[name].kept
+    form = kept[0][0] if kept else None
+    exact = form is None or form == functions.BITS
+    kind = min(GROUPED[FORMATS[form]].bits for form, _ in kept) if isinstance(form, str) else "slopes"
+    loss = 0.0 if exact else LOSS[kind]
+    rounding = 2 * max(torch.finfo(dtype).eps, 2.0**-24)
+    assert error.norm() <= (loss + rounding) * size.norm()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_is_held_is_what_the_formats_say(name: str, dtype: torch.dtype) -> None:
+    """To the byte, weights aside, which are there anyway."""
+    case = CASES[name]
+    inputs = case.inputs(dtype)
+    with saving() as held:
+        y = served(case.call, *inputs)
+    weights = inputs[1:] if name.startswith(("linear", "conv2d")) or "norm" in name else []
+    assert y.requires_grad
+    assert nbytes(held, weights) == case.nbytes(dtype)
+
+
+@every
+def test_autocast_gives_pytorchs_dtypes(name: str) -> None:
+    """Autocast's lists differ from device to device: whatever PyTorch's operator returns here, the served one does."""
+    case = CASES[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = case.inputs(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = differentiate(lambda *t: served(case.call, *t), inputs)
+            want = differentiate(case.call, inputs)
+        assert got[0].dtype == want[0].dtype
+        assert [t.dtype for t in got] == [t.dtype for t in want]
+        assert torch.equal(got[0], want[0])
+
+
+@every
+def test_a_second_derivative_is_right_or_an_error(name: str) -> None:
+    """Codes are constants to autograd: what it would leave out must not pass for a derivative."""
+    case = CASES[name]
+    inputs = case.inputs(torch.float64)
+
+    def second(call) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        y = call(*inputs)
+        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs, allow_unused=True)
+
+    exact = not case.kept or case.kept[0][0] == functions.BITS
+    if not exact:
+        with pytest.raises(RuntimeError, match="second derivative"):
+            second(lambda *t: served(case.call, *t))
+        return
+    # PyTorch has no second derivative of hardsigmoid itself.
+    plain = case.call if name != "hardsigmoid" else lambda x: (x + 3).clamp(0, 6) / 6
+    for got, want in zip(second(lambda *t: served(case.call, *t)), second(plain), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,198 @@
+"""The largest batch that fits: the search, the prediction against a hand count, out of memory caught and cleared."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from small_models import TokenNet, assert_as_found, found
+from torch import Tensor, nn
+
+import hotrain
+from hotrain.analysis import fit as fitting
+from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, is_out_of_memory, parse_bytes, search
+from hotrain.analysis.full import NO_FORM, full_table, still_full
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("800MB", 800 * 10**6),
+        ("1.5 gib", 3 * 2**29),
+        ("64k", 64000),
+        ("12", 12),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "24 apples", "iB", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="24GB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 31, 32, 33, 1000])
+def test_search_asks_few_questions(limit: int) -> None:
+    asked = []
+    assert search(lambda n: asked.append(n) or n <= limit) == (limit, limit + 1)  # type: ignore[func-returns-value]
+    assert len(asked) == len(set(asked)) <= 2 * math.log2(limit + 1) + 2
+
+
+def test_search_ends_at_its_limit() -> None:
+    assert search(lambda n: True, largest=100) == (100, None)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in "ab"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def inputs(batch: int) -> Tensor:
+    return torch.randn(batch, 16, 64)
+
+
+ROW = 16 * 64 * 4  # bytes of one sample between the blocks
+FIXED = sum(p.numel() for p in Blocks().parameters()) * 4
+
+
+def test_prediction_by_hand() -> None:
+    """SGD without momentum has no state: parameters and gradients. A block keeps its input and ReLU's output, which is
+    four times as wide; the first one's input is the batch. A recomputed one keeps its input until its turn comes."""
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    budget = 2 * FIXED + 100 * ROW
+    model = Blocks()
+    before = found(model)
+    report = hotrain.fit(model, inputs, budget, variants=("exact", "checkpointed"), optimizer=sgd)
+    assert_as_found(model, before)
+    exact, checkpointed = report.rows
+    # Input, ReLU's output, input of the second block, its ReLU's output; autograd keeps nothing of the last sum.
+    assert exact.batch_size == 100 // (1 + 4 + 1 + 4)
+    # Both inputs, and one block's inside: its input is counted once more.
+    inside = 1 + 4
+    assert 100 // (2 + inside) <= checkpointed.batch_size <= 100 // (2 + inside - 1)
+    assert exact.how == MEASURED
+    assert exact.needs == 2 * FIXED + exact.batch_size * 10 * ROW <= budget
+    assert exact.too_large == exact.batch_size + 1
+    text = str(report)
+    assert "exact" in text
+    assert "Predicted, no step was run" in text
+
+
+def test_adam_s_state_counts() -> None:
+    report = hotrain.fit(Blocks(), inputs, 4 * FIXED + 20 * ROW, variants=("exact",))
+    assert report.rows[0].batch_size in (1, 2)  # but for a step count a parameter, room for two
+
+
+def test_not_even_one() -> None:
+    report = hotrain.fit(Blocks(), inputs, 1000)
+    assert [row.batch_size for row in report.rows] == [0, 0, 0]
+    assert "not even a batch of 1 fits" in str(report)
+
+
+def test_converted_fits_more_and_large_ones_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_AFFORDABLE", 0)
+    report = hotrain.fit(Blocks(), inputs, 40_000_000)
+    by = {row.variant: row for row in report.rows}
+    assert tuple(by) == VARIANTS
+    assert by["converted"].batch_size > 2 * by["exact"].batch_size
+    assert {row.how for row in report.rows} == {PREDICTED}
+
+
+def test_small_tensors_do_not_lead_the_prediction_astray() -> None:
+    """Batches of two and four are kept as they are (`policy.SMALL`), larger ones in codes: a line through the small
+    ones would end at a third of what fits."""
+    budget = 40_000_000
+    row = hotrain.fit(Blocks(), inputs, budget, variants=("converted",)).rows[0]
+    assert row.how == MEASURED
+    assert 0.99 * budget < row.needs <= budget
+
+
+@pytest.mark.parametrize("make", [lambda n: (inputs(n),), lambda n: {"x": inputs(n)}], ids=["tuple", "mapping"])
+def test_inputs_of_other_forms(make: Any) -> None:
+    want = hotrain.fit(Blocks(), inputs, 3_000_000, variants=("exact",)).rows
+    assert hotrain.fit(Blocks(), make, 3_000_000, variants=("exact",)).rows == want
+
+
+def test_bad_calls() -> None:
+    model = Blocks()
+    with pytest.raises(ValueError, match="budget_bytes=0"):
+        hotrain.fit(model, inputs, 0)
+    with pytest.raises(ValueError, match="'fast'"):
+        hotrain.fit(model, inputs, 1000, variants=("fast",))
+    with pytest.raises(ValueError, match="no blocks"):
+        hotrain.fit(TokenNet(), inputs, 1000)
+    with pytest.raises(ValueError, match="requires grad"):
+        hotrain.fit(Blocks().requires_grad_(False), inputs, 1000)
+    hotrain.convert(model)
+    with pytest.raises(ValueError, match="revert"):
+        hotrain.fit(model, inputs, 1000)
+
+
+# ---- the path of a GPU, with a device that has no more than so many samples ----
+
+
+def test_out_of_memory_is_caught_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held = Blocks(), []
+
+    def two_steps(step: Any, batch: int, device: torch.device) -> int:
+        step.model(step.inputs(batch)[0][0]).sum().backward()
+        held.append(batch)
+        if batch > 21:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return 1000 * batch
+
+    monkeypatch.setattr(fitting, "_two_steps", two_steps)
+    monkeypatch.setattr(fitting, "_limited", lambda budget, device: nullcontext())
+    step = fitting._Step(model, inputs, fitting._sum, torch.optim.AdamW)
+    row = fitting._by_running(step, "exact", 1, 1 << 20, torch.device("cpu"))
+    assert (row.batch_size, row.too_large, row.needs, row.how) == (21, 22, 21000, RAN)
+    assert held[-1] == 21, "the last step that ran is the one that is reported"
+    assert all(p.grad is None for p in model.parameters()), "what a failed step left is freed"
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="multiplied"):
+        hotrain.fit(Blocks(), lambda n: torch.randn(n, 3), 1000, variants=("exact",))
+
+
+@pytest.mark.gpu
+def test_found_by_running_under_a_limit() -> None:
+    model = Blocks().cuda()
+    # Far above what the libraries take for themselves.
+    report = hotrain.fit(model, lambda n: torch.randn(n, 4096, 64, device="cuda"), 1 << 30, largest=4096)
+    by = {row.variant: row for row in report.rows}
+    assert all(row.how == RAN and 0 < row.needs <= 1 << 30 for row in report.rows)
+    assert by["exact"].batch_size < by["converted"].batch_size
+    assert torch.cuda.memory_allocated() < 1 << 28
+
+
+# ---- what stays in full precision ----
+
+
+def test_what_stays_full_says_why() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Softplus())
+    model.append(nn.Linear(64, 8))
+    report = hotrain.convert(model, memory="linear", filter_fn=lambda module, name: name == "2")
+    audit = hotrain.saved_bytes(model, torch.randn(32, 64, 64))
+    reasons = {row.operator: row.reason for row in still_full(audit, report)}
+    assert reasons["softplus"] == NO_FORM
+    assert "the batch itself" in {row.reason for row in still_full(audit, report)}
+    head = [row for row in still_full(audit, report) if "4" in row.modules]
+    assert [row.reason for row in head] == ["its layer stays exact: excluded by filter_fn"]
+    assert NO_FORM in full_table(still_full(audit, report))
+    assert still_full(audit, report, share=1.0) == []
+    assert "nothing" in full_table([])

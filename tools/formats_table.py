@@ -1,0 +1,112 @@
+"""What formats do to gradients as Markdown, from the records that ``benchmarks/formats.py`` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import records
+
+from hotrain.activations import policy
+
+# operator → what the policy calls its entry
+ENTRIES = {
+    "gelu": "slope",
+    "silu": "slope",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "group_norm": "norm",
+    "batch_norm": "norm",
+    "softmax": "softmax",
+    "attention q, k": "query_key",
+    "attention v, output": "value_output",
+    "product": "product",
+    "linear": "linear",
+    "conv2d": "conv",
+}
+TOGETHER = ("all", "methods")  # what comes behind the model's name in a subject that is no operator
+_NOT_YET = (
+    "*Nothing is recorded yet: `python benchmarks/formats.py --data cifar10.npz --out "
+    "benchmarks/results/formats_cpu_DATE.jsonl` measures on a CPU, `make docs` prints it here.*"
+)
+
+
+def operators(folder: Path = records.RESULTS) -> str:
+    """A line a format of an operator, each operator from the first model that has it; in bold what the policy says."""
+    rows = [row for row in _latest(folder) if _what(row) not in TOGETHER]
+    if not rows:
+        return _NOT_YET
+    first: dict[str, str] = {}
+    for row in rows:
+        first.setdefault(_what(row), _model(row))
+    lines = []
+    for row in rows:
+        if first[_what(row)] == _model(row):
+            form = f"**{row['variant']}**" if row["variant"] == _today(_what(row)) else row["variant"]
+            size = "–" if row.get("bytes_entry") is None else f"{row['bytes_entry']:.2f}"
+            own = [
+                f"{name} {_percent(errors['error'])} ({_percent(errors['persistent'])})"
+                for name, errors in row.get("gradients", {}).items()
+                if errors["error"]
+            ]
+            lines.append([_what(row), _model(row), form, size, ", ".join(own) or "–", *_of_model(row)])
+    headers = ["operator", "model", "format", "bytes an entry", "error of its own gradients (persistent)"]
+    return _conditions(rows) + records._markdown([*headers, *_MODEL_HEADERS], lines)
+
+
+def together(folder: Path = records.RESULTS) -> str:
+    """All operators at once, a line a set of formats and a method of layers, for every model."""
+    rows = [row for row in _latest(folder) if _what(row) in TOGETHER]
+    if not rows:
+        return _NOT_YET
+    products = {"all": "exact", "methods": "of the method"}
+    shown: list[dict[str, Any]] = []
+    for row in rows:
+        # A set that differs in operators which a model lacks gives the numbers of another.
+        if not any((row["subject"], row["model"]) == (other["subject"], other["model"]) for other in shown):
+            shown.append(row)
+    lines = [[_model(row), products[_what(row)], row["variant"], *_of_model(row)] for row in shown]
+    return _conditions(rows) + records._markdown(["model", "products", "formats", *_MODEL_HEADERS], lines)
+
+
+_MODEL_HEADERS = ["error of the model's gradient", "persistent", "worst weight", "variance added to a batch's"]
+
+
+def _of_model(row: dict[str, Any]) -> list[str]:
+    found = row["model"]
+    added = (found["error"] / found["noise"]) ** 2
+    return [_percent(found[name]) for name in ("error", "persistent", "worst_tensor")] + [_percent(added)]
+
+
+def _percent(value: float | None) -> str:
+    """Two significant digits; what is too small or too large to matter how much, as such."""
+    if value is None:
+        return "–"
+    if value >= 10:
+        return "> 1000 %"
+    return "< 0.001 %" if 0 < value < 1e-5 else f"{float(f'{100 * value:.2g}'):g} %"
+
+
+def _latest(folder: Path) -> list[dict[str, Any]]:
+    """Of each model the run that was recorded last."""
+    rows = records._of_bench("formats", folder)
+    runs = {_model(row): row["run_id"] for row in rows}
+    return [row for row in rows if row["run_id"] == runs[_model(row)]]
+
+
+def _what(row: dict[str, Any]) -> str:
+    return str(row["subject"]).partition("/")[2]
+
+
+def _model(row: dict[str, Any]) -> str:
+    return str(row["subject"]).partition("/")[0]
+
+
+def _today(operator: str) -> str:
+    entry = ENTRIES[operator]
+    return f"slope {policy.SLOPES.bits} bits" if entry == "slope" else policy.FORMATS[entry]
+
+
+def _conditions(rows: list[dict[str, Any]]) -> str:
+    lines = dict.fromkeys(records._conditions(row) for row in rows)
+    return "\n".join(f"* {line}" for line in lines) + "\n\n"
