@@ -180,4 +180,4 @@ def test_one_graph_serves_each_operator() -> None:
     assert (got - want).norm() <= 1e-3 * want.norm()
     assert hotrain.saved_bytes(compiled, x).total <= 1.1 * hotrain.saved_bytes(model, x).total
     assert report.buffers is not None
-    assert len(report.buffers.served) == 12
+    assert len(report.buffers.served) == 13

@@ -23,7 +23,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.bench import timing
+from hotrain.bench import timing, turns
 from hotrain.bench.conditions import Clocks
 from hotrain.bench.subjects import SUBJECTS, Task, build, checkpoint_blocks
 from hotrain.presets import preset
@@ -310,13 +310,16 @@ def _measure(
         torch.cuda.synchronize(device)
 
     asked: list[Clocks] = []
-    marks = [clock.mark()]
-    for number in range(steps):
-        if number == steps // 2:
-            asked.append(Clocks(device))
-        one(number)
-        marks.append(clock.mark())
-    clock.wait()
+    with turns.turn() as waited:
+        for number in range(WARMUP if waited else 0):  # the GPU's clocks fell meanwhile
+            one(number)
+        marks = [clock.mark()]
+        for number in range(steps):
+            if number == steps // 2:
+                asked.append(Clocks(device))
+            one(number)
+            marks.append(clock.mark())
+        clock.wait()
     times = timing.Times.of([clock.ms(*pair) for pair in itertools.pairwise(marks)])
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return {

@@ -94,6 +94,9 @@ def step(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
     again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
     seconds: Annotated[float | None, typer.Option("--seconds", help="Start no variant after so long.")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Prepare all at once, a process each, and time one after the other.")
+    ] = False,
     device: DeviceOption = None,
     tiny: TinyOption = False,
     commit: CommitOption = None,
@@ -108,11 +111,18 @@ def step(
     """
     from hotrain.analysis.tables import table
     from hotrain.bench import step as library
+    from hotrain.bench import turns
     from hotrain.bench.conditions import device_named
+    from hotrain.bench.subjects import SUBJECTS
 
     where = device_named(device)
     chosen = None if variants is None else split_names(variants, "--variants")
-    rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
+    if together:
+        parts = [(name, variant) for name in subjects or SUBJECTS for variant in chosen or library.VARIANTS]
+        options = [*(["--tiny"] if tiny else []), "--steps", str(steps), "--device", str(where)]
+        rows = turns.together(parts, options)
+    else:
+        rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
     lines = []
     failed = 0
     for row in _record(rows, where, commit, out):

@@ -1,0 +1,80 @@
+"""Variants prepared side by side, timed one after the other: each in a process of its own on one GPU.
+
+Tracing and compiling take a minute of a processor, timing a second of the GPU. A process says when it is ready to be
+timed, waits until all are, and then for its turn; whoever waits does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_BENCH_COUNT"
+
+
+@contextmanager
+def turn() -> Iterator[bool]:
+    """The time in which this process has the GPU to itself. Gives whether it had to wait."""
+    if FOLDER not in os.environ:
+        yield False
+        return
+    folder, place = Path(os.environ[FOLDER]), int(os.environ[PLACE])
+    (folder / f"ready.{place}").touch()
+    while not all((folder / f"ready.{other}").exists() for other in range(int(os.environ[COUNT]))):
+        time.sleep(0.02)
+    while not all((folder / f"done.{other}").exists() for other in range(place)):
+        time.sleep(0.02)
+    try:
+        yield True
+    finally:
+        (folder / f"done.{place}").touch()
+
+
+def together(parts: Sequence[tuple[str, str]], options: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Records of ``hotrain bench step`` for (subject, variant) pairs, all prepared at once, timed in their order.
+
+    options: of the command line, for every part.  Each record says under what its own process ran. A part that ends
+    without a record gives one with its error.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = {**os.environ, FOLDER: name, COUNT: str(len(parts))}
+        running = []
+        for place, (subject, variant) in enumerate(parts):
+            argv = [sys.executable, "-m", "hotrain.cli.main", "bench", "step", subject, "--variants", variant]
+            argv += ["--once", "--out", str(folder / f"{place}.jsonl"), *options]
+            with (folder / f"{place}.log").open("w") as log:
+                running.append(
+                    subprocess.Popen(argv, env={**environment, PLACE: str(place)}, stdout=log, stderr=subprocess.STDOUT)
+                )
+        try:
+            while sum(_runs(process, folder, place) for place, process in enumerate(running)):
+                time.sleep(0.05)
+        finally:
+            for process in running:
+                process.kill()
+        for place, (subject, variant) in enumerate(parts):
+            path = folder / f"{place}.jsonl"
+            rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            if not rows:
+                last = (folder / f"{place}.log").read_text().strip().splitlines()[-1:]
+                failed = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
+                rows = [failed | {"bench": "step", "subject": subject, "variant": variant, "error": " ".join(last)}]
+            yield from rows
+
+
+def _runs(process: subprocess.Popen[bytes], folder: Path, place: int) -> bool:
+    """Whether the process still runs; one that has ended keeps nobody waiting."""
+    if process.poll() is None:
+        return True
+    for what in ("ready", "done"):
+        (folder / f"{what}.{place}").touch()
+    return False
