@@ -21,6 +21,7 @@ ENTRIES = {
     "attention q, k": "query_key",
     "attention v, output": "value_output",
     "product": "product",
+    "matmul": "matmul",
     "linear": "linear",
     "conv2d": "conv",
 }

@@ -149,7 +149,7 @@ class Grouped:
     def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), of t, (..., C)."""
         columns = t.shape[-1]
-        size = group_size(columns, self.whole)
+        size = group_size(int(columns), self.whole)  # a graph serves one number of channels
         rows = t.reshape(-1, columns)
         rows = rows if rows.dtype == torch.float64 else rows.float()
         if columns % size:

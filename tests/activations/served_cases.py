@@ -70,6 +70,10 @@ def _conv(x: tuple[int, ...], w: tuple[int, ...], bias: bool = True, **options: 
     return Case(call, shapes, (("conv", (x[0], *x[2:], x[1])),))
 
 
+def _matmul(call: Callable[..., Tensor], a: tuple[int, ...], b: tuple[int, ...]) -> Case:
+    return Case(call, (a, b), (("matmul", a), ("matmul", b)))
+
+
 def _pool(shape: tuple[int, ...], kernel: Any, out: int, **options: Any) -> Case:
     return Case(lambda x: F.max_pool2d(x, kernel, **options), (shape,), indices=out)
 
@@ -145,6 +149,20 @@ CASES = {
     "max_pool2d": _pool((2, 3, 8, 8), 2, 2 * 3 * 16),
     "max_pool2d, overlapping": _pool((2, 3, 9, 7), 3, 2 * 3 * 5 * 4, stride=2, padding=1),
     "max_pool2d, ceil": _pool((1, 4, 7, 6), (3, 2), 4 * 3 * 2, stride=(2, 3), ceil_mode=True),
+    # The channels of one head each, as queries meet keys and weights meet values.
+    "matmul": _matmul(torch.matmul, (2, 3, 7, 49), (2, 3, 49, 16)),
+    "matmul of a transposed operand": _matmul(lambda a, b: a @ b.mT, (2, 3, 7, 16), (2, 3, 49, 16)),
+    "matmul, both transposed": _matmul(lambda a, b: a.mT.matmul(b.mT), (2, 16, 7), (2, 5, 16)),
+    "matmul, broadcast": _matmul(lambda a, b: a @ b, (2, 1, 7, 20), (3, 20, 5)),
+    "matmul, one of many": _matmul(torch.matmul, (1, 7, 20), (4, 20, 5)),
+    "bmm": _matmul(torch.bmm, (3, 7, 20), (3, 20, 5)),
+    "bmm of a method": _matmul(lambda a, b: a.bmm(b), (1, 1, 100), (1, 100, 3)),
+    "avg_pool2d": Case(lambda x: F.avg_pool2d(x, 2), ((2, 3, 8, 8),)),
+    "avg_pool2d, overlapping": Case(lambda x: F.avg_pool2d(x, 3, 2, 1), ((2, 3, 9, 7),)),
+    "avg_pool2d, ceil, padding uncounted": Case(
+        lambda x: F.avg_pool2d(x, (3, 2), (2, 3), (1, 0), ceil_mode=True, count_include_pad=False), ((1, 4, 7, 6),)
+    ),
+    "avg_pool2d, another divisor": Case(lambda x: F.avg_pool2d(x, 2, divisor_override=3), ((2, 3, 6, 7),)),
     "attention": _attention([(2, 3, 7, 16)] * 3),
     "attention, causal, scaled": _attention([(1, 2, 9, 8)] * 3, is_causal=True, scale=0.2),
     "attention, longer keys": _attention([(2, 2, 5, 12), (2, 2, 11, 12), (2, 2, 11, 12)]),

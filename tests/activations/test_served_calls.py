@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from served_cases import CASES, differentiate, nbytes, saving, served
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hotrain.activations import attention, mode
 from hotrain.activations.mode import Buffers, Compressed
+from hotrain.activations.policy import FORMATS, GROUPED
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -51,6 +55,24 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "mul by itself": (lambda a: a * a, [rand(*X)]),
     "mul of complex": (lambda a: (torch.complex(a, a) * torch.complex(a, a)).abs(), [rand(*X)]),
     "mul of shapes that do not fit": (lambda a, b: a * b, [rand(*X), rand(5)]),
+    "matmul by keywords": (lambda a, b: torch.matmul(input=a, other=b), [rand(*X), rand(2, 48, 5)]),
+    "matmul of a method, by keyword": (lambda a, b: a.matmul(other=b), [rand(*X), rand(2, 48, 5)]),
+    "matmul with a matrix": (lambda a, b: a @ b, [rand(*X), rand(48, 5)]),
+    "matmul of a matrix": (lambda a, b: a @ b, [rand(5, 7), rand(*X)]),
+    "matmul with a vector": (lambda a, b: a @ b, [rand(*X), rand(48)]),
+    "matmul in place": (operator.imatmul, [rand(*X), rand(2, 48, 48)]),
+    "matmul with itself": (lambda a: a @ a.mT, [rand(*X)]),
+    "matmul with a constant": (lambda a: a @ torch.ones(2, 48, 5), [rand(*X)]),
+    "matmul of two dtypes": (lambda a, b: a @ b, [rand(*X), rand(2, 48, 5, dtype=torch.bfloat16)]),
+    "matmul with integers": (lambda a: a @ torch.ones(2, 48, 5, dtype=torch.int64), [rand(*X)]),
+    "matmul of complex": (lambda a: (torch.complex(a, a) @ torch.complex(a, a).mT).abs(), [rand(*X)]),
+    "matmul of shapes that do not fit": (lambda a, b: a @ b, [rand(*X), rand(2, 47, 5)]),
+    "matmul of batches that do not fit": (lambda a, b: a @ b, [rand(*X), rand(3, 48, 5)]),
+    "matmul to nothing": (lambda a, b: a @ b, [rand(*X), rand(2, 48, 0)]),
+    "matmul of strided rows": (lambda a, b: a[..., ::2] @ b, [rand(*X), rand(2, 24, 5)]),
+    "bmm by keywords": (lambda a, b: torch.bmm(input=a, mat2=b), [rand(*X), rand(2, 48, 5)]),
+    "bmm of batches that differ": (torch.bmm, [rand(*X), rand(1, 48, 5)]),
+    "bmm of four axes": (torch.bmm, [rand(2, *X), rand(2, 2, 48, 5)]),
     "relu by keyword": (lambda a: F.relu(input=a, inplace=False), [rand(*X)]),
     "sigmoid by keyword": (lambda a: torch.sigmoid(input=a), [rand(*X)]),
     "tanh of a method": (lambda a: a.tanh(), [rand(*X)]),
@@ -103,6 +125,21 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     ),
     "max_pool2d of a method's module": (nn.MaxPool2d(2, stride=None), [rand(2, 3, 6, 6)]),
     "max_pool2d of too much padding": (lambda a: F.max_pool2d(a, 2, padding=2), [rand(2, 3, 6, 6)]),
+    "max_pool2d, one number each": (lambda a: F.max_pool2d(a, (2,), (1,), [1]), [rand(2, 3, 6, 6)]),
+    "max_pool2d, stride of no number": (lambda a: F.max_pool2d(a, 2, ()), [rand(2, 3, 6, 6)]),
+    "avg_pool2d by keywords": (
+        lambda a: F.avg_pool2d(input=a, kernel_size=[3, 2], stride=(), padding=[1]),
+        [rand(2, 3, 6, 6)],
+    ),
+    "avg_pool2d of one image": (lambda a: F.avg_pool2d(a, 2), [rand(3, 6, 6)]),
+    "avg_pool2d, channels last": (
+        lambda a: F.avg_pool2d(a.to(memory_format=torch.channels_last), 3, 2, 1),
+        [rand(2, 3, 7, 6)],
+    ),
+    "avg_pool2d of a method's module": (nn.AvgPool2d(2, ceil_mode=True), [rand(2, 3, 7, 6)]),
+    "avg_pool2d of too much padding": (lambda a: F.avg_pool2d(a, 2, padding=2), [rand(2, 3, 6, 6)]),
+    "avg_pool2d of no stride": (lambda a: F.avg_pool2d(a, 2, 0), [rand(2, 3, 6, 6)]),
+    "avg_pool2d by nothing": (lambda a: F.avg_pool2d(a, 2, divisor_override=0), [rand(2, 3, 6, 6)]),
     "attention of three axes": (F.scaled_dot_product_attention, [rand(6, 7, 8) for _ in range(3)]),
     "attention of other batches": (F.scaled_dot_product_attention, [rand(4, 2, 7, 8), *[rand(1, 2, 9, 8)] * 2]),
     "attention of one head for all": (F.scaled_dot_product_attention, [rand(2, 4, 7, 8), *[rand(2, 1, 9, 8)] * 2]),
@@ -244,7 +281,7 @@ def test_a_weight_changed_in_place_before_backward_raises(name: str) -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout" and not name.startswith("max_pool2d")])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout" and "pool2d" not in name])
 def test_an_input_changed_in_place_before_backward_does_no_harm(name: str) -> None:
     """Codes are a copy of what it was: where PyTorch has to raise, the gradient is that of the forward."""
     case = CASES[name]
@@ -282,17 +319,24 @@ def test_nothing_is_kept_where_no_gradient_is_asked(name: str) -> None:
     """Under no_grad, and of tensors that need none: PyTorch's own function runs."""
     case = CASES[name]
     inputs = case.inputs()
+    fixed = [t.detach() for t in inputs]
+
+    def seeded(call: Callable[..., Tensor], inputs: list[Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        return call(*inputs)
+
+    def run(*inputs: Tensor) -> Tensor:
+        return served(case.call, *inputs)
+
     with saving() as held:
         with torch.no_grad():
-            torch.manual_seed(1)
-            got = served(case.call, *inputs)
-        torch.manual_seed(1)
-        plain = served(case.call, *(t.detach() for t in inputs))
-    torch.manual_seed(1)
+            got = seeded(run, inputs)
+        plain = seeded(run, fixed)
     assert held == []
     assert not got.requires_grad
-    assert torch.equal(got, case.call(*inputs))
-    assert torch.equal(plain, got)
+    assert torch.equal(got, seeded(case.call, inputs))
+    # `matmul` chooses its kernel by what requires gradients.
+    assert torch.equal(plain, seeded(case.call, fixed))
 
 
 @pytest.mark.parametrize("w_trains", [True, False])
@@ -364,6 +408,101 @@ def test_what_was_served_and_what_was_not_is_written_down() -> None:
     assert set(buffers.served) == {"gelu"}
     assert set(buffers.full) == {"scaled_dot_product_attention", "leaky_relu"}
     assert "full: no fused kernel" in str(buffers)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_small_operand_of_a_matmul_is_kept_as_it_is(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Itself, so that the gradient it makes is exact; frozen, it lets PyTorch's own run, which keeps nothing else."""
+    a, b = rand(*X), rand(2, 5, 48) if turned else rand(2, 48, 5)
+    monkeypatch.setattr(mode, "SMALL", b.numel() + 1)
+
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        return a @ (b.mT if turned else b)
+
+    with saving() as held:
+        got = differentiate(lambda *t: served(call, *t), [a, b])
+    want = differentiate(call, [a, b])
+    assert nbytes(held, [b]) == GROUPED[FORMATS["matmul"]].nbytes(X)
+    assert any(t.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for t in held)
+    assert torch.equal(got[1], want[1])
+    assert 0 < (got[2] - want[2]).norm() <= 0.02 * want[2].norm()  # of 127 steps to a largest entry
+    with saving() as held:
+        served(call, a, b.detach())
+    assert nbytes(held, [b]) == 0
+
+
+def _multi_head(x: Tensor, w: Tensor) -> Tensor:
+    bias = torch.zeros(3 * 48)
+    y, _ = F.multi_head_attention_forward(
+        x, x, x, 48, 4, w.expand(-1, 48), bias, None, None, False, 0.0, torch.eye(48), bias[:48], need_weights=False
+    )
+    return y
+
+
+# name → (what it is called in the report, the call, shapes)
+LEFT: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "multi_head_attention_forward": ("multi_head_attention_forward", _multi_head, (X, (3 * 48, 1))),
+    "batch_norm": ("batch_norm", lambda x: F.batch_norm(x, torch.zeros(7), torch.ones(7)), (X,)),
+    "batch_norm, a module": ("batch_norm", nn.BatchNorm1d(7).eval().requires_grad_(False), (X,)),
+    "interpolate": ("interpolate", lambda x: F.interpolate(x, 5, None, "area", None), (X,)),
+    "glu": ("glu", lambda x: F.glu(input=x, dim=-1), (X,)),
+    "log_softmax": ("log_softmax", lambda x: F.log_softmax(x, dim=-1), (X,)),
+    "log_softmax, a function": ("log_softmax", lambda x: torch.log_softmax(x, -1), (X,)),
+    "log_softmax, a method": ("log_softmax", lambda x: x.log_softmax(dim=-1), (X,)),
+    "matmul with a matrix": ("matmul", torch.matmul, (X, (48, 5))),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_calls_that_no_operator_serves_are_written_down(name: str) -> None:
+    """Those that keep a tensor as large as their input; run as they are, to the bit, and where they train alone."""
+    what, call, shapes = LEFT[name]
+    inputs = [rand(*shape) for shape in shapes]
+
+    def run(*inputs: Tensor) -> tuple[Tensor, dict[str, str]]:
+        buffers = Buffers()
+        with Compressed(buffers):
+            return call(*inputs), buffers.full
+
+    with saving() as held:
+        _, full = run(*inputs)
+    assert set(full) == {what}
+    assert nbytes(held) >= inputs[0].nbytes
+    got, want = (differentiate(f, inputs) for f in (lambda *t: run(*t)[0], call))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    assert run(*(t.detach() for t in inputs))[1] == {}
+
+
+@pytest.mark.parametrize("kind", ["nearest", "bilinear"])
+def test_an_interpolation_that_keeps_nothing_is_not_left_full(kind: str) -> None:
+    buffers = Buffers()
+    with saving() as held, Compressed(buffers):
+        F.interpolate(rand(2, 3, 8, 8), scale_factor=2, mode=kind)
+    assert held == []
+    assert buffers.full == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_attention_s_kernel_is_one_that_the_device_has(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash, and bfloat16 in the memory-efficient kernel, ask for compute capability 8.0."""
+    with FakeTensorMode():
+        q = torch.empty(2, 3, 8, 16, device="cuda", dtype=dtype)
+
+    def kernel(*capability: int) -> str | None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return attention.backend(q, q, q, None, 0.0, False)
+
+    half = dtype != torch.float32
+    assert [kernel(8, 0), kernel(9, 0)] == ["flash" if half else "efficient"] * 2
+    assert kernel(7, 5) == (None if dtype == torch.bfloat16 else "efficient")
+
+
+def test_a_tracer_asks_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the answer as a constant: one graph."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: x * attention._capability(x.device)[0], backend="eager", fullgraph=True)
+    assert torch.equal(call(torch.ones(3)), torch.full((3,), 7.0))
 
 
 def test_layers_share_a_mask_of_booleans() -> None:

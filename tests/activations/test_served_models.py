@@ -90,13 +90,13 @@ TINY = {"img_size": 64, "depth": 1}
 SUBJECTS = {
     "vit": _timm(0.36, "vit_tiny_patch16_224", 64, 8, **TINY),
     "deit": _timm(0.35, "deit_tiny_distilled_patch16_224", 64, 8, **TINY),
-    # Its windows' attention multiplies matrices outside of the fused kernels.
-    "swin": _timm(0.48, "swin_tiny_patch4_window7_224", 56, img_size=56, window_size=7, **SWIN),
+    # Its windows' attention multiplies matrices outside of the fused kernels; the weights are kept twice.
+    "swin": _timm(0.27, "swin_tiny_patch4_window7_224", 56, img_size=56, window_size=7, **SWIN),
     "convnext": _timm(0.19, "convnext_atto", 64, depths=(1, 1, 1, 1)),
-    "resnet": _timm(0.28, "test_resnet", 64),
-    "efficientformer": _timm(0.21, "efficientformer_l1", 224),
+    "resnet": _timm(0.22, "test_resnet", 64),
+    "efficientformer": _timm(0.15, "efficientformer_l1", 224),
     "bert": Subject(_bert("sdpa"), _tokens, 0.21),
-    "bert, eager attention": Subject(_bert("eager"), _tokens, 0.44),
+    "bert, eager attention": Subject(_bert("eager"), _tokens, 0.23),
     "hf_vit": Subject(_hf_vit, lambda: {"pixel_values": torch.randn(4, 3, 32, 32)}, 0.26),
     "segformer": Subject(_segformer, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}, 0.20),
     "llama": Subject(_llama, lambda: {"input_ids": torch.randint(0, 64, (4, 64))}, 0.17),
@@ -130,7 +130,7 @@ def test_a_step_of_a_model(name: str) -> None:
     assert kept <= subject.share * full
 
 
-COMPILED = ["vit", "resnet", "convnext", "bert", "llama"]
+COMPILED = ["vit", "resnet", "convnext", "bert", "bert, eager attention", "llama"]
 
 
 @pytest.mark.slow
@@ -168,6 +168,7 @@ class Mixed(nn.Module):
         t = nn.functional.gelu(self.layer(x.flatten(2).mT))
         q, k, v = self.qkv(t).view(2, 64, 3, 2, 8).permute(2, 0, 3, 1, 4)
         t = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        t = (t @ t.mT / 64) @ t + nn.functional.avg_pool2d(x, 3, 1, 1).flatten(2).mT
         return self.out(self.rms(t) * torch.sigmoid(t)).softmax(-1)
 
 
@@ -180,4 +181,4 @@ def test_one_graph_serves_each_operator() -> None:
     assert (got - want).norm() <= 1e-3 * want.norm()
     assert hotrain.saved_bytes(compiled, x).total <= 1.1 * hotrain.saved_bytes(model, x).total
     assert report.buffers is not None
-    assert len(report.buffers.served) == 13
+    assert len(report.buffers.served) == 15

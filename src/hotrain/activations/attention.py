@@ -37,12 +37,13 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     if q.device.type != "cuda":
         return None
     half = q.dtype in (torch.float16, torch.bfloat16)
+    ampere = _capability(q.device) >= (8, 0)
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
-    if flash and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+    if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         return "flash"
     aligned = q.shape[-1] % (8 if half else 4) == 0
-    if aligned and q.dtype != torch.float64 and efficient:
+    if aligned and q.dtype != torch.float64 and (ampere or q.dtype != torch.bfloat16) and efficient:
         return "efficient"
     return None
 
@@ -52,7 +53,14 @@ def _switches() -> tuple[bool, bool]:
     return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
-_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer cannot follow the question
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability: the flash kernel, and bfloat16 in the other, ask for 8.0."""
+    return torch.cuda.get_device_capability(device)
+
+
+# A tracer cannot follow the questions.
+_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:

@@ -325,6 +325,45 @@ def _restore(kept: Sequence[Tensor], form: str, shape: Sequence[int], dtype: tor
     return restore(GROUPED[form], kept, shape, dtype)
 
 
+# ---- products of matrices: y = a b, g_a = g bᵀ, g_b = aᵀ g ----
+
+
+class Matmul(torch.autograd.Function):
+    """a: (..., I, K).  b: (..., K, J).  Kept of each what the other's gradient needs, as of `Product`'s factors.
+
+    Codes have their groups along the axis that is dense in memory: along K of a transposed b.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
+        ctx.turned = [_is_turned(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
+        lying = [_turn(t, turned) for t, turned in zip((a, b), ctx.turned, strict=True)]
+        kept = [_keep(t, form) for t, form in zip(lying, ctx.forms, strict=True)]
+        ctx.split = len(kept[0])
+        ctx.save_for_backward(*kept[0], *kept[1])
+        ctx.shapes, ctx.lying, ctx.dtype = (a.shape, b.shape), [t.shape for t in lying], a.dtype
+        return torch.matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        saved, split = ctx.saved_tensors, ctx.split
+        a = _restore(saved[:split], ctx.forms[0], ctx.lying[0], ctx.dtype)
+        b = _restore(saved[split:], ctx.forms[1], ctx.lying[1], ctx.dtype)
+        g_a = None if b is None else (g_y @ _turn(b, not ctx.turned[1])).sum_to_size(ctx.shapes[0])
+        g_b = None if a is None else (_turn(a, not ctx.turned[0]) @ g_y).sum_to_size(ctx.shapes[1])
+        return *once("matmul", (g_a, g_b), g_y, a, b), None, None
+
+
+def _is_turned(t: Tensor, form: str) -> bool:
+    return form not in ("", "exact") and t.stride(-1) != 1 and t.stride(-2) == 1
+
+
+def _turn(t: Tensor, turned: bool) -> Tensor:
+    return t.mT if turned else t
+
+
 # ---- layers that stay exact: the product is, what is kept of x is not ----
 
 
@@ -389,7 +428,7 @@ class Conv2d(torch.autograd.Function):
         return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 5
 
 
-# ---- max pooling ----
+# ---- pooling ----
 
 
 class MaxPool2d(torch.autograd.Function):
@@ -415,12 +454,39 @@ class MaxPool2d(torch.autograd.Function):
         inside = inside.to(torch.int64)
         index = (inside // kernel[1] + top) * ctx.shape[-1] + inside % kernel[1] + left
         form = torch.channels_last if ctx.channels_last else torch.contiguous_format
-        # Asked for its shape and order alone.
-        x = torch.empty(ctx.shape, dtype=ctx.dtype, device=g_y.device, memory_format=form)
         g_x = torch.ops.aten.max_pool2d_with_indices_backward(
-            g_y, x, kernel, stride, padding, [1, 1], ceil, index.contiguous(memory_format=form)
+            g_y, _pooled(ctx, g_y), kernel, stride, padding, [1, 1], ceil, index.contiguous(memory_format=form)
         )
         return g_x, None, None, None, None
+
+
+class AvgPool2d(torch.autograd.Function):
+    """Kept: nothing; backward asks for the shape and order of x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        ceil: bool,
+        counts_padding: bool,
+        divisor: int | None,
+    ) -> Tensor:
+        ctx.args, ctx.shape = (list(kernel), list(stride), list(padding), ceil, counts_padding, divisor), x.shape
+        ctx.dtype, ctx.channels_last = x.dtype, x.is_contiguous(memory_format=torch.channels_last)
+        return torch.ops.aten.avg_pool2d(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.aten.avg_pool2d_backward(g_y, _pooled(ctx, g_y), *ctx.args), *[None] * 6
+
+
+def _pooled(ctx: Any, g_y: Tensor) -> Tensor:
+    """In the place of what was pooled: asked for its shape and order alone."""
+    form = torch.channels_last if ctx.channels_last else torch.contiguous_format
+    return torch.empty(ctx.shape, dtype=ctx.dtype, device=g_y.device, memory_format=form)
 
 
 def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Tensor]:

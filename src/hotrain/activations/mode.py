@@ -188,7 +188,12 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (_large(input) and input.dim() >= 3 and training and _wants(input, weight, bias)):
+    if not (_large(input) and _wants(input, weight, bias)):
+        return None
+    if not training:
+        buffers.leave("batch_norm", "it normalises with running statistics; served are those of the batch")
+        return None
+    if input.dim() < 3:
         return None
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
@@ -231,6 +236,29 @@ def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
     return _hotrain.product(a, b, form if large_a else "exact", form if large_b else "exact")
 
 
+def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
+    a, b = input, other
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point()):
+        return None
+    large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
+    if not (large_a or large_b):
+        return None
+    if a.dim() < 3 or b.dim() < 3:
+        buffers.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
+        return None
+    form = FORMATS["matmul"]
+    buffers.serve("matmul", form)
+    return _hotrain.kept_matmul(a, b, form if large_a else "exact", form if large_b else "exact")
+
+
+def _bmm(buffers: Buffers, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
+    # What `matmul` broadcasts and `bmm` refuses must stay refused.
+    fits = isinstance(input, Tensor) and isinstance(mat2, Tensor) and input.dim() == mat2.dim() == 3
+    if out_dtype is not None or not fits or input.shape[0] != mat2.shape[0]:
+        return None
+    return _matmul(buffers, input, mat2)
+
+
 def _linear(buffers: Buffers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not (_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
@@ -239,7 +267,12 @@ def _linear(buffers: Buffers, input: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _pair(value: Any) -> list[int]:
-    return list(value) if isinstance(value, tuple | list) else [value, value]
+    pair = list(value) if isinstance(value, tuple | list) else [value]
+    return pair * 2 if len(pair) == 1 else pair
+
+
+def _step(stride: Any, kernel: list[int]) -> list[int]:
+    return kernel if stride is None or stride in ([], ()) else _pair(stride)
 
 
 def _conv2d(
@@ -282,8 +315,26 @@ def _max_pool2d(
         buffers.leave("max_pool2d", "dilated, or windows of more than 256 entries")
         return None
     buffers.serve("max_pool2d", "one byte an output")
-    step = kernel if stride is None or stride == [] else _pair(stride)
-    return _hotrain.kept_max_pool2d(input, kernel, step, _pair(padding), ceil_mode)
+    return _hotrain.kept_max_pool2d(input, kernel, _step(stride, kernel), _pair(padding), ceil_mode)
+
+
+def _avg_pool2d(
+    buffers: Buffers,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    if not (_large(input) and input.dim() == 4 and input.requires_grad):
+        return None
+    buffers.serve("avg_pool2d", "nothing")
+    kernel = _pair(kernel_size)
+    return _hotrain.kept_avg_pool2d(
+        input, kernel, _step(stride, kernel), _pair(padding), ceil_mode, count_include_pad, divisor_override
+    )
 
 
 def _attention(
@@ -316,6 +367,33 @@ def _attention(
     )
 
 
+def _full(what: str, why: str) -> Callable[..., None]:
+    """A handler that serves nothing and says so, of large tensors."""
+
+    def run(buffers: Buffers, *args: Any, **kwargs: Any) -> None:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if tensors and _large(tensors[0]) and _wants(*tensors):
+            buffers.leave(what, why)
+
+    return run
+
+
+_adaptive = _full("interpolate", 'mode="area" keeps its input; other modes keep nothing')
+
+
+def _interpolate(
+    buffers: Buffers,
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if mode == "area":
+        _adaptive(buffers, input)
+
+
 TABLE: dict[Any, Callable[..., Tensor | None]] = {
     F.gelu: _gelu,
     F.leaky_relu: _leaky_relu,
@@ -332,8 +410,18 @@ TABLE: dict[Any, Callable[..., Tensor | None]] = {
     F.conv2d: _conv2d,
     F.max_pool2d: _max_pool2d,
     torch.max_pool2d: _max_pool2d,
+    F.avg_pool2d: _avg_pool2d,
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, operator.mul), _product),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, operator.matmul), _matmul),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    F.multi_head_attention_forward: _full("multi_head_attention_forward", "PyTorch runs all of it in one call"),
+    F.interpolate: _interpolate,
+    F.glu: _full("glu", "it keeps its input; no operator serves it"),
+    **dict.fromkeys(
+        (F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+        _full("log_softmax", "it keeps its result; no operator serves it"),
+    ),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _activation("relu")),
     **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _activation("sigmoid")),
     **dict.fromkeys((F.tanh, torch.tanh, Tensor.tanh), _activation("tanh")),

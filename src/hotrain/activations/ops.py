@@ -92,6 +92,13 @@ def product(a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
     return functions.Product.apply(a, b, a_form, b_form)
 
 
+@_operator("kept_matmul(Tensor a, Tensor b, str a_form, str b_form) -> Tensor")
+def matmul(a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+    a_cast, b_cast = _lower(a, b)
+    with autograd.outside_autocast(a):
+        return functions.Matmul.apply(a_cast, b_cast, a_form, b_form)
+
+
 @_operator("kept_linear(Tensor x, Tensor w, Tensor? b, str form) -> Tensor")
 def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str) -> Tensor:
     x_cast, w_cast, b_cast = _lower(x, w, b)
@@ -121,6 +128,22 @@ def conv2d(
 @_operator("kept_max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> Tensor")
 def max_pool2d(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool) -> Tensor:
     return functions.MaxPool2d.apply(x, kernel, stride, padding, ceil)
+
+
+@_operator(
+    "kept_avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool counts_padding, "
+    "int? divisor) -> Tensor"
+)
+def avg_pool2d(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil: bool,
+    counts_padding: bool,
+    divisor: int | None,
+) -> Tensor:
+    return functions.AvgPool2d.apply(x, kernel, stride, padding, ceil, counts_padding, divisor)
 
 
 @_operator(

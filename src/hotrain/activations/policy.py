@@ -28,6 +28,7 @@ FORMATS = {
     "query_key": "int8",  # an error there changes the weights of attention exponentially
     "value_output": "int4 nearest",
     "product": "int4 nearest",
+    "matmul": "int8",
     "linear": "int4 nearest",  # of layers that stay exact
     "conv": "int4 nearest",
 }
