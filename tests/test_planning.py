@@ -25,6 +25,7 @@ PATCHES = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
     monkeypatch.setattr(planning, "_times", {})
+    monkeypatch.setattr(planning, "_roofs", {CPU: planning.Roofs(copy=4e12, product=8e14)})
     monkeypatch.setattr(planning, "_rehearsed", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -37,6 +38,53 @@ def test_a_question_is_measured_once_and_apart_for_graphs(monkeypatch):
         assert planning.verdict(LINEAR) == said
         assert planning.verdict(LINEAR, graphs=True) is None
     assert asked == [False, True]
+
+
+def _pointwise(inputs: int, outputs: int) -> Question:
+    """A 1×1 convolution of 256 images of 14×14 pixels, in bfloat16."""
+    point = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1, "zeros")
+    shapes = {"x": (256, inputs, 14, 14), "w": (outputs, inputs, 1, 1)}
+    return dataclasses.replace(LINEAR, dtype=torch.bfloat16, geometry=point, **shapes)
+
+
+def test_least_times_are_bytes_by_the_copy_and_operations_by_the_product():
+    """64 → 64 channels are bound by bytes: the products' operations do not show."""
+    roofs = planning.Roofs(copy=4e12, product=8e14)
+    entries = 256 * 196 * 64
+    exact, converted = planning.least(_pointwise(64, 64), roofs)
+    assert exact == pytest.approx(2 * 2 * 2 * entries / 4e12 * 1e3)
+    # Read x and g_y (2 each), write half of each and all of g_y in codes (2); g_w reads the halves (1), g_x the codes of
+    # g_y, and writes two bytes (3).
+    assert converted == pytest.approx((4 + 2 + 1 + 3) * entries / 4e12 * 1e3)
+    wide_exact, wide_converted = planning.least(_pointwise(4096, 4096), roofs)
+    operations = 2 * 256 * 196 * 4096**2
+    assert wide_exact == pytest.approx(2 * operations / 8e14 * 1e3)
+    assert wide_converted < 0.6 * wide_exact, (
+        "half the contraction and twice the rate for one product, twice for the other"
+    )
+
+
+def test_a_layer_that_bytes_bind_is_not_measured(monkeypatch):
+    monkeypatch.setattr(planning, "_measure", lambda *_: pytest.fail("measured"))
+    why = planning.verdict(_pointwise(256, 64))
+    assert why is not None
+    assert why.startswith("too few operations a byte")
+
+
+@pytest.mark.parametrize(
+    "question", [_pointwise(4096, 4096), dataclasses.replace(_pointwise(64, 64), dtype=torch.float32)]
+)
+def test_other_layers_are_measured(monkeypatch, question):
+    """Wide ones may gain; in float32 exact has another roof."""
+    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, 0.5))
+    assert planning.verdict(question) is None
+    assert question in {q for q, _ in planning._times}
+
+
+@pytest.mark.parametrize("name", ["hla", "exact"])
+def test_methods_without_codes_have_no_least_time(name):
+    question = dataclasses.replace(_pointwise(64, 64), method=hotrain.preset(name))
+    assert planning.least(question, planning.Roofs(4e12, 8e14)) is None
 
 
 def test_a_layer_without_room_to_measure_is_converted(monkeypatch):

@@ -1,5 +1,8 @@
 """Whether a layer gains time on the GPU it is on: its training step exact and converted, measured once a shape.
 
+First by the two numbers, bytes and operations: where even the least time of the method exceeds the least of exact, as
+in the 1×1 convolutions of narrow networks, nothing is compiled and measured.
+
 `convert(plan="speed")` asks here at a layer's first training forward on a GPU; what loses stays exact, and the report
 says so with both times. They hold what the host does to launch a layer; ``plan="graphs"`` measures the GPU's part
 alone, as it is in a CUDA graph. On a CPU nothing is measured: there `hotrain.plan` looks at a whole model.
@@ -8,6 +11,7 @@ alone, as it is in a CUDA graph. On a CPU nothing is measured: there `hotrain.pl
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ from .transform.tokens import Grid
 _REPEATS = 7
 _HOPELESS = 3.0  # times slower in the first pair: not worth the repeats
 
+_roofs: dict[torch.device, Roofs] = {}
 _times: dict[tuple[Question, bool], tuple[float, float] | None] = {}
 _rehearsed: set[Question] = set()
 
@@ -54,6 +59,68 @@ class Question:
         return self.w[1 if self.transposed else 0]
 
 
+@dataclass(frozen=True)
+class Roofs:
+    """What a device can do at most, per second: bytes copied, and operations of products of 16-bit numbers.
+
+    Products of 8-bit codes are taken to be twice as fast.
+    """
+
+    copy: float
+    product: float
+
+    @classmethod
+    def of(cls, device: torch.device) -> Roofs | None:
+        """Measured once a process; None within a captured CUDA graph, and where memory does not suffice."""
+        if device not in _roofs:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            try:
+                _roofs[device] = cls._measured(device)
+            except torch.OutOfMemoryError:
+                return None
+        return _roofs[device]
+
+    @classmethod
+    def _measured(cls, device: torch.device) -> Roofs:
+        size = 4096
+        a = torch.empty(size, size, device=device, dtype=torch.bfloat16).fill_(1.5)
+        b, long = torch.empty_like(a), torch.empty(1 << 28, device=device, dtype=torch.uint8)
+        other = torch.empty_like(long)
+        copying = min(_timed(lambda: other.copy_(long), 4) for _ in range(5))
+        multiplying = min(_timed(lambda: torch.mm(a, a, out=b), 4) for _ in range(5))
+        return cls(2 * long.nbytes / (copying * 1e-3), 2 * size**3 / (multiplying * 1e-3))
+
+
+def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
+    """Milliseconds that backward and the save of x take at least in 16 bits, exact and by the method; None for a method
+    without codes on both paths.
+
+    Every operand is read once and every result written once, at the rate of a copy, or the operations at the rate of
+    products, whichever takes longer. What the weight's codes take is left out, for both.
+    """
+    q, method = question, question.method
+    if q.geometry is not None and not q.geometry.is_patches:
+        return None
+    if not (method.grad_input.bits and method.grad_weight.bits and method.saved.bits):
+        return None
+    columns = q.w[0 if q.transposed else 1] if q.geometry is None else math.prod(q.w[1:])
+    tokens = math.prod(q.x) // (q.x[-1] if q.geometry is None else columns)  # patches that do not overlap
+    ins, outs, size = tokens * columns, tokens * q.outputs, q.dtype.itemsize
+    operations = 2.0 * tokens * columns * q.outputs
+    rows = method.grad_weight.rank / method.grad_weight.tile
+
+    def product(operations: float, rate: float, nbytes: float) -> float:
+        return max(operations / rate, nbytes / roofs.copy)
+
+    one = product(operations, roofs.product, (ins + outs) * size)
+    exact = one * (1 + q.needs_x)
+    codes = (ins + outs) * size + rows * (ins + outs) + outs * q.needs_x
+    converted = codes / roofs.copy + product(rows * operations, 2 * roofs.product, rows * (ins + outs))
+    converted += q.needs_x * product(operations, 2 * roofs.product, outs + ins * size)
+    return exact * 1e3, converted * 1e3
+
+
 def times(question: Question, graphs: bool = False) -> tuple[float, float] | None:
     """Milliseconds of forward and backward, exact and by the method; None where they cannot be taken.
 
@@ -74,6 +141,13 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float] | Non
 
 def verdict(question: Question, graphs: bool = False) -> str | None:
     """Why the layer stays exact, with the two times; None where it gains."""
+    roofs = Roofs.of(question.device) if question.dtype.itemsize == 2 else None
+    bounds = None if roofs is None else least(question, roofs)
+    if bounds is not None and bounds[1] >= bounds[0]:
+        return (
+            f"too few operations a byte: on this GPU backward takes {bounds[1]:.3f} ms at least, exact "
+            f"{bounds[0]:.3f} ms at least; plan='memory' converts it"
+        )
     found = times(question, graphs)
     if found is None or found[1] <= found[0]:
         return None
@@ -144,17 +218,19 @@ class _Layer:
         torch.autograd.grad(forward(), wanted, self.g)
 
 
+def _timed(work: Callable[[], object], count: int = 2) -> float:
+    """Milliseconds of the GPU for one call, of `count`."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
 def _measure(question: Question, graphs: bool) -> tuple[float, float]:
     layer = _Layer(question)
-
-    def timed(work: Callable[[], object]) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(2):
-            work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 2
 
     with layer.mode():
         works: list[Callable[[], object]] = [lambda: layer.run(layer.exact), lambda: layer.run(layer.converted)]
@@ -164,10 +240,10 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float]:
         if graphs:
             works = [_captured(work) for work in works]
         exact, converted = works
-        first = timed(exact), timed(converted)
+        first = _timed(exact), _timed(converted)
         if first[1] > _HOPELESS * first[0]:
             return first
-        pairs = [(timed(exact), timed(converted)) for _ in range(_REPEATS)]
+        pairs = [(_timed(exact), _timed(converted)) for _ in range(_REPEATS)]
     return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
 
 
