@@ -53,7 +53,7 @@ def test_least_times_are_bytes_by_the_copy_and_operations_by_the_product():
     entries = 256 * 196 * 64
     exact, converted = planning.least(_pointwise(64, 64), roofs)
     assert exact == pytest.approx(2 * 2 * 2 * entries / 4e12 * 1e3)
-    # Read x and g_y (2 each), write half of each and all of g_y in codes (2); g_w reads the halves (1), g_x the codes of
+    # Read x and g_y (2 each), write half of each and all of g_y in codes (2); g_w reads the halves (1), g_x codes of
     # g_y, and writes two bytes (3).
     assert converted == pytest.approx((4 + 2 + 1 + 3) * entries / 4e12 * 1e3)
     wide_exact, wide_converted = planning.least(_pointwise(4096, 4096), roofs)
