@@ -50,7 +50,8 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "mul by a number": (lambda a: torch.mul(a, 2.5), [rand(*X)]),
     "a number times": (lambda a: 2 * a, [rand(*X)]),
     "mul by a mask": (lambda a: a * (a > 0), [rand(*X)]),
-    "mul by one entry": (lambda a, b: a * b, [rand(*X), rand()]),
+    # large enough that its own gradient, a sum that may cancel, does not decide
+    "mul by one entry": (lambda a, b: a * b, [rand(*X), torch.tensor(4.0, requires_grad=True)]),
     "mul of two dtypes": (lambda a, b: a * b, [rand(*X), rand(*X, dtype=torch.bfloat16)]),
     "mul by itself": (lambda a: a * a, [rand(*X)]),
     "mul of complex": (lambda a: (torch.complex(a, a) * torch.complex(a, a)).abs(), [rand(*X)]),
