@@ -81,7 +81,8 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     torch.testing.assert_close(proj_scale, kept.scale, rtol=2**-20, atol=0)
     moved = (rot.int() - want.codes.int()).abs()
     assert moved.max() <= 1
-    assert few(moved > 0, MOVED)
+    # Three channels in a block of 16 have four sums, each of which stands in four entries.
+    assert few(moved > 0, MOVED, 16 // min(16, 1 << (channels - 1).bit_length()))
     moved = (proj[:channels, : lay.rows].t().int() - kept.codes.int()).abs()
     assert moved.max() <= 1
     assert few(moved > 0, MOVED * 16)
