@@ -236,13 +236,13 @@ class _SecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+        ctx.layer = name  # `name` is the node's own
         return tuple(g.view_as(g) for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
         raise RuntimeError(
-            f"hotrain: {ctx.name!r} has no second derivative (its gradients are quantized or low-rank). "
+            f"hotrain: {ctx.layer!r} has no second derivative (its gradients are quantized or low-rank). "
             "Leave the layer exact with filter_fn, or hotrain.revert(model), to differentiate twice."
         )
 

@@ -255,6 +255,11 @@ class Method:
         return exact and self.forward == "exact"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a model trains and keeps as without hotrain."""
+        return self.is_exact and self.memory == "linear"
+
+    @property
     def compresses(self) -> bool:
         """Whether a layer keeps less than its whole input."""
         return self.saved.bits is not None or self.grad_weight.is_low_rank

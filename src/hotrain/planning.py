@@ -233,7 +233,6 @@ def _timed(work: Callable[[], object], count: int = 2) -> float:
 
 def _measure(question: Question, graphs: bool) -> tuple[float, float]:
     layer = _Layer(question)
-
     with layer.mode():
         works: list[Callable[[], object]] = [lambda: layer.run(layer.exact), lambda: layer.run(layer.converted)]
         for work in works:

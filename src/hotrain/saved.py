@@ -190,7 +190,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Levels:
-    """Slopes of a function, kept as one of 2^bits levels `step` apart, the first at `first`, dithered.
+    """Slopes of a function, kept as one of 2^bits levels, dithered: `per_one` to a unit, the lowest `first` steps from 0.
 
     Zero and one are levels, so that what is passed on whole, or not at all, is exact. A NaN comes back as one.
     """
@@ -226,14 +226,14 @@ class Bits:
     """Yes or no, a bit an entry."""
 
     def keep(self, flags: Tensor) -> tuple[Tensor]:
-        """uint8, eight entries a byte."""
-        rows = flags.reshape(-1, flags.shape[-1])
-        if rows.shape[1] % 8:
-            rows = F.pad(rows, (0, -rows.shape[1] % 8))
-        return (pack([piece for _, piece in _pieces(rows, 1)], 1),)
+        """uint8, eight entries a byte: (⌈entries/8⌉,)."""
+        flat = flags.flatten()
+        if flat.numel() % 8:
+            flat = F.pad(flat, (0, -flat.numel() % 8))
+        return (pack([piece for _, piece in _pieces(flat, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
-        return unpack(kept[0], 1)[:, : shape[-1]].ne(0).reshape(tuple(shape))
+        return unpack(kept[0], 1)[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        return torch.Size(shape[:-1]).numel() * -(-shape[-1] // 8)
+        return -(-torch.Size(shape).numel() // 8)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hotrain
-from hotrain.nn.activation import BitReLU, pack_bits, unpack_bits
+from hotrain.nn.activation import BitReLU
+from hotrain.saved import Bits
 
 
 @pytest.mark.parametrize(
@@ -19,9 +20,9 @@ from hotrain.nn.activation import BitReLU, pack_bits, unpack_bits
 )
 def test_bits_round_trip(shape: tuple[int, ...]) -> None:
     flags = torch.rand(shape) > 0.5
-    packed = pack_bits(flags)
-    assert packed.nbytes == -(-flags.numel() // 8)
-    assert torch.equal(unpack_bits(packed, flags.shape), flags)
+    kept = Bits().keep(flags)
+    assert kept[0].nbytes == -(-flags.numel() // 8)
+    assert torch.equal(Bits().restore(kept, flags.shape), flags)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

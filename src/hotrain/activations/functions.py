@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import backward
 from ..autograd import once
 from ..saved import Bits, Grouped, Levels
 from .policy import BITS, GROUPED, SLOPES, WIDE_SLOPES
@@ -49,7 +50,7 @@ _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 
 def wide(t: Tensor) -> Tensor:
     """In float32, or float64 where it is."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return t.to(backward.wide(t.dtype))
 
 
 # ---- activations: y = f(x), g_x = g_y f'(x) ----

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .. import autograd
+from .. import autograd, backward
 from . import ops as _ops  # noqa: F401  (defines the operators)
 from .attention import backend, prepared_mask
 from .policy import FORMATS, SMALL
@@ -159,7 +159,7 @@ def _rms_norm(
         return None
     buffers.serve("rms_norm", FORMATS["norm"])
     if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+        eps = torch.finfo(backward.wide(input.dtype)).eps
     return _hotrain.norm(input, weight, None, "rms", len(normalized_shape), eps, FORMATS["norm"])
 
 
@@ -224,31 +224,35 @@ def _dropout(
     return input.copy_(y) if inplace else y
 
 
+def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
+    """How the factors of a product are kept, None where neither is large and asked for by the other's gradient."""
+    large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
+    return (form if large_a else "exact", form if large_b else "exact") if large_a or large_b else None
+
+
 def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype.is_complex or b.dtype.is_complex:
         return None
-    large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
-    if not (large_a or large_b):
+    forms = _forms(a, b, FORMATS["product"])
+    if forms is None:
         return None
-    form = FORMATS["product"]
-    buffers.serve("mul", form)
-    return _hotrain.product(a, b, form if large_a else "exact", form if large_b else "exact")
+    buffers.serve("mul", FORMATS["product"])
+    return _hotrain.product(a, b, *forms)
 
 
 def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point()):
         return None
-    large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
-    if not (large_a or large_b):
+    forms = _forms(a, b, FORMATS["matmul"])
+    if forms is None:
         return None
     if a.dim() < 3 or b.dim() < 3:
         buffers.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
         return None
-    form = FORMATS["matmul"]
-    buffers.serve("matmul", form)
-    return _hotrain.kept_matmul(a, b, form if large_a else "exact", form if large_b else "exact")
+    buffers.serve("matmul", FORMATS["matmul"])
+    return _hotrain.kept_matmul(a, b, *forms)
 
 
 def _bmm(buffers: Buffers, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from ..saved import Bits, Grouped, Levels
 
-# Values, rounded to nearest unless it says "dithered", which leaves no bias but half as much error again.
+# Values, rounded to nearest: dithering leaves no bias, but half as much error again (docs/numerics.md).
 GROUPED = {
     "int8": Grouped(8),
     "int4 nearest": Grouped(4),
     "int4 nearest/row": Grouped(4, whole=True),  # a scale a row: a norm's statistics run over it anyway
-    "int4": Grouped(4, dithered=True),
 }
 BITS = Bits()
 

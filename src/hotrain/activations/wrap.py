@@ -54,7 +54,7 @@ def wrap(model: nn.Module) -> Buffers:
         if not isinstance(module, ComposedRMSNorm) and is_composed(module):
             mix(module, WrappedNorm)
         if isinstance(module, ComposedRMSNorm):
-            buffers.served["composed RMS norms"] = FORMATS["norm"]
+            buffers.serve("composed RMS norms", FORMATS["norm"])
     return buffers
 
 

@@ -86,7 +86,7 @@ def memory(
         on_gpu = images.is_cuda
         exact = hotrain.saved_bytes(network, images, device_peak=on_gpu)
         report = None
-        if not chosen.is_exact or chosen.memory == "block":
+        if not chosen.is_plain:
             report = hotrain.convert(network, chosen, number=None, plan="memory")
         converted = hotrain.saved_bytes(network, images, device_peak=on_gpu)
     full = still_full(converted, report)

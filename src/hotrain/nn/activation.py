@@ -10,26 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-
-def pack_bits(flags: Tensor) -> Tensor:
-    """Booleans of any shape, eight a byte: uint8, (⌈numel/8⌉,); the first is the lowest bit."""
-    flat = flags.flatten()
-    flat = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    return flat.mul(_bit_values(flat.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The booleans that `pack_bits` took, in their shape."""
-    flags = packed[:, None].bitwise_and(_bit_values(packed.device)).ne(0)
-    return flags.flatten()[: shape.numel()].view(shape)
-
-
-def _bit_values(device: torch.device) -> Tensor:
-    # Not kept from call to call: a compiler that traces this needs one of its own.
-    places = torch.arange(8, dtype=torch.uint8, device=device)
-    return torch.ones_like(places).bitwise_left_shift_(places)
+from ..saved import Bits
 
 
 class Relu(torch.autograd.Function):
@@ -40,14 +22,13 @@ class Relu(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         y = x.relu_() if inplace else x.relu()
-        ctx.save_for_backward(pack_bits(y.le(0).logical_not_()))
+        ctx.save_for_backward(*Bits().keep(y.le(0).logical_not_()))
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
-        (bits,) = ctx.saved_tensors
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        return g_y.masked_fill(unpack_bits(bits, g_y.shape).logical_not(), 0.0), None
+        return g_y.masked_fill(Bits().restore(ctx.saved_tensors, g_y.shape).logical_not(), 0.0), None
 
 
 class BitReLU(nn.ReLU):

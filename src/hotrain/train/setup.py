@@ -95,8 +95,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         model = add_lora(model, run.lora)
     model.to(processes.device)
     method = run.resolve_method()
-    plain = method.is_exact and method.memory == "linear"
-    report = None if plain else hotrain.convert(model, method, number=None, plan="memory")
+    report = None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)
