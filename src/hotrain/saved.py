@@ -190,7 +190,7 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Levels:
-    """Slopes of a function, kept as one of 2^bits levels, dithered: `per_one` to a unit, the lowest `first` steps from 0.
+    """Slopes of a function, kept as one of 2^bits dithered levels, `per_one` to a unit, the lowest `first` from 0.
 
     Zero and one are levels, so that what is passed on whole, or not at all, is exact. A NaN comes back as one.
     """
