@@ -7,6 +7,7 @@ timed, waits until all are, and then for its turn; whoever waits does nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -38,12 +39,16 @@ def turn() -> Iterator[bool]:
         (folder / f"done.{place}").touch()
 
 
-def together(parts: Sequence[tuple[str, str]], options: Sequence[str]) -> Iterator[dict[str, Any]]:
+def together(
+    parts: Sequence[tuple[str, str]], options: Sequence[str], seconds: float | None = None
+) -> Iterator[dict[str, Any]]:
     """Records of ``hotrain bench step`` for (subject, variant) pairs, all prepared at once, timed in their order.
 
-    options: of the command line, for every part.  Each record says under what its own process ran. A part that ends
-    without a record gives one with its error.
+    options: of the command line, for every part.  seconds: after so long, parts that are not ready are stopped, and the
+    others get their turns.  Each record says under what its own process ran. A part that ends without a record gives
+    one with its error.
     """
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = {**os.environ, FOLDER: name, COUNT: str(len(parts))}
@@ -58,6 +63,13 @@ def together(parts: Sequence[tuple[str, str]], options: Sequence[str]) -> Iterat
         try:
             while sum(_runs(process, folder, place) for place, process in enumerate(running)):
                 time.sleep(0.05)
+                if time.monotonic() > deadline:
+                    deadline = math.inf
+                    for place, process in enumerate(running):
+                        if not (folder / f"ready.{place}").exists():
+                            with (folder / f"{place}.log").open("a") as log:
+                                log.write(f"\nTimeoutError: not ready after {seconds:g} seconds\n")
+                            process.kill()
         finally:
             for process in running:
                 process.kill()

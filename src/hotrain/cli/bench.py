@@ -93,7 +93,7 @@ def step(
     variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
     again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Start no variant after so long.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Start no variant after so long; with --together, wait for none.")] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Prepare all at once, a process each, and time one after the other.")
     ] = False,
@@ -120,7 +120,7 @@ def step(
     if together:
         parts = [(name, variant) for name in subjects or SUBJECTS for variant in chosen or library.VARIANTS]
         options = [*(["--tiny"] if tiny else []), "--steps", str(steps), "--device", str(where)]
-        rows = turns.together(parts, options)
+        rows = turns.together(parts, options, seconds)
     else:
         rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
     lines = []
