@@ -37,7 +37,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     if q.device.type != "cuda":
         return None
     half = q.dtype in (torch.float16, torch.bfloat16)
-    ampere = _capability(q.device) >= (8, 0)
+    ampere = _is_ampere(q.device)
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
     if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
@@ -53,14 +53,14 @@ def _switches() -> tuple[bool, bool]:
     return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability: the flash kernel, and bfloat16 in the other, ask for 8.0."""
-    return torch.cuda.get_device_capability(device)
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the compute capability is 8.0 at least: the flash kernel, and bfloat16 in the other, ask for it."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # A tracer cannot follow the questions.
 _switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
