@@ -281,6 +281,39 @@ def test_points_of_the_figure_are_of_the_latest_run_with_memory(records: ModuleT
     assert records.step_points(tmp_path) == {"vit": {"exact+compile": (9.0, 41.0), "hotrain-memory": (3.0, 36.0)}}
 
 
+def test_optimizers_are_compared_within_a_run_and_nowhere_else(records: ModuleType, tmp_path: Path) -> None:
+    """Peak, what stands, what is above it, and time, of the four; no 8-bit variant in a figure or among targets."""
+    assert "Not measured yet" in records.optimizer(tmp_path)
+    vit, gib = "vit_base_patch16_224/b128", 1 << 30
+    write(
+        tmp_path / "a_step.jsonl",
+        bench("step", vit, "exact+compile", 40.0, peak_bytes=9 * gib, above_bytes=7 * gib),
+        bench("step", vit, "hotrain-memory", 38.0, peak_bytes=4 * gib, above_bytes=2 * gib),
+    )
+    assert "Not measured yet" in records.optimizer(tmp_path), "neither run has the other optimizer"
+    write(
+        tmp_path / "b_step.jsonl",
+        bench("step", vit, "exact+compile", 39.0, run_id="two", peak_bytes=9 * gib, above_bytes=7 * gib),
+        bench("step", vit, "exact+compile", 41.0, run_id="two", peak_bytes=9 * gib, above_bytes=7 * gib, round=2),
+        bench("step", vit, "hotrain-memory", 38.0, run_id="two", peak_bytes=4 * gib, above_bytes=2 * gib),
+        bench("step", vit, "exact+compile+adamw8bit", None, run_id="two", error="ModuleNotFoundError"),
+        bench(
+            "step", vit, "hotrain-memory+adamw8bit", 20.0, run_id="two", peak_bytes=int(3.5 * gib), above_bytes=2 * gib
+        ),
+        bench("step", "llama", "exact+compile", 70.0, run_id="two"),
+    )
+    lines = [line for line in records.optimizer(tmp_path).splitlines() if line.startswith(f"| {vit}")]
+    assert lines == [
+        f"| {vit} | `exact+compile` | 9.00 | 2.00 | 7.00 | 40.00 |",
+        f"| {vit} | `exact+compile+adamw8bit` | – | – | – | – |",
+        f"| {vit} | `hotrain-memory` | 4.00 | 2.00 | 2.00 | 38.00 |",
+        f"| {vit} | `hotrain-memory+adamw8bit` | 3.50 | 1.50 | 2.00 | 20.00 |",
+    ]
+    assert "llama" not in records.optimizer(tmp_path)
+    assert set(records.step_points(tmp_path)[vit]) == {"exact+compile", "hotrain-memory"}
+    assert targets_of(records, tmp_path)[f"step, {vit}", "compiled bf16"][2] == "0.95 (hotrain-memory)"
+
+
 def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> None:
     assert "`python benchmarks/curves.py" in records.curves(tmp_path)
     verdict = {"seeds": 3, "distance": 0.01, "spread": 0.02}

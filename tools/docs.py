@@ -314,6 +314,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "kernels": records.kernels,
     "memory-targets": records.memory_targets,
     "steps": records.steps,
+    "optimizer": records.optimizer,
     "step-figures": step_figures,
     "curves": records.curves,
     "accuracy": records.accuracy,

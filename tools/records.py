@@ -345,7 +345,8 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
         beside = [] if graphs is None or base is None else [f"exact as CUDA graphs: {graphs / base:.2f}"]
         ratios = []
         for variant in dict.fromkeys(row["variant"] for row in rows):
-            if variant.startswith("hotrain") and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
+            same_optimizer = not variant.endswith(EIGHT_BIT)
+            if variant.startswith("hotrain") and same_optimizer and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
                 mine = _step_mean(rows, subject, variant)
                 if mine is not None and base is not None:
                     notes = dict.fromkeys(row["note"] for row in rows if row["variant"] == variant and row.get("note"))
@@ -397,6 +398,7 @@ def targets(folder: Path = RESULTS) -> str:
 
 
 CHECKPOINT = "+checkpoint"
+EIGHT_BIT = "+adamw8bit"
 SMALLER = "hotrain-memory"
 
 
@@ -467,7 +469,10 @@ def memory_targets(folder: Path = RESULTS) -> str:
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
-    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` of it."""
+    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` of it.
+
+    Without the variants that have another optimizer.
+    """
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for rows in _by_run(_of_bench("step", folder)).values():
         for subject in dict.fromkeys(row["subject"] for row in rows):
@@ -475,11 +480,43 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
             for variant in dict.fromkeys(row["variant"] for row in rows if row["subject"] == subject):
                 peak = _step_mean(rows, subject, variant, "peak_bytes")
                 ms = _step_mean(rows, subject, variant)
-                if peak is not None and ms is not None:
+                if peak is not None and ms is not None and not variant.endswith(EIGHT_BIT):
                     points[variant] = (peak / GIB, ms)
             if SMALLER in points:
                 found[subject] = points
     return found
+
+
+OPTIMIZER_VARIANTS = (STEP_BASELINE, STEP_BASELINE + EIGHT_BIT, SMALLER, SMALLER + EIGHT_BIT)
+
+
+def optimizer(folder: Path = RESULTS) -> str:
+    """Compiled exact and `SMALLER`, each with fused AdamW and in 8 bits, a table a run that has both optimizers.
+
+    *State* is what stands between two steps, the peak less what is above it.
+    """
+    tables = []
+    for rows in _by_run(_of_bench("step", folder)).values():
+        lines = []
+        for subject in dict.fromkeys(row["subject"] for row in rows):
+            found = {}
+            for variant in OPTIMIZER_VARIANTS:
+                fields = ("peak_bytes", "above_bytes", "median_ms")
+                found[variant] = [_step_mean(rows, subject, variant, field) for field in fields]
+            if all(found[variant][-1] is None for variant in OPTIMIZER_VARIANTS if variant.endswith(EIGHT_BIT)):
+                continue
+            for variant, (peak, above, ms) in found.items():
+                state = None if peak is None or above is None else peak - above
+                gib = ["–" if value is None else f"{value / GIB:.2f}" for value in (peak, state, above)]
+                lines.append([subject, f"`{variant}`", *gib, "–" if ms is None else f"{ms:.2f}"])
+        if lines:
+            headers = ["subject", "variant", "peak GiB", "state GiB", "above state GiB", "ms a step"]
+            tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+    return "\n\n".join(tables) or (
+        "*Not measured yet: `hotrain bench step vit_base_patch16_224/b128 --variants "
+        f"{','.join(OPTIMIZER_VARIANTS)} --out benchmarks/results/step_DEVICE_DATE.jsonl` measures on a GPU, "
+        "`make docs` prints it here.*"
+    )
 
 
 def accuracy(folder: Path = RESULTS) -> str:

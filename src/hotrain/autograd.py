@@ -8,10 +8,11 @@ own codes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,13 +40,28 @@ def kernels_for(device: torch.device) -> ModuleType | None:
     return kernels
 
 
+class Origin(Protocol):
+    """Where a layer's input comes from: backward makes it again, and the layer keeps nothing of it.
+
+    tensors: of which; an operator before the layer keeps them.  remake: makes it of them, as autograd gives them back,
+    in a shape and a dtype (`hotrain.activations.origin`).
+    """
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]: ...
+
+    @property
+    def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Step:
     """One training forward of one layer.
 
     key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
     grid: of its tokens, where known.  transposed: w is (I, O), as in transformers' Conv1D.  name: of the layer, for
-    messages.  handle: of the layer, for the kernels.  served: by the kernels (`on` decides).
+    messages.  handle: of the layer, for the kernels.  served: by the kernels (`on` decides).  origin: of x, where
+    backward can make it again.
     """
 
     method: Method
@@ -56,6 +72,7 @@ class Step:
     handle: int = 0
     word: int | None = None
     served: bool = False
+    origin: Origin | None = None
 
     def layout(self, lead: tuple[int, ...]) -> Layout:
         """Where the tiles of an input of shape (*lead, C) lie."""
@@ -117,6 +134,10 @@ class Step:
         assert isinstance(self.key, int)
         wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
         return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
+
+    def keep_again(self, kept: tuple[Tensor, ...], x: Tensor, lay: Layout) -> tuple[Tensor, ...]:
+        """What `keep` would have left of x, in backward: with the key that it left alone, `kept`."""
+        return self._with_key_of(kept)[0].keep(x, lay)
 
     def forward(
         self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
@@ -265,6 +286,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, step: Step) -> Tensor:
+        keeps = ctx.needs_input_grad[1] and step.origin is None
         x_cast, b_cast = autocast(x), None if b is None else autocast(b)
         w_cast = autocast(w) if step.method.forward == "exact" else w
         lay = step.layout(x.shape[:-1])
@@ -272,19 +294,22 @@ class Linear(torch.autograd.Function):
         with outside_autocast(x):
             if step.method.forward == "exact":
                 y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
-                kept = step.keep(x_cast if ctx.needs_input_grad[1] else None, lay)
+                kept = step.keep(x_cast if keeps else None, lay)
             else:
-                y, kept = step.forward(x_cast, w, b_cast, lay, ctx.needs_input_grad[1])
+                y, kept = step.forward(x_cast, w, b_cast, lay, keeps)
             # Of three axes it is a view, which autograd would not let the next layer change in place.
             y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
-        _save(ctx, w, kept)
-        ctx.step, ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = step, lay, x.shape, x.dtype, w.dtype
+        _save(ctx, step, w, kept)
+        ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = lay, x.shape, x.dtype, w.dtype
+        ctx.dtype = x_cast.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad(), outside_autocast(g_y):
-            w, kept = _saved(ctx)
+            w, kept, given = _saved(ctx)
+            if ctx.remake is not None:
+                kept = ctx.step.keep_again(kept, ctx.remake(given, ctx.shape, ctx.dtype), ctx.layout)
             g_x, g_w, g_b = ctx.step.gradients(
                 g_y, w, kept, ctx.shape[-1], ctx.layout, ctx.w_dtype, ctx.needs_input_grad[:3]
             )
@@ -293,15 +318,22 @@ class Linear(torch.autograd.Function):
         return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None)
 
 
-def _save(ctx: Any, w: Tensor, kept: tuple[Tensor, ...]) -> None:
-    """Save w, the parameter itself and no copy, where g_x will ask for it, and what the step keeps."""
-    ctx.save_for_backward(*((w,) if ctx.needs_input_grad[0] else ()), *kept)
+def _save(ctx: Any, step: Step, w: Tensor, kept: tuple[Tensor, ...]) -> None:
+    """Save w, the parameter itself and no copy, where g_x will ask for it, what the step keeps, and x's origin where
+    g_w will ask for that."""
+    origin = step.origin if ctx.needs_input_grad[1] else None
+    given = () if origin is None else origin.tensors
+    ctx.step, ctx.count = replace(step, origin=None), len(given)  # tensors must go when autograd lets them go
+    ctx.remake = None if origin is None else origin.remake
+    ctx.save_for_backward(*((w,) if ctx.needs_input_grad[0] else ()), *kept, *given)
 
 
-def _saved(ctx: Any) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """What `_save` saved."""
+def _saved(ctx: Any) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """What `_save` saved: w, what the step keeps, the origin's tensors."""
     saved = ctx.saved_tensors
-    return (saved[0], saved[1:]) if ctx.needs_input_grad[0] else (None, saved)
+    w, rest = (saved[0], saved[1:]) if ctx.needs_input_grad[0] else (None, saved)
+    end = len(rest) - ctx.count
+    return w, rest[:end], rest[end:]
 
 
 def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -319,25 +351,23 @@ class Conv2d(torch.autograd.Function):
         x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
         with outside_autocast(x):
             y = geometry.forward(x_cast, w_cast, b_cast)
-            if geometry.is_patches:
-                tokens = convolution.patches(x_cast, geometry)
-                lay = step.layout(tokens.shape[:-1])
-                step = step.on(x_cast, lay)
-            else:
-                tokens = channels_last(x_cast)
-                lay = step.layout(tokens.shape[:-1])
-                step = step.on(x_cast, None)
-            kept = step.keep(tokens if ctx.needs_input_grad[1] else None, lay)
-        _save(ctx, w, kept)
-        ctx.step, ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = step, lay, geometry, x.dtype, w.dtype
-        ctx.shape, ctx.w_shape = x.shape, w.shape
+            tokens = _tokens(x_cast, geometry)
+            lay = step.layout(tokens.shape[:-1])
+            step = step.on(x_cast, lay if geometry.is_patches else None)
+            kept = step.keep(tokens if ctx.needs_input_grad[1] and step.origin is None else None, lay)
+        _save(ctx, step, w, kept)
+        ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = lay, geometry, x.dtype, w.dtype
+        ctx.shape, ctx.w_shape, ctx.dtype = x.shape, w.shape, x_cast.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         shape, needs = tuple(ctx.shape), ctx.needs_input_grad[:3]
         with torch.no_grad(), outside_autocast(g_y):
-            w, kept = _saved(ctx)
+            w, kept, given = _saved(ctx)
+            if ctx.remake is not None:
+                tokens = _tokens(ctx.remake(given, shape, ctx.dtype), ctx.geometry)
+                kept = ctx.step.keep_again(kept, tokens, ctx.layout)
             if ctx.geometry.is_patches:
                 tokens, matrix = channels_last(g_y), None if w is None else w.flatten(1)
                 columns = ctx.w_shape[1:].numel()
@@ -351,3 +381,8 @@ class Conv2d(torch.autograd.Function):
             if g_w is not None:
                 g_w = g_w.view(ctx.w_shape)
         return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None, None)
+
+
+def _tokens(x: Tensor, geometry: Geometry) -> Tensor:
+    """The rows that a convolution's step keeps of x: its patches, or its positions where patches overlap."""
+    return convolution.patches(x, geometry) if geometry.is_patches else channels_last(x)

@@ -23,7 +23,7 @@ from .method import Method
 from .nn import HadamardLinear
 from .nn.activation import BitReLU
 from .nn.conv import ConvertedConv2d
-from .nn.state import ATTRIBUTE, LayerState, layer_state
+from .nn.state import ATTRIBUTE, LayerState, layer_state, layer_states
 from .transform.tokens import Grid
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -193,7 +193,11 @@ def convert(
         report.buffers = wrap(model)
     else:
         unwrap(model)
-    if method.compresses:
+    for _, state in layer_states(model):
+        state.origins = None if report.buffers is None else report.buffers.origins
+    if method.memory == "block":
+        _revert_activations(model)  # ReLUs that an earlier conversion made keep bits: the mode serves all of them
+    elif method.compresses:
         report.activations = _convert_activations(model, None if filter_fn is None else [name for name, _, _ in chosen])
     return report
 
@@ -221,6 +225,12 @@ def _convert_activations(model: nn.Module, near: list[str] | None) -> list[str]:
     return found
 
 
+def _revert_activations(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module) is BitReLU:
+            module.__class__ = nn.ReLU  # type: ignore[assignment]
+
+
 def revert(model: nn.Module) -> None:
     """Give every converted layer its own class back. The model is as if it had never been converted.
 
@@ -236,9 +246,7 @@ def revert(model: nn.Module) -> None:
             )
     unwrap(model)
     keep_all(model)
-    for module in model.modules():
-        if type(module) is BitReLU:
-            module.__class__ = nn.ReLU  # type: ignore[assignment]
+    _revert_activations(model)
     for _, module in layers:
         module.__dict__.pop(ATTRIBUTE).fallback = "reverted"  # for reports of the conversion that are still read
         module.__class__ = next(c for c in type(module).__mro__ if not c.__module__.startswith(_ROOM))

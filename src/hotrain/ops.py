@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autograd
 from ._version import __version__
+from .activations.origin import Origin
 from .autograd import Grads, Needs, Step
 from .backward import wide
 from .convolution import Geometry
@@ -73,6 +74,9 @@ class TracedStep(Step):
         if self.method.saved.bits is None and self.method.grad_weight.tile == 1:
             return (*kept, x.reshape(-1, x.shape[-1]), x.new_empty(0))  # x itself: no operator may return its input
         return (*kept, *torch.ops.hotrain.keep(x, key, self.tag, self.spec, self.served))
+
+    def keep_again(self, kept: tuple[Tensor, ...], x: Tensor, lay: Layout) -> tuple[Tensor, ...]:
+        return (replace(self, key=kept[0]) if self.method.draws else self).keep(x, lay)
 
     def forward(
         self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
@@ -140,14 +144,17 @@ def linear(
     spec: str,
     random: bool,
     kernels: bool,
+    origin: Origin | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """`hotrain.functional.linear` for a trace: x (*, I), w (O, I) or (I, O) when `transposed`; returns (*, O).
 
     layer: placed on x's device; its counter moves on if the method is `random`.  spec: of `encode`.  kernels: whether
-    they may run; what a graph does must follow from its arguments, for the caches.
+    they may run; what a graph does must follow from its arguments, for the caches.  origin: of x, where it is known.
     """
-    return torch.ops.hotrain.linear(x, w, b, layer.counter if random else None, layer.tag, spec, kernels, transposed)
+    recipe, given = ("", []) if origin is None else (origin.recipe, list(origin.tensors))
+    counter = layer.counter if random else None
+    return torch.ops.hotrain.linear(x, w, b, counter, layer.tag, spec, kernels, recipe, given, transposed)
 
 
 def conv2d(
@@ -158,6 +165,7 @@ def conv2d(
     spec: str,
     random: bool,
     kernels: bool,
+    origin: Origin | None,
     stride: Sequence[int],
     padding: Sequence[int] | str,
     dilation: Sequence[int],
@@ -167,7 +175,9 @@ def conv2d(
     """`hotrain.functional.conv2d` for a trace: x (B, C, H, W) or (C, H, W); the rest as `linear`."""
     batch = x if x.dim() == 4 else x[None]
     geometry = _flat(w.shape[2:], stride, padding, dilation, groups, padding_mode)
-    y = torch.ops.hotrain.conv2d(batch, w, b, layer.counter if random else None, layer.tag, spec, kernels, *geometry)
+    recipe, given = ("", []) if origin is None else (origin.recipe, list(origin.tensors))
+    counter = layer.counter if random else None
+    y = torch.ops.hotrain.conv2d(batch, w, b, counter, layer.tag, spec, kernels, recipe, given, *geometry)
     return y if x.dim() == 4 else y[0]
 
 
@@ -195,11 +205,13 @@ _GEOMETRY = "int[] kernel, int[] stride, int[] dilation, int[] pads, str padding
 
 
 def _step(
-    counter: Tensor | None, tag: Tensor, spec: str, kernels: bool, transposed: bool = False, name: str = "linear"
-) -> TracedStep:
+    counter: Tensor | None, tag: Tensor, spec: str, kernels: bool, recipe: str, given: Sequence[Tensor | None],
+    transposed: bool = False, name: str = "linear",
+) -> TracedStep:  # fmt: skip
     method, grid = decode(spec)
     key = 0 if counter is None else _pinned_key(counter)
-    return TracedStep(method, key, grid, transposed, name, tag=tag, spec=spec, allowed=kernels)
+    origin = Origin(recipe, tuple(given)) if recipe else None
+    return TracedStep(method, key, grid, transposed, name, origin=origin, tag=tag, spec=spec, allowed=kernels)
 
 
 def _pinned_key(counter: Tensor) -> Tensor:
@@ -221,29 +233,30 @@ def _pinned_key(counter: Tensor) -> Tensor:
 
 
 _lib.define(
-    "linear(Tensor x, Tensor w, Tensor? b, Tensor(a!)? counter, Tensor tag, str spec, bool kernels, bool transposed)"
-    " -> Tensor"
+    "linear(Tensor x, Tensor w, Tensor? b, Tensor(a!)? counter, Tensor tag, str spec, bool kernels, str recipe, "
+    "Tensor?[] given, bool transposed) -> Tensor"
 )
 _lib.define(
-    "conv2d(Tensor x, Tensor w, Tensor? b, Tensor(a!)? counter, Tensor tag, str spec, bool kernels, "
-    f"{_GEOMETRY}) -> Tensor"
+    "conv2d(Tensor x, Tensor w, Tensor? b, Tensor(a!)? counter, Tensor tag, str spec, bool kernels, str recipe, "
+    f"Tensor?[] given, {_GEOMETRY}) -> Tensor"
 )
 
 
 def _linear(
     x: Tensor, w: Tensor, b: Tensor | None, counter: Tensor | None, tag: Tensor, spec: str, kernels: bool,
-    transposed: bool,
+    recipe: str, given: list[Tensor | None], transposed: bool,
 ) -> Tensor:  # fmt: skip
-    return autograd.Linear.apply(x, w, b, _step(counter, tag, spec, kernels, transposed))
+    return autograd.Linear.apply(x, w, b, _step(counter, tag, spec, kernels, recipe, given, transposed))
 
 
 def _conv2d(
     x: Tensor, w: Tensor, b: Tensor | None, counter: Tensor | None, tag: Tensor, spec: str, kernels: bool,
-    kernel: list[int], stride: list[int], dilation: list[int], pads: list[int], padding: str, groups: int,
+    recipe: str, given: list[Tensor | None], kernel: list[int], stride: list[int], dilation: list[int], pads: list[int], padding: str, groups: int,
     padding_mode: str,
 ) -> Tensor:  # fmt: skip
     geometry = _geometry(kernel, stride, dilation, pads, padding, groups, padding_mode)
-    return autograd.Conv2d.apply(x, w, b, geometry, _step(counter, tag, spec, kernels, name="conv2d"))
+    step = _step(counter, tag, spec, kernels, recipe, given, name="conv2d")
+    return autograd.Conv2d.apply(x, w, b, geometry, step)
 
 
 _lib.impl("linear", _linear, "CompositeImplicitAutograd")

@@ -102,6 +102,17 @@ def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) ->
     return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
 
 
+def memory_order(t: Tensor) -> list[int]:
+    """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
+    order = sorted(range(t.dim()), key=lambda axis: -t.stride(axis))
+    return order if t.permute(order).is_contiguous() else list(range(t.dim()))
+
+
+def as_it_was(t: Tensor, order: Sequence[int]) -> Tensor:
+    """What was permuted by `order`, with its axes where they were."""
+    return t.permute([order.index(axis) for axis in range(t.dim())])
+
+
 def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
     """8/bits pieces of codes in 0 … 2^bits − 1, each (..., n), in one: uint8, (..., n), lowest bits first."""
     packed = pieces[0].to(torch.uint8)

@@ -44,7 +44,8 @@ class Case:
 
 
 def _slope(f: Callable[..., Tensor], name: str, shape: tuple[int, ...] = (2, 7, 48)) -> Case:
-    return Case(f, (shape,), ((functions.ACTIVATIONS[name].levels or BITS, shape),))
+    kind = functions.ACTIVATIONS[name]
+    return Case(f, (shape,), (("curve" if kind.by_input else kind.levels or BITS, shape),))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -356,21 +356,23 @@ def test_a_frozen_weight_keeps_no_input(w_trains: bool) -> None:
 @pytest.mark.parametrize("name", ["gelu", "relu", "silu", "tanh", "layer_norm, plain", "softmax", "linear, no bias"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(name: str, bad: float) -> None:
-    """In y as in PyTorch. In the gradients of norms, softmax and weights too; a slope passes g_y there."""
+    """In y as in PyTorch. In the gradients of norms, softmax and weights, and of what keeps its input, too; a slope passes
+    g_y there."""
     case = CASES[name]
     inputs = case.inputs()
     with torch.no_grad():
         inputs[0].view(-1)[5] = bad
     got, want = (differentiate(call, inputs) for call in (lambda *t: served(case.call, *t), case.call))
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
-    if name in ("gelu", "silu", "tanh"):
+    if name == "tanh":
         assert got[1].isfinite().all()
     elif name != "relu":
         place = 1 + (name == "linear, no bias")
+        assert not got[place].isfinite().all()
         assert (got[place].isfinite() <= want[place].isfinite()).all()
 
 
-@pytest.mark.parametrize("name", ["relu", "relu6", "hardswish", "hardsigmoid", "leaky_relu"])
+@pytest.mark.parametrize("name", ["relu", "relu6", "hardsigmoid", "leaky_relu"])
 def test_slopes_at_corners_are_pytorchs(name: str) -> None:
     """Where two pieces meet, and at infinities; g_y's infinities end where PyTorch ends them. ReLU passes on at NaN;
     of some others PyTorch's vectorised and scalar loops differ there."""
@@ -378,11 +380,10 @@ def test_slopes_at_corners_are_pytorchs(name: str) -> None:
     x[0, -1] = float("nan") if name == "relu" else 1.0
     x.requires_grad_()
     g = torch.ones_like(x)
-    if name != "hardswish":  # a product, in PyTorch too
-        g[1] = float("inf")
+    g[1] = float("inf")
     call = getattr(F, name)
     got, want = (torch.autograd.grad(f(x), x, g)[0] for f in (lambda t: served(call, t), call))
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1 / 7 if name == "hardswish" else 0)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 def test_functional_transforms_see_pytorchs_functions() -> None:
@@ -502,8 +503,8 @@ def test_a_tracer_asks_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> No
     """It gets the answer as a constant: one graph."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     torch._dynamo.reset()
-    call = torch.compile(lambda x: x * attention._capability(x.device)[0], backend="eager", fullgraph=True)
-    assert torch.equal(call(torch.ones(3)), torch.full((3,), 7.0))
+    call = torch.compile(lambda x: x + attention._is_ampere(x.device), backend="eager", fullgraph=True)
+    assert torch.equal(call(torch.ones(3)), torch.ones(3))
 
 
 def test_layers_share_a_mask_of_booleans() -> None:

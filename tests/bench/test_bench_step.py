@@ -204,6 +204,32 @@ def test_what_a_task_takes_beside_activations() -> None:
     assert step.standing_bytes(task, None) == 2 * entries * 4 + batches
 
 
+def test_an_8_bit_optimizer_is_a_variant(adamw8bit: list[Any]) -> None:
+    """Of exact and of compressed models, with their own gradients; where no optimizer is timed, that is said."""
+    names = ["exact+compile+adamw8bit", "hotrain-memory+adamw8bit"]
+    rows = list(step.run([VIT, LLAMA], names, CPU, 1, tiny=True, again=False))
+    errors = [None, None, *["ValueError: the subject is timed without an optimizer"] * 2]
+    assert [row["error"] for row in rows] == errors
+    assert len(adamw8bit) == 2
+    exact, compressed = (row["agreement"]["gradient_cosine"] for row in rows[:2])
+    assert exact > 0.999 > compressed > 0.4
+
+
+def test_8_bit_state_is_counted_as_what_it_holds(adamw8bit: list[Any]) -> None:
+    """Its tensors say the size of float32: codes and scales count, and small parameters' moments as they are."""
+    task = subjects.build(VIT, CPU, tiny=True)
+    step.VARIANTS["exact+compile+adamw8bit"].change(task)
+    step.first_loss(task, task.model)
+    optimizer = task.optimizer()
+    assert optimizer is not None
+    optimizer.step()
+    parameters = [p.numel() for p in task.model.parameters()]
+    large = [n for n in parameters if n >= 4096 and n % 256 == 0]
+    assert 0 < len(large) < len(parameters)
+    moments = 2 * (sum(large) + 4 * sum(large) // 256) + 2 * 4 * (sum(parameters) - sum(large))
+    assert step.standing_bytes(task, optimizer) - step.standing_bytes(task, None) == moments
+
+
 def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
     """Two exact first steps with other masks differ: a variant may differ from exact as much, and no more."""
     task = subjects.build(BERT, CPU, tiny=True)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from ..autograd import once
-from .functions import restore
+from .origin import restore
 from .policy import GROUPED
 
 _aten = torch.ops.aten
@@ -46,6 +47,20 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     if aligned and q.dtype != torch.float64 and (ampere or q.dtype != torch.bfloat16) and efficient:
         return "efficient"
     return None
+
+
+def refined(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float, kind: str
+) -> str:
+    """The kernel, with cuDNN's in the place of `backend`'s where PyTorch itself would prefer that.
+
+    Asked where operators run and are traced: it is a question to PyTorch's dispatcher.
+    """
+    if q.device.type != "cuda" or mask is not None or not torch.backends.cuda.cudnn_sdp_enabled():
+        return kind
+    shared = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, dropout, causal, scale=scale, enable_gqa=shared)
+    return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else kind
 
 
 def _switches() -> tuple[bool, bool]:
@@ -87,7 +102,8 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None
 class Attention(torch.autograd.Function):
     """softmax(q kᵀ scale + mask) v.  q: (B, H, T, D).  k, v: (B, H or a divisor, T', D).
 
-    mask: booleans, True where a query may look, or numbers of `prepared_mask`.
+    mask: booleans, True where a query may look, or numbers of `prepared_mask`.  Returns the result, and its codes and
+    scales, of (B, T, H, D).
     """
 
     @staticmethod
@@ -103,14 +119,19 @@ class Attention(torch.autograd.Function):
         kind: str,
         qk_form: str,
         vo_form: str,
-    ) -> Tensor:
-        copies = q.shape[1] // k.shape[1]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        copies = _copies(q, k, kind)
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
         bias = _bias(mask, q, k, kind)
         rest: tuple[Tensor | None, ...]
         if kind == "flash":
             out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
                 q, wide_k, wide_v, dropout, causal, False, scale=scale
+            )
+            rest = (seed, offset, ends_q, ends_k)
+        elif kind == "cudnn":
+            out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+                q, wide_k, wide_v, bias, True, dropout, causal, False, scale=scale
             )
             rest = (seed, offset, ends_q, ends_k)
         elif kind == "efficient":
@@ -132,23 +153,30 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(mask, lse, *codes, *rest)
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
-        return out
+        ctx.mark_non_differentiable(*codes[6:])
+        ctx.set_materialize_grads(False)
+        return out, codes[6], codes[7]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, lse, *saved = ctx.saved_tensors
         q, k, v, out = (
             restore(GROUPED[form], saved[2 * place : 2 * place + 2], _by_token(shape), ctx.dtype).transpose(1, 2)
             for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
         )
-        copies = q.shape[1] // k.shape[1]
+        copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
         bias, g_mask = _bias(mask, q, k, kind), None
         if kind == "flash":
             g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
                 g, q, k, v, out, lse, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout, causal, saved[8], saved[9],
                 scale=scale,
+            )  # fmt: skip
+        elif kind == "cudnn":
+            g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
+                g, q, k, v, out, lse, saved[8], saved[9], bias, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout,
+                causal, scale=scale,
             )  # fmt: skip
         elif kind == "efficient":
             needs = [True, True, True, ctx.needs_input_grad[3]]
@@ -162,6 +190,11 @@ class Attention(torch.autograd.Function):
             )
         grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask
         return *once("attention", grads, g, mask), *[None] * 6
+
+
+def _copies(q: Tensor, k: Tensor, kind: str) -> int:
+    """How often each head of k and v is written out: cuDNN shares them among heads of q by itself."""
+    return 1 if kind == "cudnn" else q.shape[1] // k.shape[1]
 
 
 def _by_token(shape: torch.Size) -> tuple[int, ...]:

@@ -5,115 +5,20 @@ Forward results are PyTorch's own. Gradients are exact in g_y, and in x but for 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import backward
 from ..autograd import once
-from ..saved import Bits, Grouped, Levels
-from .policy import BITS, GROUPED, SLOPES, WIDE_SLOPES
-
-
-def restore(
-    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool
-) -> Tensor:
-    """What backward reads of what forward kept.
-
-    A compiler decides by itself what it keeps between forward and backward, and would at times keep a full tensor: the
-    result of this, or that from which several codes can be made again. So it is told that this belongs to backward,
-    and that codes are tensors in memory (which its partitioner takes those to be that enter an operator of `prims`),
-    for others count twice.
-    """
-    if not torch.fx.traceback.has_preserved_node_meta():
-        return form.restore(kept, shape, dtype)
-    meta = torch.fx.traceback.current_meta
-    before = meta.get(_TAG)
-    meta[_TAG] = "must_be_in_backward"
-    try:
-        codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return form.restore((codes, *kept[1:]), shape, dtype)
-    finally:
-        if before is None:
-            meta.pop(_TAG, None)
-        else:
-            meta[_TAG] = before
-
-
-_TAG = "partitioner_tag"  # of torch._functorch.partitioners
-
-
-def wide(t: Tensor) -> Tensor:
-    """In float32, or float64 where it is."""
-    return t.to(backward.wide(t.dtype))
-
+from ..saved import as_it_was, memory_order
+from .curves import ACTIVATIONS, ELSE, FACTOR
+from .origin import is_recipe, make, restore, wide
+from .policy import BITS, GROUPED
 
 # ---- activations: y = f(x), g_x = g_y f'(x) ----
-
-
-@dataclass(frozen=True)
-class Activation:
-    """f, its slope (of x in float32), and the levels that hold the slope; None for a slope of zero or one."""
-
-    f: Callable[..., Tensor]
-    slope: Callable[..., Tensor]
-    levels: Levels | None = SLOPES
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-
-
-def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    a, b = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(a * (x + b * x * x * x))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * a * (1 + 3 * b * x * x)
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s))
-
-
-def _mish_slope(x: Tensor) -> Tensor:
-    t, s = torch.tanh(F.softplus(x)), torch.sigmoid(x)
-    return t + x * s * (1 - t * t)
-
-
-def _hardswish_slope(x: Tensor) -> Tensor:
-    return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 3 + 0.5))
-
-
-def _sigmoid_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return 4 * s * (1 - s)  # up to 1; `Slope` divides again
-
-
-def _tanh_slope(x: Tensor) -> Tensor:
-    t = torch.tanh(x)
-    return 1 - t * t
-
-
-ACTIVATIONS = {
-    "gelu": Activation(F.gelu, _gelu_slope),
-    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_slope),
-    "silu": Activation(F.silu, _silu_slope),
-    "mish": Activation(F.mish, _mish_slope),
-    "hardswish": Activation(F.hardswish, _hardswish_slope, WIDE_SLOPES),
-    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
-    "tanh": Activation(torch.tanh, _tanh_slope),
-    "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
-    "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
-    "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
-    "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
-}
-_FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the slope that is kept
-_ELSE = {"leaky_relu": 0.01}  # the slope where the bit is not set
 
 
 class Slope(torch.autograd.Function):
@@ -123,29 +28,55 @@ class Slope(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         kind = ACTIVATIONS[name]
         y = kind.f(x)
+        ctx.activation, ctx.order = name, memory_order(x)
+        lying = x.permute(ctx.order)
+        ctx.shape = lying.shape
         if kind.levels is None:
-            ctx.save_for_backward(*BITS.keep(kind.slope(x)))
+            ctx.save_for_backward(*BITS.keep(kind.slope(lying)))
         else:
-            ctx.save_for_backward(*kind.levels.keep(x, lambda piece: kind.slope(wide(piece))))
-        ctx.activation = name
+            ctx.save_for_backward(*kind.levels.keep(lying, lambda piece: kind.slope(wide(piece))))
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        kind, factor = ACTIVATIONS[ctx.activation], _FACTOR.get(ctx.activation, 1.0)
+        kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            slope = restore(kind.levels, ctx.saved_tensors, g_y.shape, g_y.dtype)
+            slope = as_it_was(restore(kind.levels, ctx.saved_tensors, ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        passed = restore(BITS, ctx.saved_tensors, g_y.shape)
+        passed = as_it_was(restore(BITS, ctx.saved_tensors, ctx.shape), ctx.order)
         scaled = g_y if factor == 1.0 else g_y * factor
         closed = (
-            g_y * _ELSE[ctx.activation]
-            if ctx.activation in _ELSE
+            g_y * ELSE[ctx.activation]
+            if ctx.activation in ELSE
             else torch.zeros((), dtype=g_y.dtype, device=g_y.device)
         )
         return torch.where(passed, scaled, closed), None
+
+
+class Curve(torch.autograd.Function):
+    """y = f(x); kept: x in the format, in rows along its last axis, along its channels where it is an image.
+
+    Returns y, and codes and scales: f(x) can be made of them as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, Tensor, Tensor]:
+        y = ACTIVATIONS[name].f(x)
+        lying = x.movedim(1, -1) if image else x
+        codes, scale = GROUPED[form].keep(lying)
+        ctx.save_for_backward(codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)
+        ctx.activation, ctx.form, ctx.shape, ctx.image = name, form, lying.shape, image
+        return y, codes, scale
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x = restore(GROUPED[ctx.form], ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
+        slope = ACTIVATIONS[ctx.activation].slope(x.movedim(-1, 1) if ctx.image else x)
+        return *once(ctx.activation, ((g_y * slope).to(g_y.dtype),), g_y), None, None, None
 
 
 # ---- norms: y = γ x̂ + β, x̂ = (x − μ) r ----
@@ -160,7 +91,7 @@ class Norm(torch.autograd.Function):
 
     kind: ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers), ``"group"``,
     ``"batch"``.  dims: how many axes the statistics run over; for ``"group"`` the number of groups.
-    x: (..., C) for layer and RMS norms, (N, C, ...) for the others.
+    x: (..., C) for layer and RMS norms, (N, C, ...) for the others.  Returns y, and codes and scales of x̂.
     """
 
     @staticmethod
@@ -176,7 +107,7 @@ class Norm(torch.autograd.Function):
         running_mean: Tensor | None,
         running_var: Tensor | None,
         momentum: float,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shape = x.shape
         if kind == "layer":
             y, mean, r = torch.native_layer_norm(x, shape[-dims:], w, b, eps)
@@ -199,14 +130,16 @@ class Norm(torch.autograd.Function):
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
             normal = (wide(x) - mean) * r
-        kept = GROUPED[form].keep(_channels_last(normal, kind))
-        ctx.save_for_backward(w, r, *kept)
+        codes, scale = GROUPED[form].keep(_channels_last(normal, kind))
+        ctx.save_for_backward(w, r, codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)
         ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, shape, x.dtype
         ctx.b_dtype = None if b is None else b.dtype
-        return y
+        return y, codes, scale
 
     @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, shape = ctx.kind, ctx.dims, ctx.shape
         g = wide(g_y)
@@ -251,17 +184,20 @@ def _channels_first(t: Tensor, kind: str) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Kept: y in the format."""
+    """Kept: y in the format.  Returns y, and its codes and scales."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, form: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
         y = torch.softmax(x, dim)
-        ctx.save_for_backward(*GROUPED[form].keep(y.movedim(dim, -1)))
+        codes, scale = GROUPED[form].keep(y.movedim(dim, -1))
+        ctx.save_for_backward(codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)
         ctx.dim, ctx.form, ctx.shape = dim, form, y.movedim(dim, -1).shape
-        return y
+        return y, codes, scale
 
     @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
         y = restore(GROUPED[ctx.form], ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
@@ -277,53 +213,83 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         y, mask = torch.native_dropout(x, p, True)
-        ctx.save_for_backward(*BITS.keep(mask))
-        ctx.p = p
+        ctx.order = memory_order(mask)
+        lying = mask.permute(ctx.order)
+        ctx.save_for_backward(*BITS.keep(lying))
+        ctx.p, ctx.shape = p, lying.shape
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        mask = restore(BITS, ctx.saved_tensors, g_y.shape)
+        mask = as_it_was(restore(BITS, ctx.saved_tensors, ctx.shape), ctx.order)
         scale = 0.0 if ctx.p == 1 else 1 / (1 - ctx.p)
         return torch.where(mask, g_y * scale, 0.0), None
+
+
+# ---- what a factor or a layer's input is held as ----
+#
+# form: "" for nothing, "exact" for itself, a format of the policy, or a recipe of `origin` with the tensors it uses up.
+# Of its own codes a function returns the tensors, so that others can refer to them.
+
+Kept = tuple[Tensor | None, ...]
+Given = Sequence[Tensor | None]
+
+
+def _keep(t: Tensor, form: str, given: Given) -> Kept:
+    if form in ("", "exact"):
+        return () if not form else (t,)
+    return tuple(given) if is_recipe(form) else GROUPED[form].keep(t)
+
+
+def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    if form in ("", "exact"):
+        return kept[0] if form else None
+    if is_recipe(form):
+        return make(form, kept, shape, dtype)
+    return restore(GROUPED[form], kept, shape, dtype)  # type: ignore[arg-type]
+
+
+def _own(kept: Kept, form: str) -> tuple[Tensor, ...]:
+    """Codes and scales that were made here."""
+    return kept if form in GROUPED else ()  # type: ignore[return-value]
+
+
+def _hand_out(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
+    """Codes as further results of a function."""
+    ctx.mark_non_differentiable(*codes)
+    ctx.set_materialize_grads(False)
+    return codes
 
 
 # ---- products entry by entry: y = a b, g_a = g b, g_b = g a ----
 
 
 class Product(torch.autograd.Function):
-    """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are."""
+    """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are.
+
+    a_given, b_given: the tensors of their recipes.  Returns y, and codes and scales made here, of a and then of b.
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str, a_given: Given, b_given: Given
+    ) -> tuple[Tensor, ...]:
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
-        kept = [_keep(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
-        ctx.split = len(kept[0])
-        ctx.save_for_backward(*kept[0], *kept[1])
+        a_kept, b_kept = _keep(a, ctx.forms[0], a_given), _keep(b, ctx.forms[1], b_given)
+        ctx.split = len(a_kept)
+        ctx.save_for_backward(*a_kept, *b_kept)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-        return a * b
+        return a * b, *_hand_out(ctx, *_own(a_kept, ctx.forms[0]), *_own(b_kept, ctx.forms[1]))
 
     @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         saved, split = ctx.saved_tensors, ctx.split
         a = _restore(saved[:split], ctx.forms[0], ctx.shapes[0], ctx.dtypes[0])
         b = _restore(saved[split:], ctx.forms[1], ctx.shapes[1], ctx.dtypes[1])
         g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
         g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
-        return *once("product", (g_a, g_b), g_y, a, b), None, None
-
-
-def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
-    if form in ("", "exact"):
-        return () if not form else (t,)
-    return GROUPED[form].keep(t)
-
-
-def _restore(kept: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-    if form in ("", "exact"):
-        return kept[0] if form else None
-    return restore(GROUPED[form], kept, shape, dtype)
+        return *once("product", (g_a, g_b), g_y, a, b), *[None] * 4
 
 
 # ---- products of matrices: y = a b, g_a = g bᵀ, g_b = aᵀ g ----
@@ -332,16 +298,17 @@ def _restore(kept: Sequence[Tensor], form: str, shape: Sequence[int], dtype: tor
 class Matmul(torch.autograd.Function):
     """a: (..., I, K).  b: (..., K, J).  Kept of each what the other's gradient needs, as of `Product`'s factors.
 
-    Codes have their groups along the axis that is dense in memory: along K of a transposed b.
+    Codes have their groups along the axis that is dense in memory: along K of a transposed b. given: the tensors of a's
+    recipe.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_form: str, b_form: str, given: Given) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
         ctx.turned = [_is_turned(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
         lying = [_turn(t, turned) for t, turned in zip((a, b), ctx.turned, strict=True)]
-        kept = [_keep(t, form) for t, form in zip(lying, ctx.forms, strict=True)]
+        kept = [_keep(t, form, given) for t, form in zip(lying, ctx.forms, strict=True)]
         ctx.split = len(kept[0])
         ctx.save_for_backward(*kept[0], *kept[1])
         ctx.shapes, ctx.lying, ctx.dtype = (a.shape, b.shape), [t.shape for t in lying], a.dtype
@@ -354,11 +321,11 @@ class Matmul(torch.autograd.Function):
         b = _restore(saved[split:], ctx.forms[1], ctx.lying[1], ctx.dtype)
         g_a = None if b is None else (g_y @ _turn(b, not ctx.turned[1])).sum_to_size(ctx.shapes[0])
         g_b = None if a is None else (_turn(a, not ctx.turned[0]) @ g_y).sum_to_size(ctx.shapes[1])
-        return *once("matmul", (g_a, g_b), g_y, a, b), None, None
+        return *once("matmul", (g_a, g_b), g_y, a, b), None, None, None
 
 
 def _is_turned(t: Tensor, form: str) -> bool:
-    return form not in ("", "exact") and t.stride(-1) != 1 and t.stride(-2) == 1
+    return form in GROUPED and t.stride(-1) != 1 and t.stride(-2) == 1
 
 
 def _turn(t: Tensor, turned: bool) -> Tensor:
@@ -369,30 +336,39 @@ def _turn(t: Tensor, turned: bool) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """y = x wᵀ + b, g_x = g w, g_w = gᵀ x; kept: x in the format, and w itself."""
+    """y = x wᵀ + b, g_x = g w, g_w = gᵀ x; kept: x in the format, and w itself.
+
+    given: the tensors of x's recipe.  Returns y, and codes and scales made here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str) -> Tensor:
-        kept = _keep(x, form if ctx.needs_input_grad[1] else "")
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
+        form = form if ctx.needs_input_grad[1] else ""
+        kept = _keep(x, form, given)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return F.linear(x, w, b)
+        return F.linear(x, w, b), *_hand_out(ctx, *_own(kept, form))
 
     @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, *kept = ctx.saved_tensors
         g = g_y.reshape(-1, g_y.shape[-1])
         g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
-            g_w = g.T @ restore(GROUPED[ctx.form], kept, ctx.shape, ctx.dtype).reshape(-1, ctx.shape[-1])
+            x = _restore(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
+            assert x is not None
+            g_w = g.T @ x.reshape(-1, ctx.shape[-1])
         if ctx.needs_input_grad[2]:
             g_b = g.sum(0)
-        return *once("linear", (g_x, g_w, g_b), g_y, w), None
+        return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
 
 
 class Conv2d(torch.autograd.Function):
-    """A convolution; kept: x in the format, grouped along channels, and w itself."""
+    """A convolution; kept: x in the format, grouped along channels, and w itself.
+
+    given: the tensors of x's recipe.  Returns y, and codes and scales made here.
+    """
 
     @staticmethod
     def forward(
@@ -405,28 +381,34 @@ class Conv2d(torch.autograd.Function):
         dilation: Sequence[int],
         groups: int,
         form: str,
-    ) -> Tensor:
-        kept = _keep(x.movedim(1, -1), form if ctx.needs_input_grad[1] else "")
+        given: Given,
+    ) -> tuple[Tensor, ...]:
+        form = form if ctx.needs_input_grad[1] else ""
+        kept = _keep(x.movedim(1, -1), form, given)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
-        return torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+        y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+        return y, *_hand_out(ctx, *_own(kept, form))
 
     @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, *kept = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.needs_input_grad[1]:
             n, c, h, wd = ctx.shape
-            x = restore(GROUPED[ctx.form], kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
-            x = x if ctx.channels_last else x.contiguous()
+            if is_recipe(ctx.form):
+                x = make(ctx.form, kept, ctx.shape, ctx.dtype)
+            else:
+                x = restore(GROUPED[ctx.form], kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
+            x = x.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # asked for its shape alone
         g_x, g_w, g_b = torch.ops.aten.convolution_backward(
             g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
-        return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 5
+        return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
 
 
 # ---- pooling ----

@@ -18,11 +18,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import autograd, backward
+from ..saved import memory_order
 from . import ops as _ops  # noqa: F401  (defines the operators)
+from . import origin
 from .attention import backend, prepared_mask
-from .policy import FORMATS, SMALL
+from .curves import ACTIVATIONS
+from .origin import Origins, current_checkpoint
+from .policy import FORMATS, GROUPED, SMALL
 
 _hotrain = torch.ops.hotrain
+
+
+ATTRIBUTE = "_hotrain_buffers"  # of a module: where it writes down what was served
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Buffers:
 
     served: dict[str, str] = field(default_factory=dict)
     full: dict[str, str] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins, repr=False, compare=False)
 
     def serve(self, what: str, form: str) -> None:
         self.served[what] = form
@@ -57,7 +65,7 @@ class Compressed(TorchFunctionMode):
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
         self.buffers = buffers
-        self.checkpoint = _checkpoint()
+        self.checkpoint = current_checkpoint()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,18 +76,16 @@ class Compressed(TorchFunctionMode):
             y = handler(self.buffers, *args, **kwargs)
             if y is not None:
                 return y
+        if _writes(func) and args:
+            self.buffers.origins.forget(args[0])
+        if "out" in kwargs:
+            self.buffers.origins.forget(kwargs["out"])
         return func(*args, **kwargs)
 
     def _may_serve(self) -> bool:
         # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
         # what it kept first.
-        return not _transforms() and _checkpoint() == self.checkpoint
-
-
-def _checkpoint() -> int:
-    """Which non-reentrant checkpoint's forward this is, 0 for none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return 0 if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook.") else id(hooks[0])
+        return not _transforms() and current_checkpoint() == self.checkpoint
 
 
 def _transforms() -> bool:
@@ -87,9 +93,23 @@ def _transforms() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def _writes(func: Any) -> bool:
+    """Whether a function may write to its first argument."""
+    return func in _WRITING
+
+
+_IN_PLACE = [getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor")]
+_WRITING = frozenset(
+    [getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and not name.endswith("__")]
+    + [getattr(torch, name) for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
+    + [getattr(torch.Tensor, f"__{f.__name__}__") for f in _IN_PLACE if hasattr(torch.Tensor, f"__{f.__name__}__")]
+    + [getattr(F, name) for name in dir(F) if "inplace" in getattr(getattr(F, name), "__annotations__", {})]
+    + [*_IN_PLACE, operator.setitem, torch.Tensor.__setitem__]
+)
+
 # A tracer asks once.
+_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _large(t: Any) -> bool:
@@ -100,11 +120,33 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
     def run(buffers: Buffers, input: Tensor, inplace: bool = False) -> Tensor | None:
         if not (_large(input) and input.requires_grad):
             return None
-        buffers.serve(name, "slope")
-        y = _hotrain.slope(input, name)
-        return input.copy_(y) if inplace else y
+        kind, known = ACTIVATIONS[name], buffers.origins.of(input)
+        if kind.by_input:
+            buffers.serve(name, FORMATS["curve"])
+            image = _is_image(input) or (known is not None and origin.is_image(known.recipe))
+            y, *codes = _hotrain.curve(input, name, FORMATS["curve"], image)
+            recipe = origin.of(name, origin.values(FORMATS["curve"], _columns(input, image), image))
+        else:
+            buffers.serve(name, "slope" if kind.levels else "bits")
+            y = _hotrain.slope(input, name)
+            recipe, codes = ("", []) if known is None else (origin.of(name, known.recipe), list(known.tensors))
+        if inplace:
+            buffers.origins.forget(input)
+            y = input.copy_(y)
+        if recipe:
+            buffers.origins.note(y, recipe, *codes)
+        return y
 
     return run
+
+
+def _is_image(t: Tensor) -> bool:
+    """Whether channels lie densest, before height and width."""
+    return t.dim() == 4 and memory_order(t)[-1] == 1
+
+
+def _columns(t: Tensor, image: bool) -> int:
+    return t.shape[1 if image else -1]
 
 
 _gelu_exact, _gelu_tanh = _activation("gelu"), _activation("gelu_tanh")
@@ -126,6 +168,24 @@ def _leaky_relu(buffers: Buffers, input: Tensor, negative_slope: float = 0.01, i
     return _leaky(buffers, input, inplace)
 
 
+def norm(
+    buffers: Buffers,
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    kind: str,
+    dims: int,
+    eps: float,
+    *statistics: Any,
+) -> Tensor:
+    """The norm of that kind (`functions.Norm`), its result known to `Origins`."""
+    y, *codes = _hotrain.norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
+    image = kind in ("group", "batch")
+    recipe = origin.normed(origin.values(FORMATS["norm"], _columns(x, image), image), kind == "rms_cast")
+    buffers.origins.note(y, recipe, *codes, w, b)
+    return y
+
+
 def _wants(x: Tensor, *parameters: Tensor | None) -> bool:
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
 
@@ -145,7 +205,7 @@ def _layer_norm(
     if not (_large(input) and _wants(input, weight, bias) and _ends_in(input, normalized_shape)):
         return None
     buffers.serve("layer_norm", FORMATS["norm"])
-    return _hotrain.norm(input, weight, bias, "layer", len(normalized_shape), eps, FORMATS["norm"])
+    return norm(buffers, input, weight, bias, "layer", len(normalized_shape), eps)
 
 
 def _rms_norm(
@@ -160,7 +220,7 @@ def _rms_norm(
     buffers.serve("rms_norm", FORMATS["norm"])
     if eps is None:
         eps = torch.finfo(backward.wide(input.dtype)).eps
-    return _hotrain.norm(input, weight, None, "rms", len(normalized_shape), eps, FORMATS["norm"])
+    return norm(buffers, input, weight, None, "rms", len(normalized_shape), eps)
 
 
 def _group_norm(
@@ -174,7 +234,7 @@ def _group_norm(
     if not (_large(input) and input.dim() >= 3 and _wants(input, weight, bias)):
         return None
     buffers.serve("group_norm", FORMATS["norm"])
-    return _hotrain.norm(input, weight, bias, "group", num_groups, eps, FORMATS["norm"])
+    return norm(buffers, input, weight, bias, "group", num_groups, eps)
 
 
 def _batch_norm(
@@ -198,7 +258,7 @@ def _batch_norm(
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
     buffers.serve("batch_norm", FORMATS["norm"])
-    return _hotrain.norm(input, weight, bias, "batch", 1, eps, FORMATS["norm"], running_mean, running_var, momentum)
+    return norm(buffers, input, weight, bias, "batch", 1, eps, running_mean, running_var, momentum)
 
 
 def _softmax(
@@ -207,7 +267,10 @@ def _softmax(
     if not (_large(input) and input.requires_grad) or dim is None:
         return None
     buffers.serve("softmax", FORMATS["softmax"])
-    return _hotrain.kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
+    y, *codes = _hotrain.kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
+    if dim in (-1, input.dim() - 1):
+        buffers.origins.note(y, origin.values(FORMATS["softmax"], _columns(y, False)), *codes)
+    return y
 
 
 def _tensor_softmax(buffers: Buffers, input: Tensor, dim: int, dtype: Any = None) -> Tensor | None:
@@ -217,17 +280,28 @@ def _tensor_softmax(buffers: Buffers, input: Tensor, dim: int, dtype: Any = None
 def _dropout(
     buffers: Buffers, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
+    if p == 0 and isinstance(input, Tensor):
+        return input  # as PyTorch does; the layer behind must know it again
     if not (training and 0 < p <= 1 and _large(input) and input.requires_grad):
         return None
     buffers.serve("dropout", "bits")
     y = _hotrain.kept_dropout(input, p)
-    return input.copy_(y) if inplace else y
+    if inplace:
+        buffers.origins.forget(input)
+        return input.copy_(y)
+    return y
 
 
 def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
     """How the factors of a product are kept, None where neither is large and asked for by the other's gradient."""
     large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
     return (form if large_a else "exact", form if large_b else "exact") if large_a or large_b else None
+
+
+def _held(buffers: Buffers, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
+    """The form in which t is kept, and the tensors of a recipe: those of its origin, where that is known."""
+    known = None if form == "exact" else buffers.origins.of(t)
+    return (form, []) if known is None else (known.recipe, list(known.tensors))
 
 
 def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
@@ -238,7 +312,18 @@ def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
     if forms is None:
         return None
     buffers.serve("mul", FORMATS["product"])
-    return _hotrain.product(a, b, *forms)
+    held = [_held(buffers, t, form) for t, form in zip((a, b), forms, strict=True)]
+    y, made = _hotrain.product(a, b, held[0][0], held[1][0], held[0][1], held[1][1])
+    # Both are kept and of one shape: whoever reads the product next can have it from them.
+    if "exact" not in forms and a.shape == b.shape:
+        parts, begin = [], 0
+        for t, (form, given) in zip((a, b), held, strict=True):
+            own = form in GROUPED
+            recipe = origin.values(form, _columns(t, False)) if own else form
+            parts.append((recipe, made[begin : begin + 2] if own else given))
+            begin += 2 * own
+        buffers.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
+    return y
 
 
 def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
@@ -252,7 +337,8 @@ def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
         buffers.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
         return None
     buffers.serve("matmul", FORMATS["matmul"])
-    return _hotrain.kept_matmul(a, b, *forms)
+    a_form, given = _held(buffers, a, forms[0])
+    return _hotrain.kept_matmul(a, b, a_form, forms[1], given)
 
 
 def _bmm(buffers: Buffers, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
@@ -267,7 +353,11 @@ def _linear(buffers: Buffers, input: Tensor, weight: Tensor, bias: Tensor | None
     if not (_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
     buffers.serve("linear (exact product)", FORMATS["linear"])
-    return _hotrain.kept_linear(input, weight, bias, FORMATS["linear"])
+    form, given = _held(buffers, input, FORMATS["linear"])
+    y, made = _hotrain.kept_linear(input, weight, bias, form, given)
+    if made:
+        buffers.origins.note(input, origin.values(form, _columns(input, False)), *made)
+    return y
 
 
 def _pair(value: Any) -> list[int]:
@@ -297,9 +387,13 @@ def _conv2d(
         buffers.leave("conv2d", f"padding={padding!r}; served are numbers")
         return None
     buffers.serve("conv2d (exact product)", FORMATS["conv"])
-    return _hotrain.kept_conv2d(
-        input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, FORMATS["conv"]
+    form, given = _held(buffers, input, FORMATS["conv"])
+    y, made = _hotrain.kept_conv2d(
+        input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
+    if made:
+        buffers.origins.note(input, origin.values(form, _columns(input, True), True), *made)
+    return y
 
 
 def _max_pool2d(
@@ -366,9 +460,45 @@ def _attention(
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _hotrain.kept_attention(
+    y, *codes = _hotrain.kept_attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
+    # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
+    buffers.origins.note(y, origin.heads(FORMATS["value_output"], _columns(y, False)), *codes)
+    return y
+
+
+# ---- views: what an origin is known of, it is known of in another shape ----
+
+
+def _turned(buffers: Buffers, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
+    """`transpose` and `permute` of what attention returns."""
+    known = buffers.origins.of(input, by_heads=True)
+    if known is None or kwargs or not origin.is_by_heads(known.recipe):
+        return None
+    order = axes[0] if len(axes) == 1 else axes
+    if len(order) == 2:
+        swapped = list(range(input.dim()))
+        swapped[order[0]], swapped[order[1]] = swapped[order[1]], swapped[order[0]]
+        order = swapped
+    if [axis % input.dim() for axis in order] != [0, 2, 1, 3]:
+        return None
+    y = input.permute(0, 2, 1, 3)
+    buffers.origins.note(y, origin.by_tokens(known.recipe), *known.tensors)
+    return y
+
+
+def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    def run(buffers: Buffers, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        known = buffers.origins.of(input)
+        if known is None or not origin.is_in_order(known.recipe) or (args and isinstance(args[0], torch.dtype)):
+            return None
+        y = func(input, *args, **kwargs)
+        if y is not input:
+            buffers.origins.note(y, known.recipe, *known.tensors)
+        return y
+
+    return run
 
 
 def _full(what: str, why: str) -> Callable[..., None]:
@@ -419,6 +549,11 @@ TABLE: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, operator.mul), _product),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, operator.matmul), _matmul),
     **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    **dict.fromkeys((torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _turned),
+    **{
+        func: _reshaped(func)
+        for func in (torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.view, Tensor.contiguous)
+    },
     F.multi_head_attention_forward: _full("multi_head_attention_forward", "PyTorch runs all of it in one call"),
     F.interpolate: _interpolate,
     F.glu: _full("glu", "it keeps its input; no operator serves it"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops as _ops  # noqa: F401  (defines the operators)
+from .mode import ATTRIBUTE, Buffers, norm
 from .policy import FORMATS, SMALL
 
 
@@ -20,10 +20,13 @@ class ComposedRMSNorm:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x, w = hidden_states, self.weight  # type: ignore[attr-defined]
-        wanted = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+        buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
+        wanted = buffers is not None and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
         if args or kwargs or not (self.training and wanted) or x.numel() < SMALL:  # type: ignore[attr-defined]
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
-        return torch.ops.hotrain.norm(x, w, None, "rms_cast", 1, epsilon(self), FORMATS["norm"])  # type: ignore[no-any-return]
+        assert buffers is not None
+        buffers.serve("composed RMS norms", FORMATS["norm"])
+        return norm(buffers, x, w, None, "rms_cast", 1, epsilon(self))
 
 
 def epsilon(module: Any) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import autograd
 from . import functions
-from .attention import Attention
+from .attention import Attention, refined
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 
@@ -53,9 +53,15 @@ def slope(x: Tensor, name: str) -> Tensor:
         return functions.Slope.apply(x, name)
 
 
+@_operator("curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)")
+def curve(x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, Tensor, Tensor]:
+    with autograd.outside_autocast(x):
+        return functions.Curve.apply(x, name, form, image)
+
+
 @_operator(
     "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form, Tensor(a!)? running_mean=None, "
-    "Tensor(b!)? running_var=None, float momentum=0.1) -> Tensor"
+    "Tensor(b!)? running_var=None, float momentum=0.1) -> (Tensor, Tensor, Tensor)"
 )
 def norm(
     x: Tensor,
@@ -68,15 +74,15 @@ def norm(
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     momentum: float = 0.1,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     if kind in ("layer", "rms", "group"):
         x, w, b = _float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
     with autograd.outside_autocast(x):
         return functions.Norm.apply(x, w, b, kind, dims, eps, form, running_mean, running_var, momentum)
 
 
-@_operator("kept_softmax(Tensor x, int dim, str form) -> Tensor")
-def softmax(x: Tensor, dim: int, form: str) -> Tensor:
+@_operator("kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)")
+def softmax(x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
     (cast,) = _float32("softmax.int", x)
     with autograd.outside_autocast(x):
         return functions.Softmax.apply(cast, dim, form)
@@ -87,28 +93,39 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return functions.Dropout.apply(x, p)
 
 
-@_operator("product(Tensor a, Tensor b, str a_form, str b_form) -> Tensor")
-def product(a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
-    return functions.Product.apply(a, b, a_form, b_form)
+# Of the next four, lists are the tensors of a recipe going in, and the codes made there coming out.
 
-
-@_operator("kept_matmul(Tensor a, Tensor b, str a_form, str b_form) -> Tensor")
-def matmul(a: Tensor, b: Tensor, a_form: str, b_form: str) -> Tensor:
-    a_cast, b_cast = _lower(a, b)
-    with autograd.outside_autocast(a):
-        return functions.Matmul.apply(a_cast, b_cast, a_form, b_form)
-
-
-@_operator("kept_linear(Tensor x, Tensor w, Tensor? b, str form) -> Tensor")
-def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str) -> Tensor:
-    x_cast, w_cast, b_cast = _lower(x, w, b)
-    with autograd.outside_autocast(x):
-        return functions.Linear.apply(x_cast, w_cast, b_cast, form)
+Made = tuple[Tensor, list[Tensor]]
 
 
 @_operator(
-    "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form) "
-    "-> Tensor"
+    "product(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given, Tensor?[] b_given) -> (Tensor, Tensor[])"
+)
+def product(
+    a: Tensor, b: Tensor, a_form: str, b_form: str, a_given: list[Tensor | None], b_given: list[Tensor | None]
+) -> Made:
+    y, *made = functions.Product.apply(a, b, a_form, b_form, a_given, b_given)
+    return y, made
+
+
+@_operator("kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor")
+def matmul(a: Tensor, b: Tensor, a_form: str, b_form: str, a_given: list[Tensor | None]) -> Tensor:
+    a_cast, b_cast = _lower(a, b)
+    with autograd.outside_autocast(a):
+        return functions.Matmul.apply(a_cast, b_cast, a_form, b_form, a_given)
+
+
+@_operator("kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])")
+def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str, given: list[Tensor | None]) -> Made:
+    x_cast, w_cast, b_cast = _lower(x, w, b)
+    with autograd.outside_autocast(x):
+        y, *made = functions.Linear.apply(x_cast, w_cast, b_cast, form, given)
+        return y, made
+
+
+@_operator(
+    "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
+    "Tensor?[] given) -> (Tensor, Tensor[])"
 )
 def conv2d(
     x: Tensor,
@@ -119,10 +136,12 @@ def conv2d(
     dilation: Sequence[int],
     groups: int,
     form: str,
-) -> Tensor:
+    given: list[Tensor | None],
+) -> Made:
     x_cast, w_cast, b_cast = _lower(x, w, b)
     with autograd.outside_autocast(x):
-        return functions.Conv2d.apply(x_cast, w_cast, b_cast, stride, padding, dilation, groups, form)
+        y, *made = functions.Conv2d.apply(x_cast, w_cast, b_cast, stride, padding, dilation, groups, form, given)
+        return y, made
 
 
 @_operator("kept_max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> Tensor")
@@ -148,7 +167,7 @@ def avg_pool2d(
 
 @_operator(
     "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
-    "str qk_form, str vo_form) -> Tensor"
+    "str qk_form, str vo_form) -> (Tensor, Tensor, Tensor)"
 )
 def attention(
     q: Tensor,
@@ -161,6 +180,7 @@ def attention(
     kind: str,
     qk_form: str,
     vo_form: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     with autograd.outside_autocast(q):
+        kind = refined(q, k, v, mask, dropout, causal, scale, kind)
         return Attention.apply(q, k, v, mask, dropout, causal, scale, kind, qk_form, vo_form)

@@ -17,12 +17,11 @@ BITS = Bits()
 
 # Slopes in four bits: from -2/11 to 13/11, which holds those of GELU (-0.13 to 1.13), SiLU (-0.10 to 1.10) and Mish.
 SLOPES = Levels(4, first=-2, per_one=11)
-# From -4/7 to 11/7: hardswish's slope lies from -0.5 to 1.5.
-WIDE_SLOPES = Levels(4, first=-4, per_one=7)
 
 # operator → format of what it keeps
 FORMATS = {
     "norm": "int4 nearest/row",
+    "curve": "int4 nearest",  # the input of an activation, for its slope and for the layer behind it
     "softmax": "int8",
     "query_key": "int8",  # an error there changes the weights of attention exponentially
     "value_output": "int4 nearest",

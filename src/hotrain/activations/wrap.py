@@ -11,11 +11,8 @@ import torch
 from torch import nn
 
 from .exchange import Mixin, mix, unmix
-from .mode import Buffers, Compressed
+from .mode import ATTRIBUTE, Buffers, Compressed
 from .norms import ComposedRMSNorm, is_composed
-from .policy import FORMATS
-
-ATTRIBUTE = "_hotrain_buffers"
 
 
 class Wrapped(Mixin):
@@ -27,8 +24,11 @@ class Wrapped(Mixin):
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        buffers.origins.begin()
         with Compressed(buffers):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        buffers.origins.begin()
+        return result
 
 
 class WrappedNorm(Mixin, ComposedRMSNorm):
@@ -54,7 +54,7 @@ def wrap(model: nn.Module) -> Buffers:
         if not isinstance(module, ComposedRMSNorm) and is_composed(module):
             mix(module, WrappedNorm)
         if isinstance(module, ComposedRMSNorm):
-            buffers.serve("composed RMS norms", FORMATS["norm"])
+            module.__dict__[ATTRIBUTE] = buffers
     return buffers
 
 

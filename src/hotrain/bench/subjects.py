@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,17 @@ BATCHES = 2  # that steps go through in turn
 TINY = 4  # samples at the size for tests: enough that activations are worth compressing
 
 
+def _fused_adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
 @dataclass
 class Task:
     """A model and what a step of it does.
 
     blocks: the model's containers of what checkpointing recomputes one by one.  batches: what `loss` takes beside the
     model.  kept_exact: whether a Linear of that name stays as it is in every variant.  trains: whether AdamW follows.
+    adamw: which one; called with the parameters and `lr`.
     """
 
     model: nn.Module
@@ -81,9 +86,10 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     kept_exact: Callable[[str], bool]
     trains: bool
+    adamw: Callable[..., torch.optim.Optimizer] = _fused_adamw
 
     def optimizer(self) -> torch.optim.Optimizer | None:
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True) if self.trains else None
+        return self.adamw(self.model.parameters(), lr=1e-4) if self.trains else None
 
 
 class Checkpointed(nn.Module):

@@ -93,7 +93,9 @@ def step(
     variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
     again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
-    seconds: Annotated[float | None, typer.Option("--seconds", help="Start no variant after so long; with --together, wait for none.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Start no variant after so long; with --together, wait for none.")
+    ] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Prepare all at once, a process each, and time one after the other.")
     ] = False,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..saved import Bits
+from ..saved import Bits, as_it_was, memory_order
 
 
 class Relu(torch.autograd.Function):
@@ -22,13 +22,17 @@ class Relu(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         y = x.relu_() if inplace else x.relu()
-        ctx.save_for_backward(*Bits().keep(y.le(0).logical_not_()))
+        ctx.order = memory_order(y)
+        lying = y.permute(ctx.order)
+        ctx.shape = lying.shape
+        ctx.save_for_backward(*Bits().keep(lying.le(0).logical_not_()))
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        return g_y.masked_fill(Bits().restore(ctx.saved_tensors, g_y.shape).logical_not(), 0.0), None
+        closed = Bits().restore(ctx.saved_tensors, ctx.shape).logical_not()
+        return g_y.masked_fill(as_it_was(closed, ctx.order), 0.0), None
 
 
 class BitReLU(nn.ReLU):

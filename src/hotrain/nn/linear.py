@@ -40,7 +40,8 @@ class HadamardLinear(nn.Linear):
             kernels = state.traced(self, input, samples_only)
             if kernels is None:
                 return super().forward(input)
-            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
+            origin = state.origin(input)
+            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels, origin)
         step = state.step(self, input, samples_only)
         if step is None:
             return super().forward(input)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd, ops, planning
+from ..activations.origin import Origin, Origins
 from ..autograd import Step
 from ..convolution import Geometry
 from ..draws import Draws, place_all
@@ -31,6 +32,7 @@ class LayerState:
     calls: training forwards that followed the method; of a compiled layer, those that were traced.
     automatic: whether the numbers of the method are still to be chosen, by the device of the first forward.
     plan: whether the layer stays exact on a GPU where its method would lose time (`hotrain.conversion.convert`).
+    origins: who knows where the input comes from, where what lies between the layers is compressed.
     spec, random, low_rank: what a trace reads of method and grid, and so is guarded by.
     verdicts: of the plan, by what was asked; of the method, grid and plan that are set now.
     """
@@ -47,6 +49,7 @@ class LayerState:
     spec: str = field(init=False, repr=False, default="")
     random: bool = field(init=False, repr=False, default=False)
     low_rank: bool = field(init=False, repr=False, default=False)
+    origins: Origins | None = field(repr=False, compare=False, default=None)
     verdicts: dict[Any, str | None] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +105,11 @@ class LayerState:
         if self.fallback is not None:
             return None
         self.calls += 1
-        return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word)
+        return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word, origin=self.origin(x))
+
+    def origin(self, x: Tensor) -> Origin | None:
+        """Where x comes from, if an operator before the layer keeps what it can be made of."""
+        return None if self.origins is None else self.origins.of(x)
 
     def traced(
         self,

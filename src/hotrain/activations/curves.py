@@ -1,0 +1,79 @@
+"""Activations and their slopes: f, f', and what of them is worth keeping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..saved import Levels
+from .policy import SLOPES
+
+
+@dataclass(frozen=True)
+class Activation:
+    """f, its slope (of x in float32), and the levels that hold the slope; None for a slope of zero or one.
+
+    by_input: whether x is kept in their place, in the format of `policy.FORMATS`, from which backward makes the slope,
+    and the result for the layer behind.
+    """
+
+    f: Callable[..., Tensor]
+    slope: Callable[..., Tensor]
+    levels: Levels | None = SLOPES
+    by_input: bool = False
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    a, b = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(a * (x + b * x * x * x))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * a * (1 + 3 * b * x * x)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _mish_slope(x: Tensor) -> Tensor:
+    t, s = torch.tanh(F.softplus(x)), torch.sigmoid(x)
+    return t + x * s * (1 - t * t)
+
+
+def _hardswish_slope(x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 3 + 0.5))
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return 4 * s * (1 - s)  # up to 1; `functions.Slope` divides again
+
+
+def _tanh_slope(x: Tensor) -> Tensor:
+    t = torch.tanh(x)
+    return 1 - t * t
+
+
+ACTIVATIONS = {
+    "gelu": Activation(F.gelu, _gelu_slope, by_input=True),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_slope, by_input=True),
+    "silu": Activation(F.silu, _silu_slope, by_input=True),
+    "mish": Activation(F.mish, _mish_slope, by_input=True),
+    "hardswish": Activation(F.hardswish, _hardswish_slope, by_input=True),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
+    "tanh": Activation(torch.tanh, _tanh_slope),
+    "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
+    "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
+    "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
+    "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
+}
+FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the slope that is kept
+ELSE = {"leaky_relu": 0.01}  # the slope where the bit is not set
