@@ -104,7 +104,7 @@ def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) ->
 
 def memory_order(t: Tensor) -> list[int]:
     """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
-    order = sorted(range(t.dim()), key=lambda axis: -t.stride(axis))
+    order = sorted(range(t.dim()), key=lambda axis: -int(t.stride(axis)))
     return order if t.permute(order).is_contiguous() else list(range(t.dim()))
 
 

@@ -78,9 +78,11 @@ KEPT: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], int, f
     "div": (lambda a, b: a / b.exp(), (X, X), int8(X) + short(X), INT8_ERROR),  # the divisor is exp's result
     "div by a column": (lambda a, b: a / b, (X, (4, 8, 1)), int8(X) + 4 * 32, INT8_ERROR),
     "addcmul": (torch.addcmul, (X, X, X), int8(X, X), INT8_ERROR),
-    "normalize": (lambda x: F.normalize(x, dim=-1), (X,), int8(X) + 2 * 4 * 32, INT8_ERROR),  # of both its nodes once
-    "norm": (lambda x: x.norm(dim=-1), (X,), int8(X) + 4 * 32, INT8_ERROR),
-    "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (X,), int8(X) + 4 * 32, INT8_ERROR),
+    # Of both its nodes once; the norms themselves, and what they are clamped to.
+    "normalize": (lambda x: F.normalize(x, dim=-1), (X,), short(X) + 2 * 4 * 32, BFLOAT16_ERROR),
+    "norm": (lambda x: x.norm(dim=-1), (X,), short(X) + 4 * 32, BFLOAT16_ERROR),
+    "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), (X,), short(X) + 4 * 32, BFLOAT16_ERROR),
+    "norms of pairs": (lambda x: x.norm(dim=-1), ((32, 24, 2),), short((32, 48)) + 4 * 32 * 24, BFLOAT16_ERROR),
     "einsum": (lambda a, b: torch.einsum("bic,bjc->bij", a, b), (X, X), int8((4, 8, 48), (4, 8, 48)), INT8_ERROR),
     "matrix product": (torch.mm, ((20, 48), (48, 16)), int8((20, 48), (48, 16)), INT8_ERROR),
     "linear": (F.linear, ((20, 48), (16, 48)), int8((20, 48)) + 4 * 16 * 48, INT8_ERROR),
@@ -135,6 +137,7 @@ POLES: dict[str, Callable[[Tensor], Tensor]] = {
     "addcdiv": lambda x: torch.addcdiv(torch.zeros(16, 32), torch.ones(16, 32), x),
     "log": torch.log,
     "sqrt": torch.sqrt,
+    "norm": lambda x: x[..., None].norm(dim=-1),
     "rsqrt": torch.rsqrt,
     "a negative power": lambda x: x**-2,
     "a power of a tensor": lambda x: x ** torch.full((16, 32), -1.0),
@@ -198,6 +201,7 @@ def test_the_report_says_which_functions_keep_codes_and_how_much_others_keep() -
         y = y / torch.sin(y)
     assert buffers.served == {"glu (saved)": "int8", "div (saved)": "bfloat16, int8"}
     assert buffers.full == {"sin": "1.0 MiB a call, for which there is no rule"}  # 64 · 64 · 64 · 4 bytes
+    assert rest.rule_of(buffers.looked_at, torch.sin, (x,), {}) is None  # known now
 
 
 def test_parameters_and_inputs_and_what_is_made_of_them_alone_stay() -> None:
@@ -230,7 +234,7 @@ def test_double_precision_small_tensors_and_subclasses_stay() -> None:
 
     for x in (torch.randn(X, dtype=torch.float64), torch.randn(9, 11), torch.randn(X).as_subclass(Own)):
         leaf = x.requires_grad_()
-        got, want = (differentiate(f, [leaf]) for f in (lambda t: served(inner(torch.exp), t), inner(torch.exp)))
+        got, want = (differentiate(f, [leaf]) for f in (lambda t: served(inner(torch.square), t), inner(torch.square)))
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
@@ -560,6 +564,15 @@ def test_blocks_inside_of_a_model_pack_once() -> None:
         net(batch())
     # twice, but for the first block's input, which is nobody's result there
     assert nbytes(held, [*net.parameters()]) <= 2 * one + INT8.nbytes((2, 33, 48))
+
+
+def test_hotrain_s_own_operators_are_not_looked_at() -> None:
+    """A mode outside of another one sees them called."""
+    buffers, x = Buffers(), rand(*X)
+    with Compressed(buffers), Compressed(buffers):
+        F.layer_norm(x, (48,))
+    assert buffers.served
+    assert "norm" not in buffers.looked_at
 
 
 def test_a_compiled_model_has_no_hooks() -> None:

@@ -8,12 +8,15 @@ backward makes the weights anew from it. Which kernel runs is PyTorch's choice, 
 from __future__ import annotations
 
 import math
+import operator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd import once
 from .origin import restore
@@ -41,6 +44,10 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     ampere = _is_ampere(q.device)
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
+    if mask is None and half and ampere and torch.backends.cuda.cudnn_sdp_enabled():
+        sizes = (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])
+        if _prefers_cudnn(q.device, q.dtype, *map(operator.index, sizes), dropout > 0, causal):
+            return "cudnn"
     if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         return "flash"
     aligned = q.shape[-1] % (8 if half else 4) == 0
@@ -49,18 +56,20 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     return None
 
 
-def refined(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float, kind: str
-) -> str:
-    """The kernel, with cuDNN's in the place of `backend`'s where PyTorch itself would prefer that.
+@cache
+def _prefers_cudnn(
+    device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
+) -> bool:
+    """Whether PyTorch itself would run cuDNN's kernel, without a mask: it is asked, with one sample of tensors.
 
-    Asked where operators run and are traced: it is a question to PyTorch's dispatcher.
+    heads: of q, for one of k and v.
     """
-    if q.device.type != "cuda" or mask is not None or not torch.backends.cuda.cudnn_sdp_enabled():
-        return kind
-    shared = q.shape[1] != k.shape[1]
-    chosen = torch._fused_sdp_choice(q, k, v, None, dropout, causal, scale=scale, enable_gqa=shared)
-    return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else kind
+    with _disable_current_modes():  # those of a tracer
+        q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
+        k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
+        dropout = 0.1 if drops else 0.0
+        chosen = torch._fused_sdp_choice(q, k, k, None, dropout, causal, enable_gqa=heads > 1)
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def _switches() -> tuple[bool, bool]:
@@ -74,6 +83,7 @@ def _is_ampere(device: torch.device) -> bool:
 
 
 # A tracer cannot follow the questions.
+_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -267,7 +267,7 @@ def _hand_out(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
 class Product(torch.autograd.Function):
     """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are.
 
-    a_given, b_given: the tensors of their recipes.  Returns y, and codes and scales made here, of a and then of b.
+    a_given, b_given: the tensors of their recipes.  Codes are of rows along the axis that lies densest.  Returns y, and codes and scales made here, of a and then of b.
     """
 
     @staticmethod
@@ -276,7 +276,11 @@ class Product(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
-        a_kept, b_kept = _keep(a, ctx.forms[0], a_given), _keep(b, ctx.forms[1], b_given)
+        ctx.orders = [memory_order(t) if form in GROUPED else None for t, form in zip((a, b), ctx.forms, strict=True)]
+        a_kept, b_kept = (
+            _keep(t if order is None else t.permute(order), form, given)
+            for t, order, form, given in zip((a, b), ctx.orders, ctx.forms, (a_given, b_given), strict=True)
+        )
         ctx.split = len(a_kept)
         ctx.save_for_backward(*a_kept, *b_kept)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
@@ -285,11 +289,21 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         saved, split = ctx.saved_tensors, ctx.split
-        a = _restore(saved[:split], ctx.forms[0], ctx.shapes[0], ctx.dtypes[0])
-        b = _restore(saved[split:], ctx.forms[1], ctx.shapes[1], ctx.dtypes[1])
+        a = _turned_back(saved[:split], ctx.forms[0], ctx.orders[0], ctx.shapes[0], ctx.dtypes[0])
+        b = _turned_back(saved[split:], ctx.forms[1], ctx.orders[1], ctx.shapes[1], ctx.dtypes[1])
         g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
         g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
         return *once("product", (g_a, g_b), g_y, a, b), *[None] * 4
+
+
+def _turned_back(
+    kept: Kept, form: str, order: list[int] | None, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor | None:
+    """`_restore`, of what was kept with its axes in that order."""
+    if order is None:
+        return _restore(kept, form, shape, dtype)
+    t = _restore(kept, form, [shape[axis] for axis in order], dtype)
+    return None if t is None else as_it_was(t, order)
 
 
 # ---- products of matrices: y = a b, g_a = g bᵀ, g_b = aᵀ g ----

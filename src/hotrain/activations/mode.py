@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .. import autograd, backward
 from ..saved import memory_order
 from . import ops as _ops  # noqa: F401  (defines the operators)
-from . import origin
+from . import origin, rest
 from .attention import backend, prepared_mask
 from .curves import ACTIVATIONS
 from .origin import Origins, current_checkpoint
@@ -39,6 +39,7 @@ class Buffers:
     served: dict[str, str] = field(default_factory=dict)
     full: dict[str, str] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
+    looked_at: set[str] = field(default_factory=set, repr=False, compare=False)  # by `rest`
 
     def serve(self, what: str, form: str) -> None:
         self.served[what] = form
@@ -72,7 +73,7 @@ class Compressed(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         handler = TABLE.get(func)
-        if handler is not None and torch.is_grad_enabled() and "out" not in kwargs and self._may_serve():
+        if handler is not None and torch.is_grad_enabled() and kwargs.get("out") is None and self._may_serve():
             y = handler(self.buffers, *args, **kwargs)
             if y is not None:
                 return y
@@ -80,7 +81,12 @@ class Compressed(TorchFunctionMode):
             self.buffers.origins.forget(args[0])
         if "out" in kwargs:
             self.buffers.origins.forget(kwargs["out"])
-        return func(*args, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
+        if rule is None or not self._may_serve():
+            return func(*args, **kwargs)
+        return rest.call(self.buffers, rule, func, args, kwargs)
 
     def _may_serve(self) -> bool:
         # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
@@ -131,13 +137,20 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
             y = _hotrain.slope(input, name)
             recipe, codes = ("", []) if known is None else (origin.of(name, known.recipe), list(known.tensors))
         if inplace:
-            buffers.origins.forget(input)
-            y = input.copy_(y)
+            y = _written(buffers, input, y)
         if recipe:
             buffers.origins.note(y, recipe, *codes)
         return y
 
     return run
+
+
+def _written(buffers: Buffers, input: Tensor, y: Tensor) -> Tensor:
+    """y, written to input: what a function in place returns."""
+    buffers.origins.forget(input)
+    copy = input.copy_(y)
+    # Through the copy a gradient passes as a sum with zeros, in an order of its own; a compiler drops an unused one.
+    return y if torch.compiler.is_dynamo_compiling() else copy
 
 
 def _is_image(t: Tensor) -> bool:
@@ -286,10 +299,7 @@ def _dropout(
         return None
     buffers.serve("dropout", "bits")
     y = _hotrain.kept_dropout(input, p)
-    if inplace:
-        buffers.origins.forget(input)
-        return input.copy_(y)
-    return y
+    return _written(buffers, input, y) if inplace else y
 
 
 def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
@@ -302,6 +312,14 @@ def _held(buffers: Buffers, t: Tensor, form: str) -> tuple[str, list[Tensor | No
     """The form in which t is kept, and the tensors of a recipe: those of its origin, where that is known."""
     known = None if form == "exact" else buffers.origins.of(t)
     return (form, []) if known is None else (known.recipe, list(known.tensors))
+
+
+def _values(form: str, t: Tensor) -> str:
+    """The recipe of codes of rows along the axis of t that lies densest; none where the axes lie in another order."""
+    order = memory_order(t)
+    if order == list(range(t.dim())):
+        return origin.values(form, _columns(t, False))
+    return origin.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
 
 
 def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
@@ -319,10 +337,11 @@ def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
         parts, begin = [], 0
         for t, (form, given) in zip((a, b), held, strict=True):
             own = form in GROUPED
-            recipe = origin.values(form, _columns(t, False)) if own else form
+            recipe = _values(form, t) if own else form
             parts.append((recipe, made[begin : begin + 2] if own else given))
             begin += 2 * own
-        buffers.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
+        if parts[0][0] and parts[1][0]:
+            buffers.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
     return y
 
 

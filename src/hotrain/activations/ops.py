@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import autograd
 from . import functions
-from .attention import Attention, refined
+from .attention import Attention
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 
@@ -182,5 +182,4 @@ def attention(
     vo_form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with autograd.outside_autocast(q):
-        kind = refined(q, k, v, mask, dropout, causal, scale, kind)
         return Attention.apply(q, k, v, mask, dropout, causal, scale, kind, qk_form, vo_form)

@@ -95,7 +95,7 @@ class Rule:
 _EXACT = Rule()
 _PRODUCT, _SMOOTH, _WIDE = Rule("int8"), Rule("int8"), Rule("bfloat16")
 _DIVISION = Rule(places={0: "int8", 1: "bfloat16"})
-_NORM = Rule(places={0: "int8"})  # the result divides
+_NORM = Rule(places={0: "bfloat16"})  # the result divides; neighbours may belong to a norm that is much larger
 _POOL = Rule(places={0: "shape"})
 
 
@@ -168,14 +168,14 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     looked_at: names of functions without a rule of which it is known what they save. The first call of such a one with
     a large tensor has a rule, under which everything stays as it is and is counted.
     """
+    rule = RULES.get(func)
+    if rule is None and _name(func) in looked_at:  # nearly every call
+        return None
     if isinstance(func, _OPERATORS) or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor)):
         return None
-    rule = RULES.get(func)
     if rule is not None:
         return rule if isinstance(rule, Rule) else rule(*args, **kwargs)
-    if _name(func) in looked_at or not any(isinstance(t, Tensor) and _is_large(t) for t in args):
-        return None
-    return _EXACT
+    return _EXACT if any(isinstance(t, Tensor) and _is_large(t) for t in args) else None
 
 
 def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -31,8 +31,9 @@ class Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        closed = Bits().restore(ctx.saved_tensors, ctx.shape).logical_not()
-        return g_y.masked_fill(as_it_was(closed, ctx.order), 0.0), None
+        passed = as_it_was(Bits().restore(ctx.saved_tensors, ctx.shape), ctx.order)
+        # `masked_fill` would lay the gradient out anew, which convolutions pay for once more.
+        return torch.where(passed, g_y, torch.zeros((), dtype=g_y.dtype, device=g_y.device)), None
 
 
 class BitReLU(nn.ReLU):
@@ -43,7 +44,9 @@ class BitReLU(nn.ReLU):
             return super().forward(input)
         if torch.compiler.is_dynamo_compiling():
             y = torch.ops.hotrain.relu(input)
-            return input.copy_(y) if self.inplace else y
+            if self.inplace:
+                input.copy_(y)
+            return y  # and not the copy, through which a gradient would pass as a sum with zeros
         return Relu.apply(input, self.inplace)
 
 
