@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +55,9 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     return None
 
 
-@cache
+_preferred: dict[tuple[Any, ...], bool] = {}  # by what was asked: a tracer goes through `functools.cache`
+
+
 def _prefers_cudnn(
     device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
 ) -> bool:
@@ -64,12 +65,15 @@ def _prefers_cudnn(
 
     heads: of q, for one of k and v.
     """
-    with _disable_current_modes():  # those of a tracer
-        q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
-        k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
-        dropout = 0.1 if drops else 0.0
-        chosen = torch._fused_sdp_choice(q, k, k, None, dropout, causal, enable_gqa=heads > 1)
-    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+    asked = (device, dtype, heads, queries, keys, width, drops, causal)
+    if asked not in _preferred:
+        with _disable_current_modes():  # those of a tracer
+            q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
+            k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
+            dropout = 0.1 if drops else 0.0
+            chosen = torch._fused_sdp_choice(q, k, k, None, dropout, causal, enable_gqa=heads > 1)
+        _preferred[asked] = bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+    return _preferred[asked]
 
 
 def _switches() -> tuple[bool, bool]:
