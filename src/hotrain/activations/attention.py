@@ -32,7 +32,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
         return None
     if q.shape[1] % k.shape[1] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
-    flash, efficient = _switches()
+    flash, efficient, cudnn = _switches()
     if q.device.type == "cpu":
         fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
         trained = mask is not None and mask.requires_grad
@@ -43,7 +43,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     ampere = _is_ampere(q.device)
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
-    if mask is None and half and ampere and torch.backends.cuda.cudnn_sdp_enabled():
+    if mask is None and half and ampere and cudnn:
         sizes = (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])
         if _prefers_cudnn(q.device, q.dtype, *map(operator.index, sizes), dropout > 0, causal):
             return "cudnn"
@@ -76,9 +76,10 @@ def _prefers_cudnn(
     return _preferred[asked]
 
 
-def _switches() -> tuple[bool, bool]:
-    """Whether the flash kernels (the CPU's too) and the memory-efficient one are switched on."""
-    return torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+def _switches() -> tuple[bool, bool, bool]:
+    """Whether the flash kernels (the CPU's too), the memory-efficient one and cuDNN's are switched on."""
+    on = torch.backends.cuda
+    return on.flash_sdp_enabled(), on.mem_efficient_sdp_enabled(), on.cudnn_sdp_enabled()
 
 
 def _is_ampere(device: torch.device) -> bool:

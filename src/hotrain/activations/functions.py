@@ -142,10 +142,13 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, shape = ctx.kind, ctx.dims, ctx.shape
+        if kind == "batch":
+            grads = _batch_norm_backward(ctx, g_y, w, r, kept)
+            return *once("batch norm", grads, g_y, w), *[None] * 7
         g = wide(g_y)
-        order = [shape[0], *shape[2:], shape[1]] if kind in ("group", "batch") else shape
+        order = [shape[0], *shape[2:], shape[1]] if kind == "group" else shape
         normal = _channels_first(restore(GROUPED[ctx.form], kept, order, g.dtype), kind)
-        by_token = kind not in ("group", "batch")
+        by_token = kind != "group"
         leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
         g_w = (g * normal).sum(leading).to(w.dtype) if ctx.needs_input_grad[1] else None
         g_b = g.sum(leading).to(ctx.b_dtype) if ctx.needs_input_grad[2] else None
@@ -154,12 +157,36 @@ class Norm(torch.autograd.Function):
             scaled = g if w is None else g * (wide(w) if by_token else _along_channels(w, len(shape)))
             if kind == "group":
                 scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
-            over = list(range(-dims, 0)) if by_token else [2] if kind == "group" else leading
+            over = list(range(-dims, 0)) if by_token else [2]
             inner = scaled - normal * (scaled * normal).mean(over, keepdim=True)
             if kind not in ("rms", "rms_cast"):
                 inner = inner - scaled.mean(over, keepdim=True)
             g_x = (inner * r).reshape(shape).to(ctx.dtype)
         return *once(f"{kind} norm", (g_x, g_w, g_b), g_y, w), *[None] * 7
+
+
+def _batch_norm_backward(
+    ctx: Any, g: Tensor, w: Tensor | None, r: Tensor, kept: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Both means are the sums that g_w and g_b are: γ is one for all that they run over.
+
+    Tensors stay in g's dtype and sums are wide: of what a compiler writes to memory between the sums and the rest, half
+    the bytes.
+    """
+    shape, full = ctx.shape, torch.promote_types(g.dtype, torch.float32)
+    leading, count = [0, *range(2, len(shape))], shape.numel() // shape[1]
+    normal = _channels_first(restore(GROUPED[ctx.form], kept, [shape[0], *shape[2:], shape[1]], g.dtype), ctx.kind)
+    g_b, g_w = g.sum(leading, dtype=full), (g * normal).sum(leading, dtype=full)
+    g_x = None
+    if ctx.needs_input_grad[0]:
+        mean, slope = (_along_channels(t / count, len(shape)) for t in (g_b, g_w))
+        factor = r if w is None else r * _along_channels(w, len(shape))
+        g_x = ((g - mean - normal * slope) * factor).to(ctx.dtype)
+    return (
+        g_x,
+        g_w.to(w.dtype) if ctx.needs_input_grad[1] and w is not None else None,
+        g_b.to(ctx.b_dtype) if ctx.needs_input_grad[2] else None,
+    )
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -227,8 +227,9 @@ class Origins:
                 if found is None and held is t:
                     found = origin
         else:
-            for (reference, version), origin in self.recent:
-                if found is None and reference() is t and t._version == version:
+            for held, origin in self.recent:
+                # What a tracer noted before its graph ended may have been written to since.
+                if found is None and isinstance(held, tuple) and held[0]() is t and t._version == held[1]:
                     found = origin
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found
 
