@@ -14,7 +14,7 @@ import hotrain
 from hotrain import functional
 from hotrain.autograd import Step
 from hotrain.method import Saved
-from hotrain.saved import Bits, Format, Grouped, Levels, group_size, pack, thresholds, unpack, values
+from hotrain.saved import Bits, Format, Grouped, Levels, group_size, in_pieces, pack, thresholds, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED
@@ -313,7 +313,7 @@ def test_packed_codes_are_neighbours_still(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (5, 12 * each))
     packed = pack(codes.chunk(each, -1), bits)
     assert packed.shape == (5, 12)
-    assert torch.equal(unpack(packed, bits).long(), codes)
+    assert torch.equal(in_pieces(packed, bits).flatten(-2).long(), codes)
     by_hand = sum(codes[:, 12 * i : 12 * (i + 1)] << (bits * i) for i in range(each))
     assert torch.equal(packed.long(), by_hand)
 

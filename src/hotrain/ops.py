@@ -251,8 +251,8 @@ def _linear(
 
 def _conv2d(
     x: Tensor, w: Tensor, b: Tensor | None, counter: Tensor | None, tag: Tensor, spec: str, kernels: bool,
-    recipe: str, given: list[Tensor | None], kernel: list[int], stride: list[int], dilation: list[int], pads: list[int], padding: str, groups: int,
-    padding_mode: str,
+    recipe: str, given: list[Tensor | None], kernel: list[int], stride: list[int], dilation: list[int],
+    pads: list[int], padding: str, groups: int, padding_mode: str,
 ) -> Tensor:  # fmt: skip
     geometry = _geometry(kernel, stride, dilation, pads, padding, groups, padding_mode)
     step = _step(counter, tag, spec, kernels, recipe, given, name="conv2d")

@@ -104,7 +104,7 @@ def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) ->
 
 def memory_order(t: Tensor) -> list[int]:
     """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
-    order = sorted(range(t.dim()), key=lambda axis: -int(t.stride(axis)))
+    order = sorted(range(t.dim()), key=lambda axis: -t.stride()[axis])
     return order if t.permute(order).is_contiguous() else list(range(t.dim()))
 
 
@@ -121,13 +121,17 @@ def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` took, one piece after the other: uint8, (..., n·8/bits)."""
+def in_pieces(packed: Tensor, bits: int) -> Tensor:
+    """What `pack` took, one piece after the other: uint8, (..., 8/bits, n).
+
+    The pieces are for the caller to flatten, once and at the end: of two steps a compiler makes a remainder of a
+    remainder as the place to read from, and then reads byte by byte.
+    """
     if bits == 8:
-        return packed
+        return packed.unsqueeze(-2)
     # Not kept from call to call: a compiler that traces this needs one of its own.
     shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
-    return ((packed.unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-2)
+    return (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
 
 
 def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
@@ -186,9 +190,9 @@ class Grouped:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What `keep` was given, of that shape, as precisely as it was kept."""
         packed, scale = kept
-        codes = unpack(packed, self.bits)
+        codes = in_pieces(packed, self.bits)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rows = ((codes.to(wide) - self.top) * scale.to(wide)).flatten(-2)
+        rows = ((codes.to(wide) - self.top) * scale.unsqueeze(-1).to(wide)).flatten(-3)
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -224,7 +228,7 @@ class Levels:
         return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        codes = unpack(kept[0], self.bits)[:, : shape[-1]]
+        codes = in_pieces(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return ((codes.to(wide) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
@@ -244,7 +248,7 @@ class Bits:
         return (pack([piece for _, piece in _pieces(flat, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
-        return unpack(kept[0], 1)[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
+        return in_pieces(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return -(-torch.Size(shape).numel() // 8)

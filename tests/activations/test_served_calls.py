@@ -356,15 +356,15 @@ def test_a_frozen_weight_keeps_no_input(w_trains: bool) -> None:
 @pytest.mark.parametrize("name", ["gelu", "relu", "silu", "tanh", "layer_norm, plain", "softmax", "linear, no bias"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(name: str, bad: float) -> None:
-    """In y as in PyTorch. In the gradients of norms, softmax and weights, and of what keeps its input, too; a slope passes
-    g_y there."""
+    """In y as in PyTorch. In the gradients of norms, softmax and weights, and of what keeps its input, too; a slope
+    passes g_y there."""
     case = CASES[name]
     inputs = case.inputs()
     with torch.no_grad():
         inputs[0].view(-1)[5] = bad
     got, want = (differentiate(call, inputs) for call in (lambda *t: served(case.call, *t), case.call))
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
-    if name == "tanh":
+    if name in ("gelu", "tanh"):
         assert got[1].isfinite().all()
     elif name != "relu":
         place = 1 + (name == "linear, no bias")
@@ -489,6 +489,7 @@ def test_attention_s_kernel_is_one_that_the_device_has(dtype: torch.dtype, monke
     """Flash, and bfloat16 in the memory-efficient kernel, ask for compute capability 8.0."""
     with FakeTensorMode():
         q = torch.empty(2, 3, 8, 16, device="cuda", dtype=dtype)
+    monkeypatch.setattr(attention, "_prefers_cudnn", lambda *facts: False)
 
     def kernel(*capability: int) -> str | None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -497,6 +498,23 @@ def test_attention_s_kernel_is_one_that_the_device_has(dtype: torch.dtype, monke
     half = dtype != torch.float32
     assert [kernel(8, 0), kernel(9, 0)] == ["flash" if half else "efficient"] * 2
     assert kernel(7, 5) == (None if dtype == torch.bfloat16 else "efficient")
+
+
+def test_cudnn_s_kernel_runs_where_pytorch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked with the facts it depends on, heads of q for one of k among them; not with a mask, nor switched off."""
+    with FakeTensorMode():
+        q = torch.empty(2, 6, 8, 16, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(2, 3, 9, 16, device="cuda", dtype=torch.bfloat16)
+        mask = torch.zeros(8, 9, device="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(attention, "_prefers_cudnn", lambda *facts: not asked.append(facts))
+    assert attention.backend(q, k, k, None, 0.0, False) == "cudnn"
+    assert asked == [(q.device, torch.bfloat16, 2, 8, 9, 16, False, False)]
+    assert attention.backend(q, k, k, mask, 0.0, False) == "efficient"
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert attention.backend(q, k, k, None, 0.0, False) == "flash"
+    assert len(asked) == 1
 
 
 def test_a_tracer_asks_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,8 @@ COMPILED = ["vit", "resnet", "convnext", "bert", "bert, eager attention", "llama
 def test_a_compiled_model_keeps_no_more_and_learns_the_same(name: str) -> None:
     """One graph; gradients as near as the order of float32 sums in another pass (1e-3, see `test_compile`); and what
     the partition into forward and backward keeps is what eager keeps, to 10 %: of some tensors it finds it cheaper to
-    keep one more than to compute it again."""
+    keep one more than to compute it again. Language models have a mask in a trace, once for all layers, that eager does
+    without as nothing is masked."""
     subject = SUBJECTS[name]
     model, inputs = subject.build().train(), subject.inputs()
     for module in model.modules():
@@ -151,7 +152,8 @@ def test_a_compiled_model_keeps_no_more_and_learns_the_same(name: str) -> None:
     assert (got - want).norm() <= 1e-3 * want.norm()
     options: tuple[Any, dict[str, Any]] = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
     kept, eager = (hotrain.saved_bytes(m, *options[0], **options[1]).total for m in (compiled, model))
-    assert kept <= 1.1 * eager
+    mask = 4 * inputs["input_ids"].shape[0] * inputs["input_ids"].shape[1] ** 2 if isinstance(inputs, dict) else 0
+    assert kept <= 1.1 * eager + mask
 
 
 class Mixed(nn.Module):

@@ -39,7 +39,8 @@ def test_forward_is_pytorchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
 def test_the_formula_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With formats that lose nothing the gradients are autograd's, in float64.
 
-    To 1e-7 of the largest entry: PyTorch multiplies hardsigmoid's by the float32 next to 1/6."""
+    To 1e-7 of the largest entry: PyTorch multiplies hardsigmoid's by the float32 next to 1/6. GELU's slope is that of
+    its tanh form, 0.0009 off at most (`curves`)."""
     for form in GROUPED:
         monkeypatch.setitem(GROUPED, form, Whole())
     for kind, activation in functions.ACTIVATIONS.items():
@@ -47,7 +48,7 @@ def test_the_formula_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setitem(functions.ACTIVATIONS, kind, dataclasses.replace(activation, levels=Whole()))
     got, want = both(CASES[name], torch.float64)
     for g, w in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(g, w, rtol=0, atol=1e-7 * float(w.abs().max()))
+        torch.testing.assert_close(g, w, rtol=0, atol=(1e-3 if name == "gelu" else 1e-7) * float(w.abs().max()))
 
 
 # Of the error of the gradients together, against their size. Levels 1/11 apart leave an error of 1/11/√6 of |g_y| where

@@ -44,8 +44,8 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
     if mask is None and half and ampere and cudnn:
-        sizes = (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])
-        if _prefers_cudnn(q.device, q.dtype, *map(operator.index, sizes), dropout > 0, causal):
+        sizes = [operator.index(n) for n in (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])]
+        if _prefers_cudnn(q.device, q.dtype, sizes[0], sizes[1], sizes[2], sizes[3], dropout > 0, causal):
             return "cudnn"
     if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         return "flash"

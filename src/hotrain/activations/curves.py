@@ -19,30 +19,20 @@ class Activation:
     """f, its slope (of x in float32), and the levels that hold the slope; None for a slope of zero or one.
 
     by_input: whether x is kept in their place, in the format of `policy.FORMATS`, from which backward makes the slope,
-    and the result for the layer behind: by `slope` and `again`, which may be cheaper than f, and off by less than 0.001
-    of it.
+    and f(x) for the layer behind. Half the bytes, but backward computes f twice: not for GELU, whose slope in four
+    bits is read at the speed of memory (docs/performance.md).
     """
 
     f: Callable[..., Tensor]
     slope: Callable[..., Tensor]
     levels: Levels | None = SLOPES
     by_input: bool = False
-    again: Callable[..., Tensor] | None = None
-
-    def remade(self, x: Tensor) -> Tensor:
-        """f(x), in backward."""
-        return (self.again or self.f)(x)
 
 
-# GELU in backward is of its tanh form, whichever was asked for: the two differ by 0.0005 at most, their slopes by
-# 0.001, and x has four bits. An erf and an exponential for every entry would take longer than reading it. As
-# 1 + tanh(t) = 2 σ(2t), one exponential serves value and slope.
+# GELU's slope is that of its tanh form, whichever was asked for: the two differ by 0.0009 at most, levels are 0.09
+# apart. As 1 + tanh(t) = 2 σ(2t), it takes one exponential an entry, and no erf.
 
 _A, _B = 2 * math.sqrt(2 / math.pi), 0.044715
-
-
-def _gelu_again(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(_A * (x + _B * x * x * x))
 
 
 def _gelu_slope(x: Tensor) -> Tensor:
@@ -75,10 +65,10 @@ def _tanh_slope(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "gelu": Activation(F.gelu, _gelu_slope, by_input=True, again=_gelu_again),
-    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input=True, again=_gelu_again),
+    "gelu": Activation(F.gelu, _gelu_slope),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope),
     "silu": Activation(F.silu, _silu_slope, by_input=True),
-    "mish": Activation(F.mish, _mish_slope, by_input=True),
+    "mish": Activation(F.mish, _mish_slope),
     "hardswish": Activation(F.hardswish, _hardswish_slope, by_input=True),
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
     "tanh": Activation(torch.tanh, _tanh_slope),

@@ -294,7 +294,8 @@ def _hand_out(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
 class Product(torch.autograd.Function):
     """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are.
 
-    a_given, b_given: the tensors of their recipes.  Codes are of rows along the axis that lies densest.  Returns y, and codes and scales made here, of a and then of b.
+    a_given, b_given: the tensors of their recipes.  Codes are of rows along the axis that lies densest.
+    Returns y, and codes and scales made here, of a and then of b.
     """
 
     @staticmethod

@@ -130,7 +130,7 @@ def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dt
     if kind == "values":
         return _values(rest, supply, shape, dtype)
     if kind == "of":
-        return ACTIVATIONS[rest[0]].remade(_made(rest[1], supply, shape, dtype))
+        return ACTIVATIONS[rest[0]].f(_made(rest[1], supply, shape, dtype))
     if kind == "product":
         return _made(rest[0], supply, shape, dtype) * _made(rest[1], supply, shape, dtype)
     (_, form, columns, *image), cast = rest
