@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .activations.mode import Buffers
+from .activations.mode import Buffers, serve_layer
 from .activations.recompute import keep_all
 from .activations.wrap import unwrap, wrap
 from .draws import Draws
@@ -25,6 +25,9 @@ from .nn.activation import BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, LayerState, layer_state, layer_states
 from .transform.tokens import Grid
+
+for _operator in (torch.ops.hotrain.linear, torch.ops.hotrain.conv2d):
+    serve_layer(_operator)
 
 FilterFn = Callable[[nn.Module, str], bool]
 

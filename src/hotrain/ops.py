@@ -144,17 +144,16 @@ def linear(
     spec: str,
     random: bool,
     kernels: bool,
-    origin: Origin | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """`hotrain.functional.linear` for a trace: x (*, I), w (O, I) or (I, O) when `transposed`; returns (*, O).
 
     layer: placed on x's device; its counter moves on if the method is `random`.  spec: of `encode`.  kernels: whether
-    they may run; what a graph does must follow from its arguments, for the caches.  origin: of x, where it is known.
+    they may run; what a graph does must follow from its arguments, for the caches. Where x comes from is filled in
+    by `activations.mode`, which sees the call.
     """
-    recipe, given = ("", []) if origin is None else (origin.recipe, list(origin.tensors))
     counter = layer.counter if random else None
-    return torch.ops.hotrain.linear(x, w, b, counter, layer.tag, spec, kernels, recipe, given, transposed)
+    return torch.ops.hotrain.linear(x, w, b, counter, layer.tag, spec, kernels, "", [], transposed)
 
 
 def conv2d(
@@ -165,7 +164,6 @@ def conv2d(
     spec: str,
     random: bool,
     kernels: bool,
-    origin: Origin | None,
     stride: Sequence[int],
     padding: Sequence[int] | str,
     dilation: Sequence[int],
@@ -175,9 +173,8 @@ def conv2d(
     """`hotrain.functional.conv2d` for a trace: x (B, C, H, W) or (C, H, W); the rest as `linear`."""
     batch = x if x.dim() == 4 else x[None]
     geometry = _flat(w.shape[2:], stride, padding, dilation, groups, padding_mode)
-    recipe, given = ("", []) if origin is None else (origin.recipe, list(origin.tensors))
     counter = layer.counter if random else None
-    y = torch.ops.hotrain.conv2d(batch, w, b, counter, layer.tag, spec, kernels, recipe, given, *geometry)
+    y = torch.ops.hotrain.conv2d(batch, w, b, counter, layer.tag, spec, kernels, "", [], *geometry)
     return y if x.dim() == 4 else y[0]
 
 

@@ -60,12 +60,30 @@ class Buffers:
     leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+class Scope:
+    """One forward of a block: where it writes down what was served, and whose origins it knows.
+
+    A tracer gets origins of its own, made while it traces: what lives outside may not change within a checkpoint.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.origins = Origins() if torch.compiler.is_dynamo_compiling() else buffers.origins
+
+    def serve(self, what: str, form: str) -> None:
+        self.buffers.serve(what, form)
+
+    def leave(self, what: str, why: str) -> None:
+        self.buffers.leave(what, why)
+
+
 class Compressed(TorchFunctionMode):
     """The mode. buffers: where it is written down what was served."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
         self.buffers = buffers
+        self.scope = Scope(buffers)
         self.checkpoint = current_checkpoint()
 
     def __torch_function__(
@@ -74,13 +92,13 @@ class Compressed(TorchFunctionMode):
         kwargs = kwargs or {}
         handler = TABLE.get(func)
         if handler is not None and torch.is_grad_enabled() and kwargs.get("out") is None and self._may_serve():
-            y = handler(self.buffers, *args, **kwargs)
+            y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
         if _writes(func) and args:
-            self.buffers.origins.forget(args[0])
+            self.scope.origins.forget(args[0])
         if "out" in kwargs:
-            self.buffers.origins.forget(kwargs["out"])
+            self.scope.origins.forget(kwargs["out"])
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
@@ -123,31 +141,31 @@ def _large(t: Any) -> bool:
 
 
 def _activation(name: str) -> Callable[..., Tensor | None]:
-    def run(buffers: Buffers, input: Tensor, inplace: bool = False) -> Tensor | None:
+    def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
         if not (_large(input) and input.requires_grad):
             return None
-        kind, known = ACTIVATIONS[name], buffers.origins.of(input)
+        kind, known = ACTIVATIONS[name], scope.origins.of(input)
         if kind.by_input:
-            buffers.serve(name, FORMATS["curve"])
+            scope.serve(name, FORMATS["curve"])
             image = _is_image(input) or (known is not None and origin.is_image(known.recipe))
             y, *codes = _hotrain.curve(input, name, FORMATS["curve"], image)
             recipe = origin.of(name, origin.values(FORMATS["curve"], _columns(input, image), image))
         else:
-            buffers.serve(name, "slope" if kind.levels else "bits")
+            scope.serve(name, "slope" if kind.levels else "bits")
             y = _hotrain.slope(input, name)
             recipe, codes = ("", []) if known is None else (origin.of(name, known.recipe), list(known.tensors))
         if inplace:
-            y = _written(buffers, input, y)
+            y = _written(scope, input, y)
         if recipe:
-            buffers.origins.note(y, recipe, *codes)
+            scope.origins.note(y, recipe, *codes)
         return y
 
     return run
 
 
-def _written(buffers: Buffers, input: Tensor, y: Tensor) -> Tensor:
+def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
     """y, written to input: what a function in place returns."""
-    buffers.origins.forget(input)
+    scope.origins.forget(input)
     copy = input.copy_(y)
     # Through the copy a gradient passes as a sum with zeros, in an order of its own; a compiler drops an unused one.
     return y if torch.compiler.is_dynamo_compiling() else copy
@@ -165,24 +183,24 @@ def _columns(t: Tensor, image: bool) -> int:
 _gelu_exact, _gelu_tanh = _activation("gelu"), _activation("gelu_tanh")
 
 
-def _gelu(buffers: Buffers, input: Tensor, approximate: str = "none") -> Tensor | None:
+def _gelu(scope: Scope, input: Tensor, approximate: str = "none") -> Tensor | None:
     if approximate not in ("none", "tanh"):
         return None
-    return (_gelu_tanh if approximate == "tanh" else _gelu_exact)(buffers, input)
+    return (_gelu_tanh if approximate == "tanh" else _gelu_exact)(scope, input)
 
 
 _leaky = _activation("leaky_relu")
 
 
-def _leaky_relu(buffers: Buffers, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
+def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
     if negative_slope != 0.01:
-        buffers.leave("leaky_relu", f"negative_slope={negative_slope}; served is 0.01")
+        scope.leave("leaky_relu", f"negative_slope={negative_slope}; served is 0.01")
         return None
-    return _leaky(buffers, input, inplace)
+    return _leaky(scope, input, inplace)
 
 
-def norm(
-    buffers: Buffers,
+def _norm(
+    scope: Scope,
     x: Tensor,
     w: Tensor | None,
     b: Tensor | None,
@@ -192,11 +210,18 @@ def norm(
     *statistics: Any,
 ) -> Tensor:
     """The norm of that kind (`functions.Norm`), its result known to `Origins`."""
-    y, *codes = _hotrain.norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
+    found = _hotrain.norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
+    _note_norm(scope, found, w, b, kind)
+    return found[0]
+
+
+def _note_norm(
+    scope: Scope, found: tuple[Tensor, Tensor, Tensor], w: Tensor | None, b: Tensor | None, kind: str
+) -> None:
+    y, codes, scale = found
     image = kind in ("group", "batch")
-    recipe = origin.normed(origin.values(FORMATS["norm"], _columns(x, image), image), kind == "rms_cast")
-    buffers.origins.note(y, recipe, *codes, w, b)
-    return y
+    recipe = origin.normed(origin.values(FORMATS["norm"], _columns(y, image), image), kind == "rms_cast")
+    scope.origins.note(y, recipe, codes, scale, w, b)
 
 
 def _wants(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -208,7 +233,7 @@ def _ends_in(input: Tensor, shape: Any) -> bool:
 
 
 def _layer_norm(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -217,12 +242,12 @@ def _layer_norm(
 ) -> Tensor | None:
     if not (_large(input) and _wants(input, weight, bias) and _ends_in(input, normalized_shape)):
         return None
-    buffers.serve("layer_norm", FORMATS["norm"])
-    return norm(buffers, input, weight, bias, "layer", len(normalized_shape), eps)
+    scope.serve("layer_norm", FORMATS["norm"])
+    return _norm(scope, input, weight, bias, "layer", len(normalized_shape), eps)
 
 
 def _rms_norm(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -230,14 +255,14 @@ def _rms_norm(
 ) -> Tensor | None:
     if not (_large(input) and _wants(input, weight) and _ends_in(input, normalized_shape)):
         return None
-    buffers.serve("rms_norm", FORMATS["norm"])
+    scope.serve("rms_norm", FORMATS["norm"])
     if eps is None:
         eps = torch.finfo(backward.wide(input.dtype)).eps
-    return norm(buffers, input, weight, None, "rms", len(normalized_shape), eps)
+    return _norm(scope, input, weight, None, "rms", len(normalized_shape), eps)
 
 
 def _group_norm(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -246,12 +271,12 @@ def _group_norm(
 ) -> Tensor | None:
     if not (_large(input) and input.dim() >= 3 and _wants(input, weight, bias)):
         return None
-    buffers.serve("group_norm", FORMATS["norm"])
-    return norm(buffers, input, weight, bias, "group", num_groups, eps)
+    scope.serve("group_norm", FORMATS["norm"])
+    return _norm(scope, input, weight, bias, "group", num_groups, eps)
 
 
 def _batch_norm(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -264,42 +289,42 @@ def _batch_norm(
     if not (_large(input) and _wants(input, weight, bias)):
         return None
     if not training:
-        buffers.leave("batch_norm", "it normalises with running statistics; served are those of the batch")
+        scope.leave("batch_norm", "it normalises with running statistics; served are those of the batch")
         return None
     if input.dim() < 3:
         return None
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
-    buffers.serve("batch_norm", FORMATS["norm"])
-    return norm(buffers, input, weight, bias, "batch", 1, eps, running_mean, running_var, momentum)
+    scope.serve("batch_norm", FORMATS["norm"])
+    return _norm(scope, input, weight, bias, "batch", 1, eps, running_mean, running_var, momentum)
 
 
 def _softmax(
-    buffers: Buffers, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+    scope: Scope, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Tensor | None:
     if not (_large(input) and input.requires_grad) or dim is None:
         return None
-    buffers.serve("softmax", FORMATS["softmax"])
+    scope.serve("softmax", FORMATS["softmax"])
     y, *codes = _hotrain.kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
     if dim in (-1, input.dim() - 1):
-        buffers.origins.note(y, origin.values(FORMATS["softmax"], _columns(y, False)), *codes)
+        scope.origins.note(y, origin.values(FORMATS["softmax"], _columns(y, False)), *codes)
     return y
 
 
-def _tensor_softmax(buffers: Buffers, input: Tensor, dim: int, dtype: Any = None) -> Tensor | None:
-    return _softmax(buffers, input, dim, dtype=dtype)
+def _tensor_softmax(scope: Scope, input: Tensor, dim: int, dtype: Any = None) -> Tensor | None:
+    return _softmax(scope, input, dim, dtype=dtype)
 
 
 def _dropout(
-    buffers: Buffers, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    scope: Scope, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     if p == 0 and isinstance(input, Tensor):
         return input  # as PyTorch does; the layer behind must know it again
     if not (training and 0 < p <= 1 and _large(input) and input.requires_grad):
         return None
-    buffers.serve("dropout", "bits")
+    scope.serve("dropout", "bits")
     y = _hotrain.kept_dropout(input, p)
-    return _written(buffers, input, y) if inplace else y
+    return _written(scope, input, y) if inplace else y
 
 
 def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
@@ -308,9 +333,9 @@ def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
     return (form if large_a else "exact", form if large_b else "exact") if large_a or large_b else None
 
 
-def _held(buffers: Buffers, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
+def _held(scope: Scope, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
     """The form in which t is kept, and the tensors of a recipe: those of its origin, where that is known."""
-    known = None if form == "exact" else buffers.origins.of(t)
+    known = None if form == "exact" else scope.origins.of(t)
     return (form, []) if known is None else (known.recipe, list(known.tensors))
 
 
@@ -322,15 +347,15 @@ def _values(form: str, t: Tensor) -> str:
     return origin.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
 
 
-def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
+def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype.is_complex or b.dtype.is_complex:
         return None
     forms = _forms(a, b, FORMATS["product"])
     if forms is None:
         return None
-    buffers.serve("mul", FORMATS["product"])
-    held = [_held(buffers, t, form) for t, form in zip((a, b), forms, strict=True)]
+    scope.serve("mul", FORMATS["product"])
+    held = [_held(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
     y, made = _hotrain.product(a, b, held[0][0], held[1][0], held[0][1], held[1][1])
     # Both are kept and of one shape: whoever reads the product next can have it from them.
     if "exact" not in forms and a.shape == b.shape:
@@ -341,11 +366,11 @@ def _product(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
             parts.append((recipe, made[begin : begin + 2] if own else given))
             begin += 2 * own
         if parts[0][0] and parts[1][0]:
-            buffers.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
+            scope.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
     return y
 
 
-def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
+def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point()):
         return None
@@ -353,29 +378,29 @@ def _matmul(buffers: Buffers, input: Any, other: Any) -> Tensor | None:
     if forms is None:
         return None
     if a.dim() < 3 or b.dim() < 3:
-        buffers.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
+        scope.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
         return None
-    buffers.serve("matmul", FORMATS["matmul"])
-    a_form, given = _held(buffers, a, forms[0])
+    scope.serve("matmul", FORMATS["matmul"])
+    a_form, given = _held(scope, a, forms[0])
     return _hotrain.kept_matmul(a, b, a_form, forms[1], given)
 
 
-def _bmm(buffers: Buffers, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
+def _bmm(scope: Scope, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
     # What `matmul` broadcasts and `bmm` refuses must stay refused.
     fits = isinstance(input, Tensor) and isinstance(mat2, Tensor) and input.dim() == mat2.dim() == 3
     if out_dtype is not None or not fits or input.shape[0] != mat2.shape[0]:
         return None
-    return _matmul(buffers, input, mat2)
+    return _matmul(scope, input, mat2)
 
 
-def _linear(buffers: Buffers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not (_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
-    buffers.serve("linear (exact product)", FORMATS["linear"])
-    form, given = _held(buffers, input, FORMATS["linear"])
+    scope.serve("linear (exact product)", FORMATS["linear"])
+    form, given = _held(scope, input, FORMATS["linear"])
     y, made = _hotrain.kept_linear(input, weight, bias, form, given)
     if made:
-        buffers.origins.note(input, origin.values(form, _columns(input, False)), *made)
+        scope.origins.note(input, origin.values(form, _columns(input, False)), *made)
     return y
 
 
@@ -389,7 +414,7 @@ def _step(stride: Any, kernel: list[int]) -> list[int]:
 
 
 def _conv2d(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -403,20 +428,20 @@ def _conv2d(
     if input.shape[1] < 16 and weight.requires_grad:
         return None
     if isinstance(padding, str):
-        buffers.leave("conv2d", f"padding={padding!r}; served are numbers")
+        scope.leave("conv2d", f"padding={padding!r}; served are numbers")
         return None
-    buffers.serve("conv2d (exact product)", FORMATS["conv"])
-    form, given = _held(buffers, input, FORMATS["conv"])
+    scope.serve("conv2d (exact product)", FORMATS["conv"])
+    form, given = _held(scope, input, FORMATS["conv"])
     y, made = _hotrain.kept_conv2d(
         input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
     if made:
-        buffers.origins.note(input, origin.values(form, _columns(input, True), True), *made)
+        scope.origins.note(input, origin.values(form, _columns(input, True), True), *made)
     return y
 
 
 def _max_pool2d(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -429,14 +454,14 @@ def _max_pool2d(
         return None
     kernel = _pair(kernel_size)
     if _pair(dilation) != [1, 1] or kernel[0] * kernel[1] > 256:
-        buffers.leave("max_pool2d", "dilated, or windows of more than 256 entries")
+        scope.leave("max_pool2d", "dilated, or windows of more than 256 entries")
         return None
-    buffers.serve("max_pool2d", "one byte an output")
+    scope.serve("max_pool2d", "one byte an output")
     return _hotrain.kept_max_pool2d(input, kernel, _step(stride, kernel), _pair(padding), ceil_mode)
 
 
 def _avg_pool2d(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -447,7 +472,7 @@ def _avg_pool2d(
 ) -> Tensor | None:
     if not (_large(input) and input.dim() == 4 and input.requires_grad):
         return None
-    buffers.serve("avg_pool2d", "nothing")
+    scope.serve("avg_pool2d", "nothing")
     kernel = _pair(kernel_size)
     return _hotrain.kept_avg_pool2d(
         input, kernel, _step(stride, kernel), _pair(padding), ceil_mode, count_include_pad, divisor_override
@@ -455,7 +480,7 @@ def _avg_pool2d(
 
 
 def _attention(
-    buffers: Buffers,
+    scope: Scope,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -473,9 +498,9 @@ def _attention(
         mask = autograd.autocast(mask)
     kind = backend(q, k, v, mask, dropout_p, is_causal)
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
-        buffers.leave("scaled_dot_product_attention", "no fused kernel runs it here")
+        scope.leave("scaled_dot_product_attention", "no fused kernel runs it here")
         return None
-    buffers.serve("scaled_dot_product_attention", f"{FORMATS['query_key']}, {FORMATS['value_output']}")
+    scope.serve("scaled_dot_product_attention", f"{FORMATS['query_key']}, {FORMATS['value_output']}")
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -483,16 +508,16 @@ def _attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
     # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
-    buffers.origins.note(y, origin.heads(FORMATS["value_output"], _columns(y, False)), *codes)
+    scope.origins.note(y, origin.heads(FORMATS["value_output"], _columns(y, False)), *codes)
     return y
 
 
 # ---- views: what an origin is known of, it is known of in another shape ----
 
 
-def _turned(buffers: Buffers, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
+def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
     """`transpose` and `permute` of what attention returns."""
-    known = buffers.origins.of(input, by_heads=True)
+    known = scope.origins.of(input, by_heads=True)
     if known is None or kwargs or not origin.is_by_heads(known.recipe):
         return None
     order = axes[0] if len(axes) == 1 else axes
@@ -503,18 +528,18 @@ def _turned(buffers: Buffers, input: Tensor, *axes: Any, **kwargs: Any) -> Tenso
     if [axis % input.dim() for axis in order] != [0, 2, 1, 3]:
         return None
     y = input.permute(0, 2, 1, 3)
-    buffers.origins.note(y, origin.by_tokens(known.recipe), *known.tensors)
+    scope.origins.note(y, origin.by_tokens(known.recipe), *known.tensors)
     return y
 
 
 def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    def run(buffers: Buffers, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        known = buffers.origins.of(input)
+    def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        known = scope.origins.of(input)
         if known is None or not origin.is_in_order(known.recipe) or (args and isinstance(args[0], torch.dtype)):
             return None
         y = func(input, *args, **kwargs)
         if y is not input:
-            buffers.origins.note(y, known.recipe, *known.tensors)
+            scope.origins.note(y, known.recipe, *known.tensors)
         return y
 
     return run
@@ -523,10 +548,10 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 def _full(what: str, why: str) -> Callable[..., None]:
     """A handler that serves nothing and says so, of large tensors."""
 
-    def run(buffers: Buffers, *args: Any, **kwargs: Any) -> None:
+    def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if tensors and _large(tensors[0]) and _wants(*tensors):
-            buffers.leave(what, why)
+            scope.leave(what, why)
 
     return run
 
@@ -535,7 +560,7 @@ _adaptive = _full("interpolate", 'mode="area" keeps its input; other modes keep 
 
 
 def _interpolate(
-    buffers: Buffers,
+    scope: Scope,
     input: Tensor,
     size: Any = None,
     scale_factor: Any = None,
@@ -544,10 +569,37 @@ def _interpolate(
     **kwargs: Any,
 ) -> None:
     if mode == "area":
-        _adaptive(buffers, input)
+        _adaptive(scope, input)
 
 
-TABLE: dict[Any, Callable[..., Tensor | None]] = {
+# ---- hotrain's own operators, as layers and composed norms call them while a compiler traces ----
+
+
+def serve_layer(op: Callable[..., Tensor]) -> None:
+    """Let calls of a converted layer's operator be told where the input comes from: arguments seven and eight."""
+    TABLE[op] = _layer(op)
+
+
+def _layer(op: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    def run(scope: Scope, *args: Any) -> Tensor | None:
+        known = None if args[7] else scope.origins.of(args[0])
+        return None if known is None else op(*args[:7], known.recipe, list(known.tensors), *args[9:])
+
+    return run
+
+
+def _composed_norm(
+    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    if kind != "rms_cast":
+        return None
+    found = _hotrain.norm(x, w, b, kind, dims, eps, form)
+    _note_norm(scope, found, w, b, kind)
+    return found
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    _hotrain.norm: _composed_norm,
     F.gelu: _gelu,
     F.leaky_relu: _leaky_relu,
     F.layer_norm: _layer_norm,

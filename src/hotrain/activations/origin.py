@@ -220,16 +220,13 @@ class Origins:
         by_heads: also of what attention returns, of which only a transpose can be made.
         """
         found = None
-        if not self.recent or current_checkpoint() != self.checkpoint:
-            return None
         if torch.compiler.is_dynamo_compiling():
             for held, origin in self.recent:
                 if found is None and held is t:
                     found = origin
-        else:
-            for held, origin in self.recent:
-                # What a tracer noted before its graph ended may have been written to since.
-                if found is None and isinstance(held, tuple) and held[0]() is t and t._version == held[1]:
+        elif self.recent and current_checkpoint() == self.checkpoint:
+            for (reference, version), origin in self.recent:
+                if found is None and reference() is t and t._version == version:
                     found = origin
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found
 

@@ -24,10 +24,13 @@ class Wrapped(Mixin):
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        buffers.origins.begin()
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced:
+            buffers.origins.begin()
         with Compressed(buffers):
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
-        buffers.origins.begin()
+        if not traced:
+            buffers.origins.begin()
         return result
 
 

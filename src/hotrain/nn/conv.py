@@ -53,7 +53,7 @@ class HadamardConv2d(nn.Conv2d):
                 return super().forward(input)
             return ops.conv2d(
                 input, self.weight, self.bias, state.draws, state.spec, state.random, kernels,
-                state.origin(input), self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
+                self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
             )  # fmt: skip
         step = state.step(self, input, samples_only)
         if step is None:

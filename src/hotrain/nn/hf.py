@@ -32,15 +32,7 @@ class HadamardConv1D(Conv1D):
             if kernels is None:
                 return super().forward(x)
             return ops.linear(
-                x,
-                self.weight,
-                self.bias,
-                state.draws,
-                state.spec,
-                state.random,
-                kernels,
-                state.origin(x),
-                transposed=True,
+                x, self.weight, self.bias, state.draws, state.spec, state.random, kernels, transposed=True
             )
         step = state.step(self, x, samples_only, transposed=True)
         if step is None:

@@ -40,8 +40,7 @@ class HadamardLinear(nn.Linear):
             kernels = state.traced(self, input, samples_only)
             if kernels is None:
                 return super().forward(input)
-            origin = state.origin(input)
-            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels, origin)
+            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
         step = state.step(self, input, samples_only)
         if step is None:
             return super().forward(input)
