@@ -132,6 +132,7 @@ SLOPES: dict[str, Levels | Grouped] = {
     "slope 2 bits, 0 to 1": Levels(2, first=0, per_one=3),
     "input int8": VALUES["int8"],
     "input int4": VALUES["int4"],
+    "input int4 nearest": VALUES["int4 nearest"],
     "input int3": VALUES["int3"],
 }
 DERIVED = Of(F.gelu, VALUES["int4"])
@@ -188,12 +189,11 @@ def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     """The policy with these formats, the rest of it exact; ``slope``: of GELU and SiLU."""
     before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
     policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
-    for name, f in (("gelu", functions._gelu_slope), ("silu", functions._silu_slope)):
-        form = SLOPES[formats.get("slope", "slope 4 bits")]
-        if isinstance(form, Levels):
-            functions.ACTIVATIONS[name] = replace(slopes[name], levels=form)
-        else:  # codes of x, whose slope is found in backward
-            functions.ACTIVATIONS[name] = replace(slopes[name], levels=Of(f, form))  # type: ignore[arg-type]
+    for name in ("gelu", "silu"):
+        form, kind = SLOPES[formats.get("slope", "slope 4 bits")], slopes[name]
+        # Where it is not of slopes: codes of x, whose slope is found in backward.
+        levels: Any = form if isinstance(form, Levels) else Of(kind.slope, form)
+        functions.ACTIVATIONS[name] = replace(kind, levels=levels, by_input=False)
     try:
         yield
     finally:

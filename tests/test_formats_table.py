@@ -64,6 +64,7 @@ def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp
     entries = {"gelu": slope} | {
         operator: policy.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items() if entry != "slope"
     }
+    entries["silu"] = f"input {policy.FORMATS['curve']}"
     rows = [measured(f"m/{name}", form) for name, today in entries.items() for form in (today, "another")]
     write(tmp_path, *rows)
     text = formats_table.operators(tmp_path)

@@ -12,7 +12,7 @@ from hotrain.activations import policy
 # operator → what the policy calls its entry
 ENTRIES = {
     "gelu": "slope",
-    "silu": "slope",
+    "silu": "curve",
     "layer_norm": "norm",
     "rms_norm": "norm",
     "group_norm": "norm",
@@ -105,7 +105,9 @@ def _model(row: dict[str, Any]) -> str:
 
 def _today(operator: str) -> str:
     entry = ENTRIES[operator]
-    return f"slope {policy.SLOPES.bits} bits" if entry == "slope" else policy.FORMATS[entry]
+    if entry == "slope":
+        return f"slope {policy.SLOPES.bits} bits"
+    return f"input {policy.FORMATS[entry]}" if entry == "curve" else policy.FORMATS[entry]
 
 
 def _conditions(rows: list[dict[str, Any]]) -> str:

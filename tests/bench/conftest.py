@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +62,8 @@ def adamw8bit(monkeypatch: pytest.MonkeyPatch) -> list[AdamW8bit]:
     made: list[AdamW8bit] = []
     optim = ModuleType("torchao.optim")
     optim.AdamW8bit = type("AdamW8bit", (AdamW8bit,), {"made": made})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    package = ModuleType("torchao")
+    package.__spec__ = ModuleSpec("torchao", None)  # transformers looks for it
+    monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.optim", optim)
     return made

@@ -589,11 +589,11 @@ def _layer(op: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 
 
 def _composed_norm(
-    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
+    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    if kind != "rms_cast":
+    if kind != "rms_cast":  # called for a function of PyTorch, in a block within this one
         return None
-    found = _hotrain.norm(x, w, b, kind, dims, eps, form)
+    found: tuple[Tensor, Tensor, Tensor] = _hotrain.norm(x, w, b, kind, *rest)
     _note_norm(scope, found, w, b, kind)
     return found
 

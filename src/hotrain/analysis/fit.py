@@ -33,7 +33,8 @@ LARGEST = 1 << 20  # batches are not tried beyond
 
 _SMALL, _LARGER = 2, 4  # the batches that a prediction is made from; one image alone has no batch statistics
 _AFFORDABLE = 1 << 29  # bytes up to which larger batches are measured too
-_ROUNDS = 8
+_ROUNDS = 12
+_STRIDE = 8  # times the largest batch that was measured, the next one at most
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
@@ -314,12 +315,13 @@ def _by_prediction(step: _Step, variant: str, budget: int, largest: int, device:
     for batch in (_SMALL, _LARGER):
         needs[batch], at_once[batch] = _of_batch(step, batch)
     # Small tensors are not compressed and groups of codes are padded, so that bytes are no straight line in the batch:
-    # it is drawn anew through the batch that it led to, or the largest that can be measured here.
+    # it is drawn anew through the batch that it led to, or the largest that can be measured here. Step by step: where
+    # the larger of two small batches is compressed and the other is not, a line says nothing of large ones.
     for _ in range(_ROUNDS):
         predict, limit = _line(needs), _line(at_once)
         batch, too_large = search(lambda n, of=predict: fixed + of(n) <= budget, largest)  # type: ignore[misc]
         affordable, _ = search(lambda n, of=limit: of(n) <= _AFFORDABLE, largest)  # type: ignore[misc]
-        trial = min(batch, affordable)
+        trial = min(batch, affordable, _STRIDE * max(needs))
         if trial in needs or trial < _SMALL:
             break
         needs[trial], at_once[trial] = _of_batch(step, trial)

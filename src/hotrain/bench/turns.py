@@ -40,13 +40,16 @@ def turn() -> Iterator[bool]:
 
 
 def together(
-    parts: Sequence[tuple[str, str]], options: Sequence[str], seconds: float | None = None
+    parts: Sequence[tuple[str, str]],
+    options: Sequence[str],
+    seconds: float | None = None,
+    waits: Sequence[float] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Records of ``hotrain bench step`` for (subject, variant) pairs, all prepared at once, timed in their order.
 
     options: of the command line, for every part.  seconds: after so long, parts that are not ready are stopped, and the
-    others get their turns.  Each record says under what its own process ran. A part that ends without a record gives
-    one with its error.
+    others get their turns.  waits: seconds before each part is started.  Each record says under what its own process
+    ran. A part that ends without a record gives one with its error.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
@@ -54,6 +57,7 @@ def together(
         environment = {**os.environ, FOLDER: name, COUNT: str(len(parts))}
         running = []
         for place, (subject, variant) in enumerate(parts):
+            time.sleep(waits[place] if waits else 0.0)
             argv = [sys.executable, "-m", "hotrain.cli.main", "bench", "step", subject, "--variants", variant]
             argv += ["--once", "--out", str(folder / f"{place}.jsonl"), *options]
             with (folder / f"{place}.log").open("w") as log:

@@ -1,0 +1,53 @@
+"""`hotrain bench step` for several subjects at once, each with variants of its own, on one GPU.
+
+    python benchmarks/steps.py resnet50/b256=exact+compile,hotrain-memory \\
+        vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
+
+All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.turns`). Groups start
+`--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes the most
+memory. What is not ready after `--seconds` is stopped; what has failed is recorded with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from hotrain.bench import turns
+from hotrain.bench.conditions import conditions, write
+
+
+def main() -> int:
+    """Run the groups, write the records; 1 where one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("groups", nargs="+", help="SUBJECT=VARIANT,VARIANT,…; started in this order")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of a variant")
+    parser.add_argument("--seconds", type=float, help="wait for none after so long")
+    parser.add_argument("--stagger", type=float, default=0.0, help="seconds between the starts of two groups")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try it without a GPU")
+    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--out", type=Path, help="append the records to this file")
+    args = parser.parse_args()
+    parts, waits = [], []
+    for number, group in enumerate(args.groups):
+        subject, _, variants = group.partition("=")
+        for place, variant in enumerate(variants.split(",")):
+            parts.append((subject, variant))
+            waits.append(args.stagger if number and not place else 0.0)
+    options = ["--steps", str(args.steps), "--device", args.device, *(["--tiny"] if args.tiny else [])]
+    common = conditions(torch.device(args.device), sys.argv, args.commit)
+    failed = 0
+    for row in turns.together(parts, options, args.seconds, waits):
+        write(args.out, row | common)
+        failed += row["error"] is not None
+        times = row["error"] or f"{row['median_ms']:.2f} ms, peak {(row['peak_bytes'] or 0) / 2**30:.2f} GiB"
+        print(row["subject"], row["variant"], times, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
