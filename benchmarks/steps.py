@@ -4,7 +4,7 @@
         vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
 
 All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.turns`). Groups start
-`--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes the most
+`--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes most
 memory. What is not ready after `--seconds` is stopped; what has failed is recorded with its error.
 """
 

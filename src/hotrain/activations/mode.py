@@ -95,10 +95,6 @@ class Compressed(TorchFunctionMode):
             y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
-        if _writes(func) and args:
-            self.scope.origins.forget(args[0])
-        if "out" in kwargs:
-            self.scope.origins.forget(kwargs["out"])
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
@@ -117,22 +113,7 @@ def _transforms() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _writes(func: Any) -> bool:
-    """Whether a function may write to its first argument."""
-    return func in _WRITING
-
-
-_IN_PLACE = [getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor")]
-_WRITING = frozenset(
-    [getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name.endswith("_") and not name.endswith("__")]
-    + [getattr(torch, name) for name in dir(torch) if name.endswith("_") and not name.startswith("_")]
-    + [getattr(torch.Tensor, f"__{f.__name__}__") for f in _IN_PLACE if hasattr(torch.Tensor, f"__{f.__name__}__")]
-    + [getattr(F, name) for name in dir(F) if "inplace" in getattr(getattr(F, name), "__annotations__", {})]
-    + [*_IN_PLACE, operator.setitem, torch.Tensor.__setitem__]
-)
-
 # A tracer asks once.
-_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -165,7 +146,6 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
 
 def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
     """y, written to input: what a function in place returns."""
-    scope.origins.forget(input)
     copy = input.copy_(y)
     # Through the copy a gradient passes as a sum with zeros, in an order of its own; a compiler drops an unused one.
     return y if torch.compiler.is_dynamo_compiling() else copy
@@ -535,7 +515,8 @@ def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | 
 def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         known = scope.origins.of(input)
-        if known is None or not origin.is_in_order(known.recipe) or (args and isinstance(args[0], torch.dtype)):
+        retyped = isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype)
+        if known is None or not origin.is_in_order(known.recipe) or retyped:
             return None
         y = func(input, *args, **kwargs)
         if y is not input:

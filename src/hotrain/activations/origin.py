@@ -18,6 +18,7 @@ A recipe is a string, so that it can be an operator's argument: JSON, which uses
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import operator
 import weakref
@@ -31,7 +32,7 @@ from torch import Tensor
 from .. import backward
 from ..saved import Bits, Grouped, Levels
 from .curves import ACTIVATIONS
-from .policy import GROUPED
+from .policy import GROUPED, SMALL
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 
@@ -139,8 +140,9 @@ def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dt
     if cast:
         normal = wide(normal.to(dtype))
     along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
-    if w is not None and w.dim() > 1:
-        normal, along = normal.view(-1, *w.shape), tuple(w.shape)
+    shaped = b if w is None else w
+    if shaped is not None and shaped.dim() > 1:
+        normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
     if w is not None:
         normal = normal * wide(w).view(along)
     if b is not None:
@@ -181,6 +183,64 @@ def current_checkpoint() -> int:
 
 current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
 
+
+def _traced_writes() -> str:
+    """Which graph is traced, and how often a large tensor has been written to in it.
+
+    A tracer has no versions, does not say what shares memory, and hides some functions in place from modes
+    (`torch.relu_`, `torch._foreach_add_`); but what it has traced so far can be read. Where a PyTorch does not let it
+    be read, no two answers are the same: then layers keep codes of their own.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        graph = InstructionTranslator.current_tx().output.current_tracer.graph
+    except (ImportError, AttributeError):
+        return f"{next(_graphs)} unknown"
+    skip_code(current_checkpoint.__code__)  # where a graph breaks it is called in eager, and must not be compiled alone
+    number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
+    return f"{number} {sum(map(_writes, graph.nodes))}"
+
+
+_traced_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_graphs = itertools.count()
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    """Whether a node writes to a tensor that may share memory with one that is known."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if not (in_place or _is_flagged(node) or node.kwargs.get("out") is not None or _is_mutable(node.target)):
+        return False
+    values = [t.meta.get("example_value") for t in node.all_input_nodes]
+    return any(
+        isinstance(t, Tensor) and t.is_floating_point() and t.untyped_storage().nbytes() >= SMALL for t in values
+    )
+
+
+def _is_flagged(node: torch.fx.Node) -> bool:
+    """Whether a function of `torch.nn.functional` is called with inplace=True."""
+    code = getattr(node.target, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    place = names.index("inplace") if "inplace" in names else len(node.args)
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("inplace", False))
+
+
+def _is_mutable(target: Any) -> bool:
+    """Whether that is an operator which writes; hotrain's write to counters and statistics alone."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(_is_mutable(getattr(target, name)) for name in target.overloads())
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "hotrain"
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and not ours
+
+
+_OPERATORS = ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv")
+_IN_PLACE = frozenset(
+    [f"i{name}" for name in _OPERATORS] + [f"__i{name}__" for name in _OPERATORS] + ["setitem", "__setitem__"]
+)
 _RECENT = 8  # tensors that are known at a time: within a block, what is read again is read soon
 
 
@@ -198,14 +258,20 @@ class Origins:
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "checkpoint": 0}
 
-    def begin(self) -> None:
-        """A block's forward begins, or is over: nothing is known."""
+    def begin(self) -> int:
+        """A block's forward begins: nothing is known. Returns what `end` asks for."""
+        before = self.checkpoint
         self.recent, self.checkpoint = (), current_checkpoint()
+        return before
+
+    def end(self, before: int) -> None:
+        """The forward is over, the one around it goes on."""
+        self.recent, self.checkpoint = (), before
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None) -> None:
         """That t can be made of these."""
         if torch.compiler.is_dynamo_compiling():
-            held: Any = t
+            held: Any = t, _traced_writes()
             kept = tuple([None if part is None else part.detach() for part in tensors])
         else:
             held = weakref.ref(t), t._version
@@ -221,16 +287,13 @@ class Origins:
         """
         found = None
         if torch.compiler.is_dynamo_compiling():
+            now = _traced_writes()
             for held, origin in self.recent:
-                if found is None and held is t:
+                if found is None and held[0] is t and held[1] == now:
                     found = origin
         elif self.recent and current_checkpoint() == self.checkpoint:
-            for (reference, version), origin in self.recent:
-                if found is None and reference() is t and t._version == version:
+            for held, origin in self.recent:
+                # What a tracer noted stays with the tracer: it may have been written to since its graph ended.
+                if found is None and isinstance(held[0], weakref.ref) and held[0]() is t and t._version == held[1]:
                     found = origin
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found
-
-    def forget(self, t: Any) -> None:
-        """t is written to."""
-        if torch.compiler.is_dynamo_compiling():
-            self.recent = tuple([entry for entry in self.recent if entry[0] is not t])

@@ -24,14 +24,15 @@ class Wrapped(Mixin):
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        traced = torch.compiler.is_dynamo_compiling()
-        if not traced:
-            buffers.origins.begin()
-        with Compressed(buffers):
-            result = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not traced:
-            buffers.origins.begin()
-        return result
+        if torch.compiler.is_dynamo_compiling():
+            with Compressed(buffers):
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+        before = buffers.origins.begin()
+        try:  # a checkpoint ends its second forward by an exception
+            with Compressed(buffers):
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            buffers.origins.end(before)
 
 
 class WrappedNorm(Mixin, ComposedRMSNorm):
