@@ -469,7 +469,8 @@ def memory_targets(folder: Path = RESULTS) -> str:
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
-    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` of it.
+    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` and the
+    baseline of it, with checkpointing beside it if there is one.
 
     Without the variants that have another optimizer.
     """
@@ -482,7 +483,7 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
                 ms = _step_mean(rows, subject, variant)
                 if peak is not None and ms is not None and not variant.endswith(EIGHT_BIT):
                     points[variant] = (peak / GIB, ms)
-            if SMALLER in points:
+            if {SMALLER, STEP_BASELINE} <= set(points) and (SMALLER + "+checkpoint" in points or subject not in found):
                 found[subject] = points
     return found
 
