@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 import weakref
@@ -674,3 +675,10 @@ def test_part_of_a_model_is_compiled(part: str, method: str) -> None:
         counts.append(counter.frame_count)
     assert counts[1:] == counts[1:2] * 3
     assert origins(model).recent == ()
+
+
+def test_hooks_without_a_name_are_no_checkpoint() -> None:
+    """Somebody's saved-tensor hooks may be partials, which have no qualified name."""
+    same = functools.partial(lambda scale, t: t * scale, 1)
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        assert origin.current_checkpoint() == 0

@@ -178,7 +178,8 @@ class Origin:
 def current_checkpoint() -> int:
     """Which non-reentrant checkpoint's forward this is, 0 for none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return 0 if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook.") else id(hooks[0])
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a partial of somebody's has none
+    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
 current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
@@ -285,13 +286,15 @@ class Origins:
 
         by_heads: also of what attention returns, of which only a transpose can be made.
         """
+        if not self.recent:
+            return None
         found = None
         if torch.compiler.is_dynamo_compiling():
             now = _traced_writes()
             for held, origin in self.recent:
                 if found is None and held[0] is t and held[1] == now:
                     found = origin
-        elif self.recent and current_checkpoint() == self.checkpoint:
+        elif current_checkpoint() == self.checkpoint:
             for held, origin in self.recent:
                 # What a tracer noted stays with the tracer: it may have been written to since its graph ended.
                 if found is None and isinstance(held[0], weakref.ref) and held[0]() is t and t._version == held[1]:

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from ..saved import memory_order
+from ..saved import as_it_was, memory_order
 from .policy import GROUPED, SMALL
 
 _COLUMNS = 16  # entries along which there are to be groups at least
@@ -313,8 +313,7 @@ class _Codes:
         else:  # under which PyTorch does not check
             kept = tuple(self.outer[1](part) for part in self.kept)
         rows = FORMS[self.form].restore(kept, self.rows, self.dtype).contiguous()
-        axes = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return rows.view(self.lying).permute(axes)
+        return as_it_was(rows.view(self.lying), self.order)
 
 
 class _Mark:
