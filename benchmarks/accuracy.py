@@ -4,8 +4,9 @@
         --seeds 0,1,2 --epochs 12 --at-once 6 --seconds 500 --out FILE
 
 Every cell is a `hotrain train` process of its own; cells start in the order recipe, seed, method; what has not finished
-after `--seconds` is stopped and left out. FILE gets the finished rows in `hotrain compare`'s summary format, for
-``benchmarks/results``. Step times of runs that share a GPU are not comparable and are not kept.
+after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows in
+`hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs that share a GPU are not comparable
+and are not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hotrain.train.record import read
+from hotrain.train.record import METRICS, RUNS, read
 
 
 def main() -> None:
@@ -80,17 +81,20 @@ def run_cells(
                 load[gpu] -= 1
                 del running[number]
                 if process.returncode:
-                    print((folder / f"{number}.log").read_text()[-2000:], file=sys.stderr)
+                    print((folder / f"{number}.log").read_text()[-600:], file=sys.stderr)
         while waiting and min(load) < args.at_once:
             number, cell = waiting.pop(0)
             gpu = load.index(min(load))
             running[number] = (start(cell, args, gpu, folder, number), gpu)
             load[gpu] += 1
         time.sleep(0.2)
-    for process, _ in running.values():
+    for number, (process, _) in running.items():
         process.kill()
         process.wait()
-    records = [record for number in range(len(cells)) for record in read(folder / str(number) / "runs.jsonl")]
+        recipe, epochs, method, seed = cells[number]
+        done = sum(len(read(path)) for path in (folder / str(number)).glob(f"*/{METRICS}"))
+        print(f"stopped: {recipe} {method} seed {seed} after {done} of {epochs} epochs", file=sys.stderr)
+    records = [record for number in range(len(cells)) for record in read(folder / str(number) / RUNS)]
     return [record for record in records if record["status"] == "finished"]
 
 

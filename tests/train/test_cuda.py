@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from hotrain.train import TrainRun, silent, train
+from hotrain.train.distributed import Processes
+from hotrain.train.loop import Training
+from hotrain.train.setup import build
 
 Make = Callable[..., TrainRun]
 
@@ -25,3 +28,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny: Make, method: str, amp: st
     assert whole.peak_bytes is not None
     assert whole.peak_bytes > 0
     assert not torch.are_deterministic_algorithms_enabled()  # left as found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["exact", "hot-unbiased"])
+def test_an_update_does_not_wait_for_the_device(tiny: Make, method: str) -> None:
+    """Processes that share a GPU take turns: one that waits within an update waits for the turns of all the others."""
+    run = tiny(model="demo_resnet", model_args={}, method=method, amp="bf16", device="cuda", crop_padding=1, flip=True)
+    ranks = Processes(device=torch.device("cuda"))
+    training = Training(run, build(run, ranks), ranks, None)
+    training.start_epoch(0)
+    batches = training.setup.feed.updates(0)
+    for _ in range(2):  # tables are made, and kernels compiled
+        training.step(next(batches))
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.step(next(batches))
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -247,6 +247,26 @@ def test_progress_is_a_line_an_epoch_where_there_is_no_terminal(tiny: Make, caps
     assert all("img/s" in line and "accuracy" in line and line.startswith("demo_vit hot-unbiased") for line in lines)
 
 
+def test_a_silent_run_reads_no_loss_between_epochs(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it would make the host wait for the device at every update."""
+    read: list[int] = []
+    mean_loss = Training.mean_loss
+    monkeypatch.setattr(Training, "mean_loss", lambda self: (read.append(self.update), mean_loss(self))[1])
+    train(tiny(steps=7), on_progress=silent)
+    assert set(read) == {5, 7}
+
+
+def test_channels_last_is_how_weights_lie_and_not_what_they_become(tiny: Make) -> None:
+    args = {"model": "demo_resnet", "model_args": {}, "method": "exact", "optimizer": "momentum", "lr": 0.1}
+    plain, last = (updates(tiny(**args, channels_last=on), 1).model for on in (False, True))
+    weight = last.get_parameter("layer1.0.conv1.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+    for (name, a), b in zip(plain.named_parameters(), last.parameters(), strict=True):
+        # float32 sums in another order; an update moves an entry by less than 1.
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
+
+
 def test_the_bar_shows_throughput_time_left_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
     import sys

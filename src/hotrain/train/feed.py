@@ -106,6 +106,11 @@ def _key(*words: int) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """``t``, of the host, on ``device``. A GPU copies it in its turn, and the host does not wait for that."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+
+
 class _Arrays:
     """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
 
@@ -131,7 +136,7 @@ class _Arrays:
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         for indices, key in zip(chosen, keys, strict=True):
             generator = torch.Generator().manual_seed(key)
-            indices = indices.to(self.x_train.device)
+            indices = to_device(indices, self.x_train.device)
             x = self.x_train[indices]
             if self.run.crop_padding:
                 x = random_crop(x, self.run.crop_padding, generator)
@@ -141,7 +146,7 @@ class _Arrays:
 
     def testing(self, chosen: list[Tensor]) -> Iterator[Batch]:
         for indices in chosen:
-            indices = indices.to(self.x_test.device)
+            indices = to_device(indices, self.x_test.device)
             yield self._finish(self.x_test[indices]), self.y_test[indices]
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -168,7 +173,7 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     """Shift every image of ``x`` (B, C, H, W) by up to ``padding`` pixels each way; what enters is zero."""
     b, _, h, w = x.shape
     padded = F.pad(x, (padding,) * 4)
-    top, left = torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator).to(x.device)
+    top, left = to_device(torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator), x.device)
     rows = top + torch.arange(h, device=x.device)  # (B, H)
     columns = left + torch.arange(w, device=x.device)  # (B, W)
     images = torch.arange(b, device=x.device)[:, None, None]
@@ -177,7 +182,7 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror every image of ``x`` (B, C, H, W) left to right with probability one half."""
-    flip = (torch.rand(len(x), generator=generator) < 0.5).to(x.device)
+    flip = to_device(torch.rand(len(x), generator=generator) < 0.5, x.device)
     return torch.where(flip[:, None, None, None], x.flip(3), x)
 
 

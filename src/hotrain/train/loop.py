@@ -31,7 +31,7 @@ from hotrain.train import checkpoint, record
 from hotrain.train.distributed import Processes, processes
 from hotrain.train.feed import Batch
 from hotrain.train.optimization import Schedule, create_optimizer
-from hotrain.train.progress import OnProgress, Progress, progress_bar
+from hotrain.train.progress import OnProgress, Progress, progress_bar, silent
 from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.run import TrainRun
 from hotrain.train.setup import Setup, autocast, build, training_batches
@@ -95,7 +95,8 @@ def train(
     Args:
         resume: a checkpoint or the folder of an earlier run, continued bit for bit.
         stop_after: stop after so many updates of the run, as if interrupted, but return.
-        on_progress: called on process 0 after every update; None shows a progress bar.
+        on_progress: called on process 0 after every update, which waits for the device to have done it; None shows a
+            progress bar. `silent` is not called, and nothing waits.
 
     Raises:
         ValueError, RuntimeError: a checkpoint that does not fit (before anything else), or whatever
@@ -118,7 +119,8 @@ def train(
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))
         status, error = "failed", None
         try:
-            finished = _epochs(training, interrupted, stop_after, report if ranks.is_main else None)
+            shown = ranks.is_main and report is not silent
+            finished = _epochs(training, interrupted, stop_after, report if shown else None)
             status = "finished" if finished else "stopped"
         except Interrupted:
             status = "interrupted"
@@ -391,7 +393,12 @@ class Training:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def save(self) -> None:
-        """Write the checkpoint (process 0, with every process's generators)."""
+        """Write the checkpoint (process 0, with every process's generators).
+
+        Raises:
+            Diverged: the loss is not finite; the checkpoint before stays.
+        """
+        self.mean_loss()
         state = self.state_dict()
         if self.ranks.is_main:
             checkpoint.save(state, self.checkpoint_path)

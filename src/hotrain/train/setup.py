@@ -94,6 +94,8 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     if run.lora is not None:
         model = add_lora(model, run.lora)
     model.to(processes.device)
+    if run.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     method = run.resolve_method()
     report = None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
     # The weights of every process come from one seed; what is drawn while training differs between processes.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import draws
 from . import hadamard
@@ -44,6 +45,18 @@ def order(n: int, kind: str) -> tuple[int, ...]:
     return tuple(sorted(range(n), key=key))
 
 
+def _order_on(n: int, kind: str, device: torch.device) -> Tensor:
+    """`order` as int64 (n,) on a device; do not write to it."""
+    # What a tracer makes is its own.
+    return (_kept_order if _get_current_dispatch_mode() is None else _kept_order.__wrapped__)(n, kind, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_order(n: int, kind: str, device: torch.device) -> Tensor:
+    """Kept, since a GPU is waited for while it is made."""
+    return torch.tensor(order(n, kind), dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True)
 class Rows:
     """`rank` of `tile` Walsh rows, `sampled` of them drawn for every tile anew; `kind` as in `order`."""
@@ -65,7 +78,7 @@ class Rows:
 
     def fixed_rows(self, device: torch.device) -> Tensor:
         """The natural indices of the rows that every tile keeps, shape (fixed,), int64."""
-        return torch.tensor(order(self.tile, self.kind)[: self.fixed], dtype=torch.int64, device=device)
+        return _order_on(self.tile, self.kind, device)[: self.fixed]
 
     def drawn(self, tiles: int, key: int, device: torch.device) -> Tensor:
         """The natural indices of the rows drawn for each tile, shape (tiles, sampled), int64.
@@ -73,7 +86,7 @@ class Rows:
         Stratified: m/gcd(m, s) neighbouring tiles walk through one random permutation of the m rows, so together
         they hold each of them equally often, while a tile by itself holds a uniformly random s of m.
         """
-        rest = torch.tensor(order(self.tile, self.kind)[self.fixed :], device=device)
+        rest = _order_on(self.tile, self.kind, device)[self.fixed :]
         m, s = rest.numel(), self.sampled
         walk = m // math.gcd(m, s)  # tiles until the permutation has been walked through a whole number of times
         groups = -(-tiles // walk)
