@@ -21,7 +21,7 @@ from .grids import grid_at, token_grids
 from .method import FLOATS as NUMBERS
 from .method import Method
 from .nn import HadamardLinear
-from .nn.activation import BitReLU
+from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, LayerState, layer_state, layer_states
 from .transform.tokens import Grid
@@ -110,7 +110,8 @@ def convert(
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
 
     ReLU modules, whose output PyTorch keeps for itself and the next layer at once, are made to keep a bit an entry
-    where the method keeps less than x; their gradient stays exact.
+    where the method keeps less than x; their gradient stays exact. (On a GPU, of images, under ``plan="memory"`` only:
+    else the convolution behind stays exact and holds that output.)
 
     method: a preset's name or a `hotrain.Method`.
     filter_fn: (module, fully qualified name) → whether to convert; given, it replaces the default exclusions (the
@@ -201,7 +202,8 @@ def convert(
     if method.memory == "block":
         _revert_activations(model)  # ReLUs that an earlier conversion made keep bits: the mode serves all of them
     elif method.compresses:
-        report.activations = _convert_activations(model, None if filter_fn is None else [name for name, _, _ in chosen])
+        near = None if filter_fn is None else [name for name, _, _ in chosen]
+        report.activations = _convert_activations(model, near, plan != "memory")
     return report
 
 
@@ -216,7 +218,7 @@ def has_fp8_form(method: Method) -> bool:
     return True
 
 
-def _convert_activations(model: nn.Module, near: list[str] | None) -> list[str]:
+def _convert_activations(model: nn.Module, near: list[str] | None, planned: bool) -> list[str]:
     """Turn ReLUs into `BitReLU`s: all of them, or those beside (or around) the layers named in `near`."""
     parents = None if near is None else {name.rpartition(".")[0] for name in near}
     found = []
@@ -224,6 +226,8 @@ def _convert_activations(model: nn.Module, near: list[str] | None) -> list[str]:
         if type(module) is nn.ReLU and (parents is None or name.rpartition(".")[0] in parents):
             module.__class__ = BitReLU
         if type(module) is BitReLU:
+            module.__dict__.pop(PLANNED, None)
+            module.__dict__.update({PLANNED: True} if planned else {})
             found.append(name)
     return found
 
@@ -232,6 +236,7 @@ def _revert_activations(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is BitReLU:
             module.__class__ = nn.ReLU  # type: ignore[assignment]
+            module.__dict__.pop(PLANNED, None)
 
 
 def revert(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hotrain
+from hotrain.nn import activation
 from hotrain.nn.activation import BitReLU
 from hotrain.saved import Bits
 
@@ -60,6 +61,34 @@ def test_convert_and_revert() -> None:
     assert isinstance(copy.deepcopy(model)[1], BitReLU)
     hotrain.revert(model)
     assert [type(m) for m in model] == [nn.Conv2d, nn.ReLU, nn.Conv2d, nn.ReLU]
+
+
+@pytest.mark.parametrize(
+    ("plan", "shape", "on_gpu", "keeps_bits"),
+    [
+        ("speed", (2, 8, 4, 4), True, False),  # the convolution behind stays exact and holds the output
+        ("graphs", (2, 8, 4, 4), True, False),
+        ("memory", (2, 8, 4, 4), True, True),  # every convolution keeps codes instead
+        ("speed", (2, 16, 8), True, True),  # tokens: Linear layers are converted for speed as well
+        ("speed", (2, 8, 4, 4), False, True),  # without a GPU nothing is planned
+    ],
+)
+def test_images_on_a_gpu_keep_bits_only_where_their_convolutions_keep_codes(
+    plan: str, shape: tuple[int, ...], on_gpu: bool, keeps_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "_plans", lambda device: on_gpu)
+    model = network()
+    hotrain.convert(model, "hot", plan=plan)
+    x, kept = torch.randn(shape, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        model[3](x)
+    assert [t.dtype for t in kept] == [torch.uint8 if keeps_bits else torch.float32]
+    # a later plan holds, and nothing of it is left behind
+    hotrain.convert(model, "hot", plan="memory")
+    assert activation.PLANNED not in model[3].__dict__
+    hotrain.convert(model, "hot", plan=plan)
+    hotrain.revert(model)
+    assert activation.PLANNED not in model[3].__dict__
 
 
 def test_only_where_the_method_keeps_less_than_x() -> None:

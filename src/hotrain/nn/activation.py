@@ -36,11 +36,20 @@ class Relu(torch.autograd.Function):
         return torch.where(passed, g_y, torch.zeros((), dtype=g_y.dtype, device=g_y.device)), None
 
 
+PLANNED = "_hotrain_planned"  # of a module: a plan for speed is in force
+
+
 class BitReLU(nn.ReLU):
-    """A ReLU whose training forward keeps a bit an entry; its gradient is PyTorch's. Made by `hotrain.convert`."""
+    """A ReLU whose training forward keeps a bit an entry; its gradient is PyTorch's. Made by `hotrain.convert`.
+
+    Of images it is PyTorch's ReLU on a GPU under a plan for speed: their convolutions stay exact there and hold its
+    output anyway, so bits would come on top.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled() and input.requires_grad):
+            return super().forward(input)
+        if PLANNED in self.__dict__ and input.dim() == 4 and _plans(input.device):
             return super().forward(input)
         if torch.compiler.is_dynamo_compiling():
             y = torch.ops.hotrain.relu(input)
@@ -48,6 +57,11 @@ class BitReLU(nn.ReLU):
                 input.copy_(y)
             return y  # and not the copy, through which a gradient would pass as a sum with zeros
         return Relu.apply(input, self.inplace)
+
+
+def _plans(device: torch.device) -> bool:
+    """Whether layers may stay exact there for speed (`hotrain.planning`)."""
+    return device.type == "cuda"
 
 
 def _relu(x: Tensor) -> Tensor:
