@@ -1,9 +1,10 @@
-"""`hotrain bench step` for several subjects at once, each with variants of its own, on one GPU.
+"""`hotrain bench step` for several subjects at once, each with variants of its own, on the GPUs of one machine.
 
     python benchmarks/steps.py resnet50/b256=exact+compile,hotrain-memory \\
         vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
 
-All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.turns`). Groups start
+All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.turns`); `SUBJECT@1=…` runs
+on the second GPU, where a subject's variants belong together, and GPUs do not wait for one another. Groups start
 `--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes most
 memory. What is not ready after `--seconds` is stopped; what has failed is recorded with its error.
 """
@@ -23,7 +24,7 @@ from hotrain.bench.conditions import conditions, write
 def main() -> int:
     """Run the groups, write the records; 1 where one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("groups", nargs="+", help="SUBJECT=VARIANT,VARIANT,…; started in this order")
+    parser.add_argument("groups", nargs="+", help="SUBJECT[@GPU]=VARIANT,VARIANT,…; started in this order")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a variant")
     parser.add_argument("--seconds", type=float, help="wait for none after so long")
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds between the starts of two groups")
@@ -32,16 +33,18 @@ def main() -> int:
     parser.add_argument("--commit", help="of the tree, where git does not tell")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
-    parts, waits = [], []
+    parts, waits, gpus = [], [], []
     for number, group in enumerate(args.groups):
         subject, _, variants = group.partition("=")
+        subject, _, gpu = subject.partition("@")
         for place, variant in enumerate(variants.split(",")):
             parts.append((subject, variant))
             waits.append(args.stagger if number and not place else 0.0)
+            gpus.append(int(gpu or 0))
     options = ["--steps", str(args.steps), "--device", args.device, *(["--tiny"] if args.tiny else [])]
     common = conditions(torch.device(args.device), sys.argv, args.commit)
     failed = 0
-    for row in turns.together(parts, options, args.seconds, waits):
+    for row in turns.together(parts, options, args.seconds, waits, gpus if any(gpus) else None):
         write(args.out, row | common)
         failed += row["error"] is not None
         times = row["error"] or f"{row['median_ms']:.2f} ms, peak {(row['peak_bytes'] or 0) / 2**30:.2f} GiB"

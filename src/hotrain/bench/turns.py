@@ -1,4 +1,4 @@
-"""Variants prepared side by side, timed one after the other: each in a process of its own on one GPU.
+"""Variants prepared side by side, timed one after the other on their GPU: each in a process of its own.
 
 Tracing and compiling take a minute of a processor, timing a second of the GPU. A process says when it is ready to be
 timed, waits until all are, and then for its turn; whoever waits does nothing.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_BENCH_COUNT"
+BEFORE = "HOTRAIN_BENCH_BEFORE"  # the places whose turns come first, with commas; without it all lower ones
 
 
 @contextmanager
@@ -31,7 +32,8 @@ def turn() -> Iterator[bool]:
     (folder / f"ready.{place}").touch()
     while not all((folder / f"ready.{other}").exists() for other in range(int(os.environ[COUNT]))):
         time.sleep(0.02)
-    while not all((folder / f"done.{other}").exists() for other in range(place)):
+    before = [int(other) for other in os.environ[BEFORE].split(",") if other] if BEFORE in os.environ else range(place)
+    while not all((folder / f"done.{other}").exists() for other in before):
         time.sleep(0.02)
     try:
         yield True
@@ -44,12 +46,13 @@ def together(
     options: Sequence[str],
     seconds: float | None = None,
     waits: Sequence[float] | None = None,
+    gpus: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Records of ``hotrain bench step`` for (subject, variant) pairs, all prepared at once, timed in their order.
 
     options: of the command line, for every part.  seconds: after so long, parts that are not ready are stopped, and the
-    others get their turns.  waits: seconds before each part is started.  Each record says under what its own process
-    ran. A part that ends without a record gives one with its error.
+    others get their turns.  waits: seconds before each part is started.  gpus: the GPU of each part; each has its own
+    turns.  Each record says under what its own process ran. A part that ends without a record gives one with its error.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
@@ -60,10 +63,12 @@ def together(
             time.sleep(waits[place] if waits else 0.0)
             argv = [sys.executable, "-m", "hotrain.cli.main", "bench", "step", subject, "--variants", variant]
             argv += ["--once", "--out", str(folder / f"{place}.jsonl"), *options]
+            own = environment | {PLACE: str(place)}
+            if gpus is not None:
+                own["CUDA_VISIBLE_DEVICES"] = str(gpus[place])
+                own[BEFORE] = ",".join(str(other) for other in range(place) if gpus[other] == gpus[place])
             with (folder / f"{place}.log").open("w") as log:
-                running.append(
-                    subprocess.Popen(argv, env={**environment, PLACE: str(place)}, stdout=log, stderr=subprocess.STDOUT)
-                )
+                running.append(subprocess.Popen(argv, env=own, stdout=log, stderr=subprocess.STDOUT))
         try:
             while sum(_runs(process, folder, place) for place, process in enumerate(running)):
                 time.sleep(0.05)
