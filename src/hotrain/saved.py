@@ -238,16 +238,26 @@ class Levels:
 
 @dataclass(frozen=True)
 class Bits:
-    """Yes or no, a bit an entry."""
+    """Yes or no, a bit an entry.
+
+    neighbours: eight of a row make a byte, of tensors (..., C) with C a multiple of 8, as a kernel that holds rows
+    packs them; else eight that are an eighth of the tensor apart, as a compiler does.
+    """
+
+    neighbours: bool = False
 
     def keep(self, flags: Tensor) -> tuple[Tensor]:
-        """uint8, eight entries a byte: (⌈entries/8⌉,)."""
+        """uint8, eight entries a byte: (⌈entries/8⌉,), or (..., C/8)."""
+        if self.neighbours:
+            return (pack(flags.unflatten(-1, (-1, 8)).unbind(-1), 1),)
         flat = flags.flatten()
         if flat.numel() % 8:
             flat = F.pad(flat, (0, -flat.numel() % 8))
         return (pack([piece for _, piece in _pieces(flat, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
+        if self.neighbours:
+            return in_pieces(kept[0], 1).movedim(-2, -1).ne(0).reshape(tuple(shape))
         return in_pieces(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:

@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd import once
-from .origin import restore
+from . import launches
 from .policy import GROUPED
+from .recipes import restore
 
 _aten = torch.ops.aten
 
@@ -163,7 +164,7 @@ class Attention(torch.autograd.Function):
         codes = [
             part
             for t, form in ((q, qk_form), (k, qk_form), (v, vo_form), (out, vo_form))
-            for part in GROUPED[form].keep(t.transpose(1, 2))
+            for part in launches.keep(t.transpose(1, 2), form)
         ]
         ctx.save_for_backward(mask, lse, *codes, *rest)
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from ..autograd import once
 from ..saved import as_it_was, memory_order
+from . import launches
 from .curves import ACTIVATIONS, ELSE, FACTOR
-from .origin import is_recipe, make, restore, wide
 from .policy import BITS, GROUPED
+from .recipes import is_recipe, make, restore, values, wide
 
 # ---- activations: y = f(x), g_x = g_y f'(x) ----
 
@@ -27,10 +28,14 @@ class Slope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         kind = ACTIVATIONS[name]
-        y = kind.f(x)
         ctx.activation, ctx.order = name, memory_order(x)
         lying = x.permute(ctx.order)
         ctx.shape = lying.shape
+        made = launches.activate(lying, name)
+        if made is not None:
+            ctx.save_for_backward(made[1])
+            return as_it_was(made[0], ctx.order)
+        y = kind.f(x)
         if kind.levels is None:
             ctx.save_for_backward(*BITS.keep(kind.slope(lying)))
         else:
@@ -65,7 +70,7 @@ class Curve(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, Tensor, Tensor]:
         y = ACTIVATIONS[name].f(x)
         lying = x.movedim(1, -1) if image else x
-        codes, scale = GROUPED[form].keep(lying)
+        codes, scale = launches.keep(lying, form)
         ctx.save_for_backward(codes, scale)
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
@@ -189,6 +194,43 @@ def _batch_norm_backward(
     )
 
 
+class Normalized(torch.autograd.Function):
+    """y = f(γ x̂ + β + shortcut) of batch norm in one kernel, and its gradients in two; kept: x̂ in the format, r, and
+    bits or slopes of f.
+
+    x, shortcut: (N, C, H, W) in channels-last.  mean, r: (C,), of x.  name: of f, "" for none.  Returns y, and codes
+    and scales of x̂.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        shortcut: Tensor | None,
+        mean: Tensor,
+        r: Tensor,
+        name: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y, codes, scale, marks = torch.ops.hotrain.normalize(x, mean, r, w, b, shortcut, name)
+        ctx.save_for_backward(w, r, codes, scale, marks)
+        ctx.mark_non_differentiable(codes, scale)
+        ctx.set_materialize_grads(False)
+        ctx.name, ctx.b_dtype = name, None if b is None else b.dtype
+        return y, codes, scale
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        w, r, codes, scale, marks = ctx.saved_tensors
+        passes_on = ctx.needs_input_grad[3]
+        g = g_y.contiguous(memory_format=torch.channels_last)
+        g_x, sums, behind = torch.ops.hotrain.norm_gradient(g, codes, scale, marks, r, w, ctx.name, passes_on)
+        g_w = sums[1].to(w.dtype) if ctx.needs_input_grad[1] else None
+        g_b = sums[0].to(ctx.b_dtype) if ctx.needs_input_grad[2] else None
+        return *once("batch norm", (g_x, g_w, g_b, behind if passes_on else None), g_y, w), *[None] * 3
+
+
 def _dense(x: Tensor) -> Tensor:
     """As PyTorch hands x to its group norm: channels last stays so on a CPU."""
     stays = x.device.type == "cpu" and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
@@ -265,7 +307,7 @@ Given = Sequence[Tensor | None]
 def _keep(t: Tensor, form: str, given: Given) -> Kept:
     if form in ("", "exact"):
         return () if not form else (t,)
-    return tuple(given) if is_recipe(form) else GROUPED[form].keep(t)
+    return tuple(given) if is_recipe(form) else launches.keep(t, form)
 
 
 def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -274,6 +316,13 @@ def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) ->
     if is_recipe(form):
         return make(form, kept, shape, dtype)
     return restore(GROUPED[form], kept, shape, dtype)  # type: ignore[arg-type]
+
+
+def _whole(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:
+    """`_restore`, for a reader that has all of the tensor in memory. image: codes are of its channels."""
+    if not is_recipe(form):
+        form = values(form, shape[1 if image else -1], image)
+    return launches.whole(form, kept, shape, dtype)
 
 
 def _own(kept: Kept, form: str) -> tuple[Tensor, ...]:
@@ -398,8 +447,7 @@ class Linear(torch.autograd.Function):
         g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
-            x = _restore(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
-            assert x is not None
+            x = kept[0] if ctx.form == "exact" else _whole(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
             g_w = g.T @ x.reshape(-1, ctx.shape[-1])
         if ctx.needs_input_grad[2]:
             g_b = g.sum(0)
@@ -439,11 +487,7 @@ class Conv2d(torch.autograd.Function):
         w, *kept = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.needs_input_grad[1]:
-            n, c, h, wd = ctx.shape
-            if is_recipe(ctx.form):
-                x = make(ctx.form, kept, ctx.shape, ctx.dtype)
-            else:
-                x = restore(GROUPED[ctx.form], kept, (n, h, wd, c), ctx.dtype).movedim(-1, 1)
+            x = _whole(tuple(kept), ctx.form, ctx.shape, ctx.dtype, image=True)
             x = x.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # asked for its shape alone

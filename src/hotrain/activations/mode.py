@@ -6,6 +6,7 @@ the report says why. Nothing here depends on what changes from step to step, so 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -19,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from .. import autograd, backward
 from ..saved import memory_order
+from . import launches, recipes, rest
 from . import ops as _ops  # noqa: F401  (defines the operators)
-from . import origin, rest
 from .attention import backend, prepared_mask
 from .curves import ACTIVATIONS
-from .origin import Origins, current_checkpoint
+from .origin import Origins, Unfinished, current_checkpoint
 from .policy import FORMATS, GROUPED, SMALL
 
 _hotrain = torch.ops.hotrain
@@ -125,16 +126,20 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
         if not (_large(input) and input.requires_grad):
             return None
+        unfinished = scope.origins.unfinished_of(input)
+        if unfinished is not None and launches.serves_norm(unfinished.x, name):
+            scope.serve(name, "slope" if ACTIVATIONS[name].levels else "bits")
+            return _finished(scope, unfinished, name, input if inplace else None)
         kind, known = ACTIVATIONS[name], scope.origins.of(input)
         if kind.by_input:
             scope.serve(name, FORMATS["curve"])
-            image = _is_image(input) or (known is not None and origin.is_image(known.recipe))
+            image = _is_image(input) or (known is not None and recipes.is_image(known.recipe))
             y, *codes = _hotrain.curve(input, name, FORMATS["curve"], image)
-            recipe = origin.of(name, origin.values(FORMATS["curve"], _columns(input, image), image))
+            recipe = recipes.of(name, recipes.values(FORMATS["curve"], _columns(input, image), image))
         else:
             scope.serve(name, "slope" if kind.levels else "bits")
             y = _hotrain.slope(input, name)
-            recipe, codes = ("", []) if known is None else (origin.of(name, known.recipe), list(known.tensors))
+            recipe, codes = ("", []) if known is None else (recipes.of(name, known.recipe), list(known.tensors))
         if inplace:
             y = _written(scope, input, y)
         if recipe:
@@ -142,6 +147,38 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
         return y
 
     return run
+
+
+def _finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = None) -> Tensor:
+    """f of what is unfinished, f's name given, or "" for itself. place: what it is written to."""
+    y, codes, scale = _hotrain.normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
+    if place is not None:
+        y = _written(scope, place, y)
+    if what.shortcut is None:
+        recipe = recipes.normed(recipes.values(FORMATS["norm"], _columns(y, True), True), False)
+        scope.origins.note(y, recipes.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
+    return y
+
+
+def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+    """What is added to the result of a batch norm may be added in the same kernel."""
+
+    def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> Tensor | None:
+        if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or input.shape != other.shape:
+            return None
+        for normed, shortcut in ((input, other), (other, input)):
+            what = scope.origins.unfinished_of(normed)
+            if what is not None and what.shortcut is None and _lies_alike(what.x, shortcut):
+                y = func(input, other)
+                scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
+                return y
+        return None
+
+    return run
+
+
+def _lies_alike(x: Tensor, other: Tensor) -> bool:
+    return x.dtype == other.dtype and other.is_contiguous(memory_format=torch.channels_last)
 
 
 def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
@@ -200,7 +237,7 @@ def _note_norm(
 ) -> None:
     y, codes, scale = found
     image = kind in ("group", "batch")
-    recipe = origin.normed(origin.values(FORMATS["norm"], _columns(y, image), image), kind == "rms_cast")
+    recipe = recipes.normed(recipes.values(FORMATS["norm"], _columns(y, image), image), kind == "rms_cast")
     scope.origins.note(y, recipe, codes, scale, w, b)
 
 
@@ -276,6 +313,12 @@ def _batch_norm(
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
     scope.serve("batch_norm", FORMATS["norm"])
+    if torch.compiler.is_dynamo_compiling() and launches.serves_norm(input):
+        mean, r = _hotrain.batch_statistics(input, running_mean, running_var, momentum, eps)
+        what = Unfinished(input, mean, r, weight, bias)
+        y = _finished(scope, what, "")
+        scope.origins.note_unfinished(y, what)
+        return y
     return _norm(scope, input, weight, bias, "batch", 1, eps, running_mean, running_var, momentum)
 
 
@@ -287,7 +330,7 @@ def _softmax(
     scope.serve("softmax", FORMATS["softmax"])
     y, *codes = _hotrain.kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
     if dim in (-1, input.dim() - 1):
-        scope.origins.note(y, origin.values(FORMATS["softmax"], _columns(y, False)), *codes)
+        scope.origins.note(y, recipes.values(FORMATS["softmax"], _columns(y, False)), *codes)
     return y
 
 
@@ -323,8 +366,8 @@ def _values(form: str, t: Tensor) -> str:
     """The recipe of codes of rows along the axis of t that lies densest; none where the axes lie in another order."""
     order = memory_order(t)
     if order == list(range(t.dim())):
-        return origin.values(form, _columns(t, False))
-    return origin.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
+        return recipes.values(form, _columns(t, False))
+    return recipes.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
 
 
 def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
@@ -346,7 +389,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
             parts.append((recipe, made[begin : begin + 2] if own else given))
             begin += 2 * own
         if parts[0][0] and parts[1][0]:
-            scope.origins.note(y, origin.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
+            scope.origins.note(y, recipes.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
     return y
 
 
@@ -380,7 +423,7 @@ def _linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = N
     form, given = _held(scope, input, FORMATS["linear"])
     y, made = _hotrain.kept_linear(input, weight, bias, form, given)
     if made:
-        scope.origins.note(input, origin.values(form, _columns(input, False)), *made)
+        scope.origins.note(input, recipes.values(form, _columns(input, False)), *made)
     return y
 
 
@@ -416,7 +459,7 @@ def _conv2d(
         input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
     if made:
-        scope.origins.note(input, origin.values(form, _columns(input, True), True), *made)
+        scope.origins.note(input, recipes.values(form, _columns(input, True), True), *made)
     return y
 
 
@@ -488,7 +531,7 @@ def _attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
     # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
-    scope.origins.note(y, origin.heads(FORMATS["value_output"], _columns(y, False)), *codes)
+    scope.origins.note(y, recipes.heads(FORMATS["value_output"], _columns(y, False)), *codes)
     return y
 
 
@@ -498,7 +541,7 @@ def _attention(
 def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
     """`transpose` and `permute` of what attention returns."""
     known = scope.origins.of(input, by_heads=True)
-    if known is None or kwargs or not origin.is_by_heads(known.recipe):
+    if known is None or kwargs or not recipes.is_by_heads(known.recipe):
         return None
     order = axes[0] if len(axes) == 1 else axes
     if len(order) == 2:
@@ -508,7 +551,7 @@ def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | 
     if [axis % input.dim() for axis in order] != [0, 2, 1, 3]:
         return None
     y = input.permute(0, 2, 1, 3)
-    scope.origins.note(y, origin.by_tokens(known.recipe), *known.tensors)
+    scope.origins.note(y, recipes.by_tokens(known.recipe), *known.tensors)
     return y
 
 
@@ -516,7 +559,7 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         known = scope.origins.of(input)
         retyped = isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype)
-        if known is None or not origin.is_in_order(known.recipe) or retyped:
+        if known is None or not recipes.is_in_order(known.recipe) or retyped:
             return None
         y = func(input, *args, **kwargs)
         if y is not input:
@@ -592,6 +635,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
     torch.softmax: _tensor_softmax,
     Tensor.softmax: _tensor_softmax,
     F.dropout: _dropout,
+    **{func: _sum(func) for func in (torch.add, Tensor.add, Tensor.add_, operator.add, operator.iadd)},
     F.linear: _linear,
     F.conv2d: _conv2d,
     F.max_pool2d: _max_pool2d,

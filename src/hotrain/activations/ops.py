@@ -81,6 +81,30 @@ def norm(
         return functions.Norm.apply(x, w, b, kind, dims, eps, form, running_mean, running_var, momentum)
 
 
+@_operator(
+    "batch_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, float eps) "
+    "-> (Tensor, Tensor)"
+)
+def batch_statistics(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and 1/σ of each channel; the running ones are moved."""
+    with torch.no_grad(), autograd.outside_autocast(x):
+        _, mean, r = torch.native_batch_norm(x.detach(), None, None, running_mean, running_var, True, momentum, eps)
+        return mean.to(torch.float32), r.to(torch.float32)
+
+
+@_operator(
+    "normalized(Tensor x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+def normalized(
+    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with autograd.outside_autocast(x):
+        return functions.Normalized.apply(x, w, b, shortcut, mean, r, name)
+
+
 @_operator("kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)")
 def softmax(x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
     (cast,) = _float32("softmax.int", x)

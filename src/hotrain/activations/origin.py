@@ -3,161 +3,24 @@ it keeps nothing of its own.
 
 A norm keeps codes of x̂, and its result is γ x̂ + β; an activation keeps codes of its input; the result of attention is
 kept for attention's own gradient. Whoever reads such a tensor next asks `Origins` whether it knows this very tensor,
-and if so keeps the origin: the same codes, once more referred to, and a recipe.
-
-A recipe is a string, so that it can be an operator's argument: JSON, which uses up a list of tensors from the left.
-
-    ["values", form, C]           codes and scales of rows of C entries
-    ["values", form, C, "image"]  the same of (N, C, H, W), rows along its channels
-    ["heads", form, C]            codes of (B, T, H, C), of attention's (B, H, T, C): good for its transpose only
-    ["norm", values, cast]        values as above, then γ and β or None: γ x̂ + β; cast: x̂ is rounded first
-    ["of", name, inner]           an activation's result
-    ["product", inner, inner]     entry by entry
+and if so keeps the origin: the same codes, once more referred to, and a recipe (`recipes`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backward
-from ..saved import Bits, Grouped, Levels
-from .curves import ACTIVATIONS
-from .policy import GROUPED, SMALL
-
-_TAG = "partitioner_tag"  # of torch._functorch.partitioners
-
-
-def restore(
-    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool
-) -> Tensor:
-    """What backward reads of what forward kept.
-
-    A compiler decides by itself what it keeps between forward and backward, and would at times keep a full tensor: the
-    result of this, or that from which several codes can be made again. So it is told that this belongs to backward,
-    and that codes are tensors in memory (which its partitioner takes those to be that enter an operator of `prims`),
-    for others count twice.
-    """
-    if not torch.fx.traceback.has_preserved_node_meta():
-        return form.restore(kept, shape, dtype)
-    meta = torch.fx.traceback.current_meta
-    before = meta.get(_TAG)
-    meta[_TAG] = "must_be_in_backward"
-    try:
-        codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return form.restore((codes, *kept[1:]), shape, dtype)
-    finally:
-        if before is None:
-            meta.pop(_TAG, None)
-        else:
-            meta[_TAG] = before
-
-
-def wide(t: Tensor) -> Tensor:
-    """In float32, or float64 where it is."""
-    return t.to(backward.wide(t.dtype))
-
-
-# ---- recipes ----
-
-_IMAGE = ', "image"'
-
-
-def values(form: str, columns: int, image: bool = False) -> str:
-    """The recipe of what `GROUPED[form]` keeps of rows of that many entries."""
-    return f'["values", "{form}", {operator.index(columns)}{_IMAGE if image else ""}]'
-
-
-def normed(inner: str, cast: bool) -> str:
-    return f'["norm", {inner}, {"true" if cast else "false"}]'
-
-
-def of(name: str, inner: str) -> str:
-    return f'["of", "{name}", {inner}]'
-
-
-def product(a: str, b: str) -> str:
-    return f'["product", {a}, {b}]'
-
-
-def heads(form: str, columns: int) -> str:
-    """The recipe of attention's result, (B, H, T, D): there are codes of (B, T, H, D), so that alone can be made."""
-    return f'["heads", "{form}", {operator.index(columns)}]'
-
-
-def is_by_heads(recipe: str) -> bool:
-    return recipe.startswith('["heads"')
-
-
-def by_tokens(recipe: str) -> str:
-    """The recipe of (B, T, H, D), from that of `heads`."""
-    return recipe.replace("heads", "values", 1)
-
-
-def is_in_order(recipe: str) -> bool:
-    """Whether entries are made in the order of the tensor, so that any of its shapes can be made."""
-    return not is_by_heads(recipe) and not is_image(recipe)
-
-
-def is_image(recipe: str) -> bool:
-    return _IMAGE in recipe
-
-
-def is_recipe(form: str) -> bool:
-    return form.startswith("[")
-
-
-@functools.lru_cache(maxsize=4096)
-def _parsed(recipe: str) -> Any:
-    return json.loads(recipe)
-
-
-def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor of that recipe, of a shape in which its entries follow one another as in the tensor it is of."""
-    return _made(_parsed(recipe), iter(tensors), shape, dtype)
-
-
-def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    kind, *rest = recipe
-    if kind == "values":
-        return _values(rest, supply, shape, dtype)
-    if kind == "of":
-        return ACTIVATIONS[rest[0]].f(_made(rest[1], supply, shape, dtype))
-    if kind == "product":
-        return _made(rest[0], supply, shape, dtype) * _made(rest[1], supply, shape, dtype)
-    (_, form, columns, *image), cast = rest
-    normal = _values((form, columns, *image), supply, shape if image else (-1, columns), backward.wide(dtype))
-    w, b = next(supply), next(supply)
-    if cast:
-        normal = wide(normal.to(dtype))
-    along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
-    shaped = b if w is None else w
-    if shaped is not None and shaped.dim() > 1:
-        normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
-    if w is not None:
-        normal = normal * wide(w).view(along)
-    if b is not None:
-        normal = normal + wide(b).view(along)
-    return normal.to(dtype).reshape(tuple(shape))
-
-
-def _values(parts: Sequence[Any], supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    form, columns, *image = parts
-    kept = next(supply), next(supply)
-    if image:
-        n, c, *rest = shape
-        return restore(GROUPED[form], kept, (n, *rest, c), dtype).movedim(-1, 1)  # type: ignore[arg-type]
-    return restore(GROUPED[form], kept, (-1, columns), dtype).reshape(tuple(shape))  # type: ignore[arg-type]
-
+from .launches import whole
+from .policy import SMALL
+from .recipes import is_by_heads
 
 # ---- who knows which tensor ----
 
@@ -171,8 +34,23 @@ class Origin:
 
     @property
     def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]:
-        """`make` with the recipe, without the tensors: autograd holds these, and gives them back."""
-        return functools.partial(make, self.recipe)
+        """`launches.whole` with the recipe, without the tensors: autograd holds these, and gives them back."""
+        return functools.partial(whole, self.recipe)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The result of batch norm, and what was added to it: the function behind may be computed in the same kernel.
+
+    A tracer drops the first result where nothing else reads it.
+    """
+
+    x: Tensor
+    mean: Tensor
+    r: Tensor
+    w: Tensor | None
+    b: Tensor | None
+    shortcut: Tensor | None = None
 
 
 def current_checkpoint() -> int:
@@ -254,10 +132,11 @@ class Origins:
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
+    unfinished: tuple[tuple[Any, Unfinished], ...] = field(default=(), repr=False)
     checkpoint: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recent": (), "checkpoint": 0}
+        return {"recent": (), "unfinished": (), "checkpoint": 0}
 
     def begin(self) -> int:
         """A block's forward begins: nothing is known. Returns what `end` asks for."""
@@ -280,6 +159,20 @@ class Origins:
             # have gathered them yet.
             kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
         self.recent = ((held, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
+
+    def note_unfinished(self, t: Tensor, what: Unfinished) -> None:
+        """That t, while a tracer runs, is what that is so far."""
+        self.unfinished = (((t, _traced_writes()), what), *self.unfinished[: _RECENT - 1])
+
+    def unfinished_of(self, t: Tensor) -> Unfinished | None:
+        """What this very tensor, unchanged since, is so far; None in eager, or where it is something else."""
+        if not self.unfinished or not torch.compiler.is_dynamo_compiling():
+            return None
+        now, found = _traced_writes(), None
+        for held, what in self.unfinished:
+            if found is None and held[0] is t and held[1] == now:
+                found = what
+        return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
         """The origin of this very tensor, unchanged since, or None.

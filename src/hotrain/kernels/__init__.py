@@ -2,39 +2,56 @@
 
 `reason` says what is served, `keep` is forward's part, `gradients` backward's. The numbers are those of
 `hotrain.backward`; `compress` has the one kernel that reads, `product` the products of codes, `rows` and `noise` the
-draws. Triton is imported when something is first served, so that importing this package needs only torch.
+draws. `buffers` has the kernels of what lies between the layers. Triton is imported when something is first served, so
+that importing this package needs only torch.
 """
 
 from __future__ import annotations
 
 from .serve import (
+    FUNCTIONS,
     accumulation,
+    activate,
+    buffers_reason,
     disabled,
     forward,
     grad_codes,
     gradients,
     has_fp8,
     keep,
+    keep_codes,
     kept_shapes,
+    lies_in_rows,
     next_key,
+    norm_gradient,
+    normalize,
     note,
     prepare,
     reason,
+    restore_codes,
     weight_codes,
 )
 
 __all__ = [
+    "FUNCTIONS",
     "accumulation",
+    "activate",
+    "buffers_reason",
     "disabled",
     "forward",
     "grad_codes",
     "gradients",
     "has_fp8",
     "keep",
+    "keep_codes",
     "kept_shapes",
+    "lies_in_rows",
     "next_key",
+    "norm_gradient",
+    "normalize",
     "note",
     "prepare",
     "reason",
+    "restore_codes",
     "weight_codes",
 ]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+# What lies behind a norm, by the number that the kernels know it by.
+FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5, "gelu_tanh": 6}
+
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and room to the next boundary of 16 bytes
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWITCHED_OFF = "the kernels are switched off"
@@ -102,6 +105,13 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
     if lay.rows == 0:
         return "there are no tokens"
     return None
+
+
+def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels of what lies between the layers do not run there, as a clause; None where they do."""
+    if getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0":
+        return _SWITCHED_OFF
+    return _unserved_device(device) or (None if dtype in _DTYPES else f"the kernels do not take {dtype}")
 
 
 def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -514,3 +524,61 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     from .rows import next_key
 
     return next_key(counter, moves)
+
+
+# --- what lies between the layers (`buffers` says what each is)
+
+
+def lies_in_rows(t: Tensor) -> bool:
+    """Whether `keep_codes` reads t as it lies."""
+    from .buffers import side_by_side
+
+    return side_by_side(t) is not None
+
+
+def keep_codes(
+    t: Tensor, group: int, bits: int, definition: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """`buffers.keep`, or the definition where it does not compile here."""
+    from .buffers import keep
+
+    found: tuple[Tensor, Tensor] = _or_definition("keep of buffers", lambda: keep(t, group, bits), definition)
+    return found
+
+
+def activate(
+    x: Tensor, name: str, levels: tuple[int, int], definition: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """`buffers.activate`, or the definition."""
+    from .buffers import activate
+
+    found: tuple[Tensor, Tensor] = _or_definition("activate", lambda: activate(x, name, levels), definition)
+    return found
+
+
+def restore_codes(
+    factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor | None]
+) -> Tensor | None:
+    """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition."""
+    from .buffers import Factor, restore
+
+    found: Tensor | None = _or_definition(
+        "restore of buffers", lambda: restore([Factor(*factor) for factor in factors], dtype), definition
+    )
+    return found
+
+
+def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`buffers.normalize` of all but the last argument, or that, the definition."""
+    from .buffers import normalize
+
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _or_definition("normalize", lambda: normalize(*args[:-1]), args[-1])
+    return found
+
+
+def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`buffers.norm_gradient` of all but the last argument, or that, the definition."""
+    from .buffers import norm_gradient
+
+    found: tuple[Tensor, Tensor, Tensor] = _or_definition("norm gradient", lambda: norm_gradient(*args[:-1]), args[-1])
+    return found

@@ -1,0 +1,314 @@
+"""Operators of one kernel each, which a compiler does not look into: codes in one pass, what they stand for in another,
+and batch norm with what lies around it.
+
+A compiler that fuses the formulas of `saved`, `recipes` and `functions` itself reads a tensor twice for its codes and
+loads a scale for every entry; where the kernels run (`hotrain.kernels`), these take their place, with the same numbers.
+The implementation for other devices is the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+from ..kernels import FUNCTIONS
+from ..saved import Bits, group_size
+from .curves import ACTIVATIONS
+from .policy import FORMATS, GROUPED
+from .recipes import in_backward, is_image, make, parsed, wide
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_BITS = Bits(neighbours=True)
+_CHANNELS = 4096  # at most, in a program's tile
+
+
+def runs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run there."""
+    kernels = autograd.kernels_for(device)
+    return kernels is not None and kernels.buffers_reason(device, dtype) is None
+
+
+runs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
+
+
+def _has_kernel(form: str, columns: int) -> bool:
+    """Whether codes of that format are the kernel's: of four or eight bits to nearest, in groups that fill the rows."""
+    spec = GROUPED[form]
+    return spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
+
+
+# ---- codes ----
+
+
+def keep(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of t, (..., C), in a format of the policy."""
+    if runs(t.device, t.dtype) and _has_kernel(form, int(t.shape[-1])):
+        kernels = autograd.kernels_for(t.device)
+        if kernels is not None and kernels.lies_in_rows(t):
+            found: tuple[Tensor, Tensor] = torch.ops.hotrain.keep_codes(t, form)
+            return found
+    return GROUPED[form].keep(t)
+
+
+def _keep_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    spec = GROUPED[form]
+    kernels = autograd.kernels_for(t.device)
+    if kernels is None:
+        return spec.keep(t)
+    codes, scale = kernels.keep_codes(t, group_size(t.shape[-1], spec.whole), spec.bits, lambda: spec.keep(t))
+    return codes, scale
+
+
+def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    columns = t.shape[-1]
+    spec = GROUPED[form]
+    size = group_size(int(columns), spec.whole)
+    rows, groups, width = t.numel() // columns, columns // size, size * spec.bits // 8
+    return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
+
+
+# ---- a function, and its slopes ----
+
+
+def activate(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
+    """f(t), t contiguous, and codes of its slopes by one kernel, None where there is none for it."""
+    if name not in FUNCTIONS or _levels(name) is None or t.shape[-1] % 2 or not t.is_contiguous():
+        return None
+    return torch.ops.hotrain.activate(t, name) if runs(t.device, t.dtype) else None  # type: ignore[no-any-return]
+
+
+def _activate(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    kind, levels, kernels = ACTIVATIONS[name], _levels(name), autograd.kernels_for(t.device)
+    assert kind.levels is not None
+    assert levels is not None
+    spec = kind.levels
+
+    def definition() -> tuple[Tensor, Tensor]:
+        return kind.f(t), spec.keep(t, lambda piece: kind.slope(wide(piece)))[0]
+
+    if kernels is None:
+        return definition()
+    y, marks = kernels.activate(t.view(-1, t.shape[-1]), name, levels, definition)
+    return y.view(t.shape), marks
+
+
+def _activate_fake(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    columns = t.shape[-1]
+    return torch.empty_like(t), t.new_empty(t.numel() // columns, columns // 2, dtype=torch.uint8)
+
+
+# ---- what codes stand for ----
+
+
+def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`recipes.make`, for a reader that has all of the tensor in memory: a product, a convolution, a kernel."""
+    first = tensors[0]
+    if first is None or not runs(first.device, dtype) or not _is_served(recipe):
+        return make(recipe, tensors, shape, dtype)
+    with in_backward():
+        found: Tensor = torch.ops.hotrain.restore_codes(list(tensors), recipe, list(shape), dtype)
+        return found
+
+
+@cache
+def _is_served(recipe: str) -> bool:
+    """Whether the kernel makes that: one factor or two of the same layout."""
+    parts = parsed(recipe)
+    factors = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
+    return None not in factors and len({tuple(factor[0]) for factor in factors if factor is not None}) == 1
+
+
+def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
+    """(form and columns, whether there are γ and β, f) of a recipe's factor; None where no kernel makes it."""
+    name = ""
+    if parts[0] == "of":
+        _, name, parts = parts
+    normed = parts[0] == "norm"
+    if normed:
+        parts = parts[1]
+    # The kernel has f's table; codes are those of four bits, however they were rounded.
+    if parts[0] != "values" or name not in FUNCTIONS:
+        return None
+    spec, columns = GROUPED[parts[1]], parts[2]
+    if spec.bits != 4 or columns % group_size(columns, spec.whole):
+        return None
+    return parts[1:], normed, name
+
+
+def _restore_codes(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    first = given[0]
+    assert first is not None
+    kernels, out = autograd.kernels_for(first.device), _empty(first, recipe, shape, dtype)
+
+    def definition() -> Tensor:
+        return out.copy_(make(recipe, given, shape, dtype))
+
+    # γ and β of a norm over several axes are a matrix.
+    if kernels is None or any(t is not None and t.dtype.is_floating_point and t.dim() == 2 for t in given):
+        return definition()
+    parts, factors, left = parsed(recipe), [], list(given)
+    for part in parts[1:] if parts[0] == "product" else [parts]:
+        found = _factor(part)
+        assert found is not None
+        _, normed, name = found
+        tensors, left = left[: 4 if normed else 2], left[4 if normed else 2 :]
+        factors.append((*tensors, *([] if normed else [None, None]), normed, name))
+    rows = kernels.restore_codes(factors, dtype, lambda: None)
+    if rows is None:
+        return definition()
+    return rows.view(_lying(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
+
+
+def _lying(shape: Sequence[int]) -> list[int]:
+    return [shape[0], *shape[2:], shape[1]]
+
+
+def _empty(like: Tensor, recipe: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if is_image(recipe):
+        return like.new_empty(_lying(shape), dtype=dtype).movedim(-1, 1)
+    return like.new_empty(tuple(shape), dtype=dtype)
+
+
+def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    first = given[0]
+    assert first is not None
+    return _empty(first, recipe, shape, dtype)
+
+
+# ---- batch norm, what is added to its result, and the function behind ----
+
+
+def serves_norm(x: Tensor, name: str = "") -> bool:
+    """Whether the kernels run batch norm over x, and the function of that name behind it."""
+    in_rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    channels = x.shape[1]
+    return in_rows and name in FUNCTIONS and channels % 16 == 0 and channels <= _CHANNELS and runs(x.device, x.dtype)
+
+
+def _levels(name: str) -> tuple[int, int] | None:
+    """How slopes of f are kept: (lowest level, levels to one), None where they are bits."""
+    levels = ACTIVATIONS[name].levels if name else None
+    return None if levels is None else (levels.first, levels.per_one)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """(N, C, H, W) in channels-last as (N H W, C)."""
+    return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
+
+
+def _image(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(_lying(like.shape)).permute(0, 3, 1, 2)
+
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _normalize(
+    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str
+) -> Four:
+    lines = None if shortcut is None else _rows(shortcut)
+
+    def definition() -> Four:
+        normal = (wide(_rows(x)) - mean) * r
+        y = normal if w is None else normal * wide(w)
+        y = (y if b is None else y + wide(b)).to(x.dtype)
+        y = y if lines is None else y + lines
+        codes, scale = GROUPED[FORMATS["norm"]].keep(normal)
+        kind = ACTIVATIONS[name] if name else None
+        if kind is None:
+            return y, codes, scale, x.new_empty(len(y), 0, dtype=torch.uint8)
+        if kind.levels is None:
+            (marks,) = _BITS.keep(kind.slope(y))
+        else:
+            (marks,) = kind.levels.keep(y, lambda piece: kind.slope(wide(piece)))
+        return kind.f(y), codes, scale, marks
+
+    kernels = autograd.kernels_for(x.device)
+    if kernels is None:
+        y, *kept = definition()
+    else:
+        y, *kept = kernels.normalize(_rows(x), mean, r, w, b, lines, name, _levels(name), definition)
+    return _image(y, x), kept[0], kept[1], kept[2]
+
+
+def _normalize_fake(
+    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str
+) -> Four:
+    channels = x.shape[1]
+    rows = x.numel() // channels
+    marks = 0 if not name else channels // 8 if _levels(name) is None else channels // 2
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last),
+        x.new_empty(rows, 1, channels // 2, dtype=torch.uint8),
+        x.new_empty(rows, 1, 1, dtype=torch.bfloat16),
+        x.new_empty(rows, marks, dtype=torch.uint8),
+    )
+
+
+def _norm_gradient(
+    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str, passes_on: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    lines = _rows(g)
+
+    def definition() -> tuple[Tensor, Tensor, Tensor]:
+        kind, behind = ACTIVATIONS[name] if name else None, lines
+        if kind is not None and kind.levels is None:
+            behind = torch.where(_BITS.restore((marks,), lines.shape), lines, 0.0)
+        elif kind is not None and kind.levels is not None:
+            behind = lines * kind.levels.restore((marks,), lines.shape, lines.dtype)
+        lifted = wide(behind)
+        normal = GROUPED[FORMATS["norm"]].restore((codes, scale), lines.shape, lifted.dtype)
+        sums = torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
+        factor = r if w is None else r * wide(w)
+        g_x = ((lifted - sums[0] / len(lines) - normal * (sums[1] / len(lines))) * factor).to(g.dtype)
+        return g_x, sums, behind if passes_on else g.new_empty(0)
+
+    kernels = autograd.kernels_for(g.device)
+    if kernels is None:
+        g_x, sums, behind = definition()
+    else:
+        g_x, sums, behind = kernels.norm_gradient(
+            lines, codes, scale, marks, r, w, name, _levels(name), passes_on, definition
+        )
+    if passes_on:
+        behind = _image(behind if behind.data_ptr() != lines.data_ptr() else behind.clone(), g)
+    return _image(g_x, g), sums, behind
+
+
+def _norm_gradient_fake(
+    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str, passes_on: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    g_x = torch.empty_like(g, memory_format=torch.channels_last)
+    return g_x, r.new_empty(2, g.shape[1]), torch.empty_like(g_x) if passes_on else g.new_empty(0)
+
+
+for _schema, _run, _fake in (
+    ("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", _keep_codes, _keep_codes_fake),
+    ("activate(Tensor t, str name) -> (Tensor, Tensor)", _activate, _activate_fake),
+    (
+        "restore_codes(Tensor?[] given, str recipe, int[] shape, ScalarType dtype) -> Tensor",
+        _restore_codes,
+        _restore_codes_fake,
+    ),
+    (
+        "normalize(Tensor x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        _normalize,
+        _normalize_fake,
+    ),
+    (
+        "norm_gradient(Tensor g, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, str name, "
+        "bool passes_on) -> (Tensor, Tensor, Tensor)",
+        _norm_gradient,
+        _norm_gradient_fake,
+    ),
+):
+    _name = _schema.partition("(")[0]
+    _lib.define(_schema)
+    _lib.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hotrain::{_name}", _fake, lib=_lib)

@@ -1,0 +1,159 @@
+"""Recipes: how backward makes a tensor again of codes that an operator before it keeps.
+
+A recipe is a string, so that it can be an operator's argument: JSON, which uses up a list of tensors from the left.
+
+    ["values", form, C]           codes and scales of rows of C entries
+    ["values", form, C, "image"]  the same of (N, C, H, W), rows along its channels
+    ["heads", form, C]            codes of (B, T, H, C), of attention's (B, H, T, C): good for its transpose only
+    ["norm", values, cast]        values as above, then γ and β or None: γ x̂ + β; cast: x̂ is rounded first
+    ["of", name, inner]           an activation's result
+    ["product", inner, inner]     entry by entry
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backward
+from ..saved import Bits, Grouped, Levels
+from .curves import ACTIVATIONS
+from .policy import GROUPED
+
+_TAG = "partitioner_tag"  # of torch._functorch.partitioners
+
+
+@contextlib.contextmanager
+def in_backward() -> Iterator[None]:
+    """What is traced within belongs to backward: else a compiler may compute it in forward and keep it."""
+    meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
+    before = meta.get(_TAG)
+    meta[_TAG] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        if before is None:
+            meta.pop(_TAG, None)
+        else:
+            meta[_TAG] = before
+
+
+def restore(
+    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool
+) -> Tensor:
+    """What backward reads of what forward kept.
+
+    A compiler decides by itself what it keeps between forward and backward, and would at times keep a full tensor: the
+    result of this, or that from which several codes can be made again. So it is told that this belongs to backward,
+    and that codes are tensors in memory (which its partitioner takes those to be that enter an operator of `prims`),
+    for others count twice.
+    """
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return form.restore(kept, shape, dtype)
+    with in_backward():
+        codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
+        return form.restore((codes, *kept[1:]), shape, dtype)
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float32, or float64 where it is."""
+    return t.to(backward.wide(t.dtype))
+
+
+# ---- recipes ----
+
+_IMAGE = ', "image"'
+
+
+def values(form: str, columns: int, image: bool = False) -> str:
+    """The recipe of what `GROUPED[form]` keeps of rows of that many entries."""
+    return f'["values", "{form}", {operator.index(columns)}{_IMAGE if image else ""}]'
+
+
+def normed(inner: str, cast: bool) -> str:
+    return f'["norm", {inner}, {"true" if cast else "false"}]'
+
+
+def of(name: str, inner: str) -> str:
+    return f'["of", "{name}", {inner}]'
+
+
+def product(a: str, b: str) -> str:
+    return f'["product", {a}, {b}]'
+
+
+def heads(form: str, columns: int) -> str:
+    """The recipe of attention's result, (B, H, T, D): there are codes of (B, T, H, D), so that alone can be made."""
+    return f'["heads", "{form}", {operator.index(columns)}]'
+
+
+def is_by_heads(recipe: str) -> bool:
+    return recipe.startswith('["heads"')
+
+
+def by_tokens(recipe: str) -> str:
+    """The recipe of (B, T, H, D), from that of `heads`."""
+    return recipe.replace("heads", "values", 1)
+
+
+def is_in_order(recipe: str) -> bool:
+    """Whether entries are made in the order of the tensor, so that any of its shapes can be made."""
+    return not is_by_heads(recipe) and not is_image(recipe)
+
+
+def is_image(recipe: str) -> bool:
+    return _IMAGE in recipe
+
+
+def is_recipe(form: str) -> bool:
+    return form.startswith("[")
+
+
+@functools.lru_cache(maxsize=4096)
+def parsed(recipe: str) -> Any:
+    return json.loads(recipe)
+
+
+def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor of that recipe, of a shape in which its entries follow one another as in the tensor it is of."""
+    return _made(parsed(recipe), iter(tensors), shape, dtype)
+
+
+def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    kind, *rest = recipe
+    if kind == "values":
+        return _values(rest, supply, shape, dtype)
+    if kind == "of":
+        return ACTIVATIONS[rest[0]].f(_made(rest[1], supply, shape, dtype))
+    if kind == "product":
+        return _made(rest[0], supply, shape, dtype) * _made(rest[1], supply, shape, dtype)
+    (_, form, columns, *image), cast = rest
+    normal = _values((form, columns, *image), supply, shape if image else (-1, columns), backward.wide(dtype))
+    w, b = next(supply), next(supply)
+    if cast:
+        normal = wide(normal.to(dtype))
+    along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
+    shaped = b if w is None else w
+    if shaped is not None and shaped.dim() > 1:
+        normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
+    if w is not None:
+        normal = normal * wide(w).view(along)
+    if b is not None:
+        normal = normal + wide(b).view(along)
+    return normal.to(dtype).reshape(tuple(shape))
+
+
+def _values(parts: Sequence[Any], supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    form, columns, *image = parts
+    kept = next(supply), next(supply)
+    if image:
+        n, c, *rest = shape
+        return restore(GROUPED[form], kept, (n, *rest, c), dtype).movedim(-1, 1)  # type: ignore[arg-type]
+    return restore(GROUPED[form], kept, (-1, columns), dtype).reshape(tuple(shape))  # type: ignore[arg-type]
