@@ -77,9 +77,9 @@ def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 def activate(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
     """f(t), t contiguous, and codes of its slopes by one kernel, None where there is none for it."""
-    if name not in FUNCTIONS or _levels(name) is None or t.shape[-1] % 2 or not t.is_contiguous():
+    if not runs(t.device, t.dtype) or name not in FUNCTIONS or t.shape[-1] % 2 or not t.is_contiguous():
         return None
-    return torch.ops.hotrain.activate(t, name) if runs(t.device, t.dtype) else None  # type: ignore[no-any-return]
+    return None if _levels(name) is None else torch.ops.hotrain.activate(t, name)  # type: ignore[no-any-return]
 
 
 def _activate(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
