@@ -306,6 +306,20 @@ def test_bits_come_back(shape: tuple[int, ...]) -> None:
     assert torch.equal(Bits().restore(kept, shape), flags)
 
 
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] % 8 == 0], ids=str)
+def test_bits_of_neighbours_come_back(shape: tuple[int, ...]) -> None:
+    """A byte holds eight of a row, the first lowest, so that a kernel that holds some rows has whole bytes of them."""
+    form, flags = Bits(neighbours=True), torch.rand(shape) < 0.5
+    (packed,) = kept = form.keep(flags)
+    assert packed.shape == (*shape[:-1], shape[-1] // 8)
+    assert packed.nbytes == form.nbytes(shape)
+    by_hand = torch.stack([flags[..., i::8].long() << i for i in range(8)]).sum(0)
+    assert torch.equal(packed.long(), by_hand)
+    assert torch.equal(form.restore(kept, shape), flags)
+    if len(flags):
+        assert torch.equal(form.restore(form.keep(flags[-1:]), (1, *shape[1:])), flags[-1:])
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_packed_codes_are_neighbours_still(bits: int) -> None:
     """The first piece of a row is the lowest bits of its bytes, the next one the bits above."""

@@ -69,7 +69,7 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope),
     "silu": Activation(F.silu, _silu_slope, by_input=True),
     "mish": Activation(F.mish, _mish_slope),
-    "hardswish": Activation(F.hardswish, _hardswish_slope, by_input=True),
+    "hardswish": Activation(F.hardswish, _hardswish_slope, Levels(4, first=-4, per_one=7), by_input=True),  # −½ to 1½
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
     "tanh": Activation(torch.tanh, _tanh_slope),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch

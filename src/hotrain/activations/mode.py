@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import autograd, backward
 from ..saved import memory_order
-from . import launches, recipes, rest
+from . import launches, origin, recipes, rest
 from . import ops as _ops  # noqa: F401  (defines the operators)
 from .attention import backend, prepared_mask
 from .curves import ACTIVATIONS
@@ -166,11 +166,15 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> Tensor | None:
         if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or input.shape != other.shape:
             return None
-        for normed, shortcut in ((input, other), (other, input)):
+        pairs = [(input, other), (other, input)]
+        in_place = func in (Tensor.add_, operator.iadd)
+        # What is written to is gone, and so is what shares memory with it.
+        for normed, shortcut in pairs[:1] if in_place else pairs:
             what = scope.origins.unfinished_of(normed)
             if what is not None and what.shortcut is None and _lies_alike(what.x, shortcut):
                 y = func(input, other)
-                scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
+                if not in_place or origin.read_apart():
+                    scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
                 return y
         return None
 

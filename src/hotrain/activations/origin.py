@@ -82,6 +82,21 @@ def _traced_writes() -> str:
     return f"{number} {sum(map(_writes, graph.nodes))}"
 
 
+def read_apart() -> bool:
+    """Whether the tensors that the last call in the trace read lie apart in memory; False where that cannot be seen."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        last = next(reversed(InstructionTranslator.current_tx().output.current_tracer.graph.nodes))
+        read = [node.meta["example_value"].untyped_storage()._cdata for node in last.all_input_nodes]
+    except (ImportError, AttributeError, KeyError):
+        return False
+    return len(read) > 1 and len(set(read)) == len(read)
+
+
+read_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 _traced_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _graphs = itertools.count()
 

@@ -1,0 +1,586 @@
+"""The operators of one kernel each, and the mode that calls them: the definition's numbers, one launch a norm, and
+nothing of it where the kernels do not serve.
+
+The kernels run in Triton's interpreter, or on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from served_cases import served
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+import hotrain
+from hotrain import autograd, kernels
+from hotrain.activations import functions, launches, origin, recipes
+from hotrain.activations.curves import ACTIVATIONS
+from hotrain.activations.policy import GROUPED
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAST = torch.channels_last
+# numpy, of which the interpreter is made, warns of infinities and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# float32 in another order, with approximate exponentials.
+CLOSE = 2.0**-20
+# Of gradients that are the same but for that, against their size.
+SAME = 1e-5
+# The same, of slopes in levels of 0.1 of which one in a hundred is another for GELU (`test_buffers`): √0.01 of a level,
+# twice. Of the others one or two in a thousand may be.
+MOVED = {"gelu": 0.02, "gelu_tanh": 5e-3, "silu": 5e-3, "hardswish": 5e-3}
+# Of a step with codes against the exact one: 0.10 to 0.13 were measured; twice the largest.
+NEAR = 0.26
+
+# The operators, each with the definition inside.
+DEFINITION = SimpleNamespace(
+    buffers_reason=kernels.buffers_reason,
+    lies_in_rows=kernels.lies_in_rows,
+    keep_codes=lambda *args: args[-1](),
+    activate=lambda *args: args[-1](),
+    restore_codes=lambda *args: None,
+    normalize=lambda *args: args[-1](),
+    norm_gradient=lambda *args: args[-1](),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small(small_tensors_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origin, "SMALL", 2)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def using(found: Any) -> Iterator[None]:
+    """With these kernels, None for none: operators and the mode then follow the definition."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "kernels_for", lambda device: found)
+        yield
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators of hotrain that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "hotrain":
+            self.names[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def draw(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# ---- codes, and what they stand for ----
+
+
+def kept(form: str, *shape: int, seed: int = 3) -> list[Tensor | None]:
+    return list(GROUPED[form].keep(draw(*shape, seed=seed) * 2))
+
+
+ROW, GROUPS = "int4 nearest/row", "int4 nearest"
+SHAPE = (2, 7, 96)
+
+
+def _norm(w: bool, b: bool, form: str = ROW, cast: bool = False, seed: int = 3) -> tuple[str, list[Tensor | None]]:
+    gamma, beta = draw(96, seed=8) if w else None, draw(96, seed=9) if b else None
+    return recipes.normed(recipes.values(form, 96), cast), [*kept(form, *SHAPE, seed=seed), gamma, beta]
+
+
+def _of(name: str, inner: tuple[str, list[Tensor | None]]) -> tuple[str, list[Tensor | None]]:
+    return recipes.of(name, inner[0]), inner[1]
+
+
+def _product(a: tuple[str, list[Tensor | None]], b: tuple[str, list[Tensor | None]]) -> tuple[str, list[Tensor | None]]:
+    return recipes.product(a[0], b[0]), a[1] + b[1]
+
+
+def _values(form: str = GROUPS, columns: int = 96, seed: int = 3) -> tuple[str, list[Tensor | None]]:
+    return recipes.values(form, columns), kept(form, 2, 7, columns, seed=seed)
+
+
+def _image(name: str = "", normed: bool = False) -> tuple[str, list[Tensor | None]]:
+    recipe, given = recipes.values(ROW, 96, True), kept(ROW, 2, 3, 5, 96)
+    if normed:
+        recipe, given = recipes.normed(recipe, False), [*given, draw(96, seed=8), draw(96, seed=9)]
+    return recipes.of(name, recipe) if name else recipe, given
+
+
+# name → (recipe and what it uses up, shape)
+Made = tuple[Callable[[], tuple[str, list[Tensor | None]]], tuple[int, ...]]
+SERVED: dict[str, Made] = {
+    "values": (_values, SHAPE),
+    "values in another shape of the same order": (_values, (14, 6, 16)),
+    "several groups a row": (lambda: _values(GROUPS, 256), (2, 7, 256)),
+    "a norm": (lambda: _norm(True, True), SHAPE),
+    "a norm without β": (lambda: _norm(True, False), SHAPE),
+    "a norm without γ": (lambda: _norm(False, True), SHAPE),
+    "a plain norm": (lambda: _norm(False, False), SHAPE),
+    "a norm that is rounded before γ": (lambda: _norm(True, False, cast=True), SHAPE),
+    **{f"{name} of values": (functools.partial(lambda name: _of(name, _values()), name), SHAPE)
+       for name in kernels.FUNCTIONS if name},
+    **{f"{name} of a norm": (functools.partial(lambda name: _of(name, _norm(True, True)), name), SHAPE)
+       for name in kernels.FUNCTIONS if name},
+    "SwiGLU": (lambda: _product(_of("silu", _values()), _values(seed=4)), SHAPE),
+    "product of two norms": (lambda: _product(_norm(True, True), _of("relu", _norm(False, True, seed=4))), SHAPE),
+    "an image": (_image, (2, 96, 3, 5)),
+    "an image's norm": (lambda: _image("", True), (2, 96, 3, 5)),
+    "an image's norm and ReLU": (lambda: _image("relu", True), (2, 96, 3, 5)),
+}  # fmt: skip
+UNSERVED: dict[str, Made] = {
+    "eight bits": (lambda: _values("int8"), SHAPE),
+    "groups that do not fill the rows": (lambda: _values(GROUPS, 197), (2, 7, 197)),
+    "a function that the kernels lack": (lambda: _of("mish", _values()), SHAPE),
+    "a function of a function": (lambda: _of("relu", _of("gelu", _values())), SHAPE),
+    "a product of three": (lambda: _product(_product(_values(), _values(seed=4)), _values(seed=5)), SHAPE),
+    "a function of a product": (lambda: _of("relu", _product(_values(), _values(seed=4))), SHAPE),
+    "a product of other groups": (lambda: _product(_values(GROUPS), _values("int8", seed=4)), SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_made_by_the_kernel_is_what_the_recipe_makes(name: str, dtype: torch.dtype) -> None:
+    """Values, dtype and order in memory. In a lower dtype the recipe rounds up to three times on the way, the kernel
+    once (in the interpreter it cuts bfloat16 off): four units of the result, or of 1 where entries cancel."""
+    build, shape = SERVED[name]
+    recipe, given = build()
+    want = recipes.make(recipe, given, shape, dtype)
+    with using(kernels), Calls() as calls:
+        got = launches.whole(recipe, given, shape, dtype)
+    assert calls.names == {"restore_codes": 1}
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert got.is_contiguous(memory_format=LAST if recipes.is_image(recipe) else torch.contiguous_format)
+    unit = CLOSE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    assert ((got.double() - want.double()).abs() <= unit * (1 + want.double().abs())).all()
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_an_unserved_recipe_is_made_as_before(name: str) -> None:
+    build, shape = UNSERVED[name]
+    recipe, given = build()
+    with using(kernels), Calls() as calls:
+        got = launches.whole(recipe, given, shape, torch.float32)
+    assert not calls.names
+    assert torch.equal(got, recipes.make(recipe, given, shape, torch.float32))
+
+
+def test_what_only_the_tensors_tell_is_made_as_before() -> None:
+    """γ of a norm over two axes is a matrix, which the recipe does not say; float64 has no kernel."""
+    recipe, given = recipes.normed(recipes.values(ROW, 16), False), kept(ROW, 3, 6, 16)
+    given += [draw(6, 16, seed=8), draw(6, 16, seed=9)]
+    vectors = [*given[:2], draw(16, seed=8), None]
+    for tensors, dtype in ((given, torch.float32), (vectors, torch.float64)):
+        with using(kernels):
+            got = launches.whole(recipe, tensors, (3, 6, 16), dtype)
+        assert torch.equal(got, recipes.make(recipe, tensors, (3, 6, 16), dtype))
+
+
+@pytest.mark.parametrize(
+    ("form", "t", "serves"),
+    [
+        (GROUPS, lambda: draw(2, 7, 96), True),
+        (ROW, lambda: draw(2, 7, 48), True),
+        ("int8", lambda: draw(2, 7, 3, 4, 32).unbind(2)[1], True),
+        ("int8", lambda: draw(2, 7, 4, 32).transpose(1, 2), False),  # heads before tokens do not lie in rows
+        (GROUPS, lambda: draw(2, 7, 197), False),  # its last group is padded
+        (GROUPS, lambda: draw(2, 7, 96).double(), False),
+    ],
+)
+def test_codes_are_the_formats_by_whichever_way(form: str, t: Callable[[], Tensor], serves: bool) -> None:
+    """No entry of these is so near to a half that a reciprocal moves it (`test_buffers` has those that may be)."""
+    x = t()
+    with using(kernels), Calls() as calls:
+        got = launches.keep(x, form)
+    assert calls.names == ({"keep_codes": 1} if serves else {})
+    assert all(torch.equal(a, b) for a, b in zip(got, GROUPED[form].keep(x), strict=True))
+
+
+def _norm_arguments(name: str, shortcut: bool, w: bool) -> tuple[Any, ...]:
+    x, other = (draw(2, 32, 3, 5, seed=seed).contiguous(memory_format=LAST) for seed in (3, 4))
+    mean, r = x.mean((0, 2, 3)), x.var((0, 2, 3)).rsqrt()
+    gamma, beta = (draw(32, seed=5), draw(32, seed=6)) if w else (None, None)
+    return x, mean, r, gamma, beta, other if shortcut else None, name
+
+
+@pytest.mark.parametrize("which", ["kernels", "definition"])
+@pytest.mark.parametrize("name", ["", "relu", "gelu"])
+def test_a_compiler_is_told_the_truth(name: str, which: str) -> None:
+    """Shapes, dtypes and strides that the fakes of all five operators promise are those of the results."""
+    check = functools.partial(torch.library.opcheck, test_utils=("test_schema", "test_faketensor"))
+    ops = torch.ops.hotrain
+    with using(kernels if which == "kernels" else None):
+        check(ops.keep_codes.default, (draw(2, 7, 256), GROUPS))
+        if name == "gelu":
+            check(ops.activate.default, (draw(2, 7, 48), name))
+        for build, shape in (SERVED["values"], SERVED["an image's norm"]):
+            recipe, given = build()
+            check(ops.restore_codes.default, (given, recipe, list(shape), torch.float32))
+        for shortcut in (False, True):
+            arguments = _norm_arguments(name, shortcut, not shortcut)
+            check(ops.normalize.default, arguments)
+            y, *codes = ops.normalize(*arguments)
+            check(ops.norm_gradient.default, (y, *codes, arguments[2], arguments[3], name, shortcut))
+
+
+@pytest.mark.parametrize("name", kernels.FUNCTIONS)
+@pytest.mark.parametrize("shortcut", [False, True], ids=["", "shortcut"])
+def test_gradients_of_the_operator(name: str, shortcut: bool) -> None:
+    """With kernels as with the definition, but for the slopes that are a level apart."""
+    steps = []
+    for found in (kernels, DEFINITION):
+        x, mean, r, w, b, other, _ = _norm_arguments(name, shortcut, True)
+        leaves = [t.requires_grad_() for t in (x, w, b, other) if t is not None]
+        with using(found), Calls() as calls:
+            y = torch.ops.hotrain.normalized(x, mean, r, w, b, other, name)[0]
+            steps.append([y.detach(), *torch.autograd.grad(y, leaves, draw(*y.shape, seed=7))])
+        assert calls.names["normalize"] == calls.names["norm_gradient"] == 1
+    assert distance(steps[0][:1], steps[1][:1]) <= SAME
+    assert distance(steps[0][1:], steps[1][1:]) <= MOVED.get(name, SAME)
+
+
+# ---- functions in eager ----
+
+SLOPED = ["gelu", "gelu_tanh", "silu", "hardswish"]
+INPUTS = {
+    "tokens": lambda: draw(2, 7, 48),
+    "channels-last": lambda: draw(2, 16, 5, 3).contiguous(memory_format=LAST),
+    "a transposed matrix": lambda: draw(48, 6).T,
+    "an odd number of channels, which no kernel serves": lambda: draw(2, 7, 5),
+}
+
+
+@pytest.mark.parametrize("name", SLOPED)
+@pytest.mark.parametrize("how", INPUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slopes_of_a_function_in_eager(name: str, how: str, dtype: torch.dtype) -> None:
+    """A gradient is a level off at most, and a rounding or two of its dtype, as without kernels."""
+    kind = ACTIVATIONS[name]
+    assert kind.levels is not None
+    x = INPUTS[how]().to(dtype).detach().requires_grad_()
+    g = draw(*x.shape, seed=5, dtype=dtype)
+    with using(kernels), Calls() as calls:
+        y = functions.Slope.apply(x, name)
+        (got,) = torch.autograd.grad(y, x, g)
+    assert calls.names["activate"] == ("odd" not in how)
+    exact = x.detach().double().requires_grad_()
+    want = kind.f(exact)
+    (slope,) = torch.autograd.grad(want.sum(), exact)
+    unit = 2 * torch.finfo(dtype).eps
+    assert y.stride() == x.stride()
+    assert ((y.double() - want).abs() <= unit * want.abs() + CLOSE * (1 + exact.abs())).all()
+    level = g.double().abs() * (1 / kind.levels.per_one + unit + CLOSE)
+    assert ((got.double() - slope * g.double()).abs() <= level).all()
+
+
+def test_the_mode_serves_gelu_with_the_kernel() -> None:
+    x = draw(2, 7, 48).requires_grad_()
+    with using(kernels), Calls() as calls:
+        served(F.gelu, x)
+        served(functools.partial(F.gelu, approximate="tanh"), x)
+    assert calls.names["activate"] == 2
+
+
+# ---- compiled: batch norm, what is added, and the function behind ----
+
+
+class Net(nn.Module):
+    """A convolution, a batch norm and what `call` does with them."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], channels: int = 32, **options: Any) -> None:
+        super().__init__()
+        self.call = call
+        self.conv = nn.Conv2d(16, channels, 3, padding=1, bias=False)
+        self.norm, self.norm2 = nn.BatchNorm2d(channels, **options), nn.BatchNorm2d(channels, **options)
+        self.out = nn.Conv2d(channels, 16, 1)
+        for norm in (self.norm, self.norm2):
+            if norm.affine:
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.normal_(norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+def _behind(f: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.out(f(m.norm(m.conv(x))))
+
+
+def _added(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Of (the norm's result, the shortcut)."""
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        c = m.conv(x)
+        return m.out(F.relu(add(m.norm(c), c * 1.5)))
+
+    return call
+
+
+def _iadd(a: Tensor, b: Tensor) -> Tensor:
+    a += b
+    return a
+
+
+def _added_norm(m: Any, x: Tensor) -> Tensor:
+    c = m.conv(x)
+    return m.out(F.relu(_iadd(m.norm(c), m.norm2(c * 2)), inplace=True))
+
+
+def _block(m: Any, x: Tensor) -> Tensor:
+    c = F.relu(m.norm(m.conv(x)), inplace=True)
+    return m.out(F.relu(m.norm2(c * 1.5) + c))
+
+
+def _scaled(t: Tensor) -> Tensor:
+    return F.relu(t.mul_(2))
+
+
+def _sum_of_written(m: Any, x: Tensor) -> Tensor:
+    c = m.conv(x)
+    shortcut = c * 1.5
+    y = m.norm(c) + shortcut
+    shortcut.mul_(3)
+    return m.out(F.relu(y) + shortcut)
+
+
+def _both(m: Any, x: Tensor) -> Tensor:
+    y = m.norm(m.conv(x))
+    return m.out(F.relu(y)) + m.out(y)
+
+
+def _sum_of_both(m: Any, x: Tensor) -> Tensor:
+    c = m.conv(x)
+    y = m.norm(c) + c
+    return m.out(F.relu(y) + y)
+
+
+# name → (what the model does, what is behind each `normalize` of its graph). "" is the norm's own result.
+FUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[str]]] = {
+    "ReLU": (_behind(F.relu), ["relu"]),
+    "ReLU in place": (_behind(functools.partial(F.relu, inplace=True)), ["relu"]),
+    "ReLU6": (_behind(F.relu6), ["relu6"]),
+    "+=": (_added(_iadd), ["relu"]),
+    "norm + shortcut": (_added(lambda a, b: a + b), ["relu"]),
+    "shortcut + norm": (_added(lambda a, b: b + a), ["relu"]),
+    "torch.add": (_added(torch.add), ["relu"]),
+    "add_": (_added(Tensor.add_), ["relu"]),
+    "the shortcut is a norm's result": (_added_norm, ["", "relu"]),
+    "a block": (_block, ["relu", "relu"]),
+    "a convolution alone": (_behind(lambda y: y), [""]),
+    # From here on something is not fused, or the norm's own result is asked for as well.
+    "read by ReLU and by a convolution": (_both, ["", "relu"]),
+    "a sum read by ReLU and by a sum": (_sum_of_both, ["", "relu"]),
+    "the norm's result twice": (_behind(lambda y: F.relu(y + y)), ["", "relu"]),
+    "written to before ReLU": (_behind(_scaled), [""]),
+    "the shortcut written to before ReLU": (_sum_of_written, [""]),
+    "a multiple added": (_added(functools.partial(torch.add, alpha=2)), [""]),
+    "a shortcut of another dtype": (_added(lambda a, b: a + b.bfloat16()), [""]),
+    "a shortcut in channels-first": (_added(lambda a, b: a + b.contiguous()), [""]),
+    "a shortcut of other rows": (_added(lambda a, b: a + b.mean((2, 3), keepdim=True)), [""]),
+    "a function that the kernels lack": (_behind(F.mish), [""]),
+}
+# What is written to here is the shortcut: what is added then may not be read from it again.
+INTO_THE_SHORTCUT = {
+    "shortcut += norm": _added(lambda a, b: _iadd(b, a)),
+    "shortcut.add_(norm)": _added(lambda a, b: b.add_(a)),
+    "norm += itself": _behind(lambda y: F.relu(_iadd(y, y))),
+    "norm += a view of itself": _behind(lambda y: F.relu(_iadd(y, y.view_as(y)))),
+    "norm += itself, detached": _behind(lambda y: F.relu(_iadd(y, y.detach()))),
+}
+
+
+class Step:
+    """One step of a model: y, gradients, buffers, and how its graph's norms end; with `counts`, the bytes kept."""
+
+    def __init__(self, model: Any, found: Any, backend: Any = None, counts: bool = False) -> None:
+        """backend: None for one that looks at the graph, "" for eager."""
+        self.behind: list[str] = []
+        torch._dynamo.reset()
+        run: Any = model if backend == "" else torch.compile(model, backend=backend or self.backend(), fullgraph=True)
+        x = image().requires_grad_()
+        with using(found):
+            y = run(x)
+            (y * draw(*y.shape, seed=5)).sum().backward()
+            self.buffers = {name: t.clone() for name, t in model.named_buffers()}
+            self.bytes = hotrain.saved_bytes(run, x).total if counts else 0
+        self.y, self.gradients = y.detach(), [x.grad, *(p.grad for p in model.parameters())]
+
+    def backend(self) -> Any:
+        def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            for node in graph.graph.nodes:
+                if node.target == torch.ops.hotrain.normalize.default:
+                    self.behind.append(node.args[6])
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition)
+
+
+def converted(build: Callable[[], Any], memory: bool = True) -> Any:
+    torch.manual_seed(0)
+    model = build().train().to(DEVICE, memory_format=LAST)
+    if memory:
+        hotrain.convert(model, "exact", memory="block")
+    return model
+
+
+def image() -> Tensor:
+    return draw(2, 16, 6, 5).contiguous(memory_format=LAST)
+
+
+def distance(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> float:
+    """Of all gradients together, against their size; the same ones must be there."""
+    assert [t is None for t in got] == [t is None for t in want]
+    a, b = (torch.cat([t.flatten() for t in ts if t is not None]) for ts in (got, want))
+    return float((a - b).norm() / b.norm())
+
+
+def eager(build: Callable[[], Any], counts: bool = False) -> Step:
+    """Without kernels, and without a compiler's help."""
+    return Step(converted(build), None, "", counts)
+
+
+def assert_same(step: Step, other: Step, build: Callable[[], Any], gradient: float = SAME) -> None:
+    """The result is the exact one, gradients the other step's and near the exact ones, and statistics move alike."""
+    exact = Step(converted(build, memory=False), None, "")
+    assert distance([step.y], [exact.y]) <= SAME
+    assert distance(step.gradients, other.gradients) <= gradient
+    assert distance(step.gradients, exact.gradients) <= NEAR
+    assert step.buffers.keys() == other.buffers.keys()
+    for name, t in step.buffers.items():
+        torch.testing.assert_close(t, other.buffers[name], rtol=SAME, atol=SAME, msg=name)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_norm_and_what_is_behind_are_one_operator(name: str) -> None:
+    """In the graph as often as it says, with the gradients of the same model without kernels, and no more kept: 1 %
+    are whole bytes of bits. Two readers of a norm's results have codes of x̂ each."""
+    call, behind = FUSED[name]
+    build = functools.partial(Net, call)
+    step, other = Step(converted(build), kernels, counts=True), eager(build, counts=True)
+    assert sorted(step.behind) == behind
+    assert_same(step, other, build)
+    assert other.bytes > 0
+    if not {"", "relu"} <= set(behind):
+        assert step.bytes <= 1.01 * other.bytes
+
+
+@pytest.mark.parametrize("name", INTO_THE_SHORTCUT)
+def test_what_is_added_to_the_shortcut_is_added_once(name: str) -> None:
+    build = functools.partial(Net, INTO_THE_SHORTCUT[name])
+    assert_same(Step(converted(build), kernels), eager(build), build)
+
+
+# Dynamo hands F.hardswish to no mode.
+REACHED = [name for name in SLOPED if name != "hardswish"]
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_a_norm_and_a_function_of_many_slopes(name: str) -> None:
+    """Against the same operators with the definition inside, for without them what is kept is another thing, though no
+    less of it: of some 2000 slopes two may be a level apart, and of GELU's one in a hundred (`test_buffers`)."""
+    build = functools.partial(Net, _behind(ACTIVATIONS[name].f))
+    step, other = (Step(converted(build), found, counts=True) for found in (kernels, DEFINITION))
+    without = eager(build, counts=True)
+    assert step.behind == other.behind == [name]
+    assert_same(step, other, build, MOVED[name])
+    assert step.bytes <= 1.01 * without.bytes
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
+def test_a_norm_without_parameters_or_running_statistics(options: dict[str, bool]) -> None:
+    build = functools.partial(Net, FUSED["+="][0], **options)
+    step = Step(converted(build), kernels)
+    assert step.behind == ["relu"]
+    assert_same(step, eager(build), build)
+
+
+@pytest.mark.parametrize(
+    ("channels", "lies"),
+    [(32, torch.contiguous_format), (24, LAST)],
+    ids=["channels-first", "channels that are no multiple of 16"],
+)
+def test_others_are_served_as_before(channels: int, lies: torch.memory_format) -> None:
+    def build() -> Net:
+        # A norm in the middle reads what the convolution before it lays out.
+        return Net(lambda m, x: m.out(F.relu(m.norm(m.conv(x).contiguous(memory_format=lies)))), channels)
+
+    step = Step(converted(build), kernels)
+    assert not step.behind
+    assert_same(step, eager(build), build)
+
+
+def test_eager_keeps_its_way() -> None:
+    """A norm's result is there before the function behind it is called."""
+    build = functools.partial(Net, _block)
+    with Calls() as calls:
+        step = Step(converted(build), kernels, "")
+    other = eager(build)
+    assert torch.equal(step.y, other.y)
+    assert calls.names["keep_codes"]
+    assert not {"normalize", "norm_gradient"} & calls.names.keys()
+    assert_same(step, other, build)
+
+
+def test_autocast() -> None:
+    """The convolution's bfloat16 in, the same out; parameters and their gradients are float32."""
+    build = functools.partial(Net, FUSED["+="][0])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        step, other = (Step(converted(build), found) for found in (kernels, DEFINITION))
+    assert step.behind == ["relu"]
+    assert step.y.dtype == torch.bfloat16
+    # The definition rounds before and behind the sum: two units of bfloat16, of which the interpreter cuts one off.
+    assert distance([step.y.float()], [other.y.float()]) <= 2.0**-7
+    assert distance(step.gradients, other.gradients) <= 4 * 2.0**-7
+
+
+class Around(nn.Module):
+    """A block that is checkpointed. Nothing is known of its input, which it would keep by itself in a checkpoint."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks, self.norm = nn.ModuleList([Net(_block)]), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(x * 1.0)) * 1.0
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return F.relu(x)
+
+
+def test_a_checkpointed_block_has_the_same_gradients() -> None:
+    """The block's norms are served within, once more in backward, and their statistics move once."""
+    behind: list[str] = []
+
+    def normalize(*args: Any) -> Any:
+        behind.append(args[6])
+        return kernels.normalize(*args)
+
+    counted = SimpleNamespace(**{name: getattr(kernels, name) for name in kernels.__all__})
+    counted.normalize = normalize
+
+    def step(checkpointed: bool, found: Any) -> Step:
+        return Step(converted(lambda: Around(checkpointed)), found, "aot_eager")
+
+    got = step(True, counted)
+    assert behind == ["relu"] * (1 + 2 * 2)
+    for other in (step(False, kernels), step(True, None)):
+        assert_same(got, other, lambda: Around(True))
