@@ -87,9 +87,10 @@ def read_apart() -> bool:
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        last = next(reversed(InstructionTranslator.current_tx().output.current_tracer.graph.nodes))
+        # Reversed, PyTorch 2.11's list of nodes is a list again and no iterator.
+        last = next(iter(reversed(InstructionTranslator.current_tx().output.current_tracer.graph.nodes)))
         read = [node.meta["example_value"].untyped_storage()._cdata for node in last.all_input_nodes]
-    except (ImportError, AttributeError, KeyError):
+    except (ImportError, AttributeError, KeyError, StopIteration):
         return False
     return len(read) > 1 and len(set(read)) == len(read)
 

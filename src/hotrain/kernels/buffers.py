@@ -399,9 +399,10 @@ def _slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
 
 
 @triton.jit
-def _normal_half(x, shift, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.constexpr):
-    """x̂ and what f is of. shift: −μ r."""
-    normal = tl.load(x + row_at + at, mask=inside, other=0).to(tl.float32) * r + shift
+def _normal_half(x, mean, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.constexpr):
+    """x̂ and what f is of."""
+    # Not x r − μ r in one instruction: where x is the mean, x̂ is zero.
+    normal = (tl.load(x + row_at + at, mask=inside, other=0).to(tl.float32) - mean) * r
     v = normal * w + b
     if SHORTCUT:
         v = v + tl.load(shortcut + row_at + at, mask=inside, other=0).to(tl.float32)
@@ -432,8 +433,7 @@ def _normalize_kernel(
     whole = (eighth < HALF // 8)[None, :]
     live = whole[:, :, None] & (k >= 0)
     r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
-    shift_l = -tl.load(mean + at, mask=live, other=0) * r_l
-    shift_h = -tl.load(mean + HALF + at, mask=live, other=0) * r_h
+    mean_l, mean_h = tl.load(mean + at, mask=live, other=0), tl.load(mean + HALF + at, mask=live, other=0)
     w_l, w_h = _channels(w, at, live, HAS_W, 1.0), _channels(w, at + HALF, live, HAS_W, 1.0)
     b_l, b_h = _channels(b, at, live, HAS_B, 0.0), _channels(b, at + HALF, live, HAS_B, 0.0)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
@@ -441,8 +441,8 @@ def _normalize_kernel(
         place = (row.to(tl.int64) if WIDE else row)[:, None, None]
         there = (row < rows)[:, None]
         inside = (row < rows)[:, None, None] & live
-        normal_l, v_l = _normal_half(x, shift_l, r_l, w_l, b_l, shortcut, place * C, at, inside, SHORTCUT)
-        normal_h, v_h = _normal_half(x, shift_h, r_h, w_h, b_h, shortcut, place * C, at + HALF, inside, SHORTCUT)
+        normal_l, v_l = _normal_half(x, mean_l, r_l, w_l, b_l, shortcut, place * C, at, inside, SHORTCUT)
+        normal_h, v_h = _normal_half(x, mean_h, r_h, w_h, b_h, shortcut, place * C, at + HALF, inside, SHORTCUT)
         largest = magnitude_bits(_larger(normal_l, normal_h))
         found, inverse = _scale_of(tl.max(tl.max(largest, axis=2), axis=1), _LIFT4)
         tl.store(scale + row, found, mask=row < rows)
