@@ -88,7 +88,8 @@ def together(
             if not rows:
                 last = (folder / f"{place}.log").read_text().strip().splitlines()[-1:]
                 failed = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
-                rows = [failed | {"bench": "step", "subject": subject, "variant": variant, "error": " ".join(last)}]
+                what = {"bench": "step", "subject": subject, "variant": variant, "round": 1}
+                rows = [failed | what | {"error": " ".join(last)}]
             yield from rows
 
 
