@@ -626,8 +626,20 @@ def _composed_norm(
     return found
 
 
+def _function(scope: Scope, input: Tensor, name: str) -> Tensor | None:
+    return _SERVED_BY_NAME[name](scope, input)
+
+
+def _function_in_place(scope: Scope, input: Tensor, name: str) -> Tensor | None:
+    return _SERVED_BY_NAME[name](scope, input, True)
+
+
+_SERVED_BY_NAME = {name: _activation(name) for name in ("hardswish", "hardsigmoid")}
+
 TABLE: dict[Any, Callable[..., Any]] = {
     _hotrain.norm: _composed_norm,
+    _hotrain.function: _function,
+    _hotrain.function_: _function_in_place,
     F.gelu: _gelu,
     F.leaky_relu: _leaky_relu,
     F.layer_norm: _layer_norm,

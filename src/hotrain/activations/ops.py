@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import autograd
 from . import functions
 from .attention import Attention
+from .curves import ACTIVATIONS
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 
@@ -51,6 +53,20 @@ def _float32(operator: str, first: Tensor, *rest: Tensor | None) -> list[Tensor 
 def slope(x: Tensor, name: str) -> Tensor:
     with autograd.outside_autocast(x):
         return functions.Slope.apply(x, name)
+
+
+@_operator("function(Tensor x, str name) -> Tensor")
+def function(x: Tensor, name: str) -> Tensor:
+    """An activation by its name, for modules whose function a tracer hands to no mode; the mode serves it."""
+    y: Tensor = ACTIVATIONS[name].f(x)
+    return y
+
+
+@_operator("function_(Tensor(a!) x, str name) -> Tensor(a!)")
+def function_(x: Tensor, name: str) -> Tensor:
+    """The same, written to x as well."""
+    y: Tensor = getattr(F, name)(x, inplace=True)
+    return y
 
 
 @_operator("curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .exchange import Mixin, mix, unmix
 from .mode import ATTRIBUTE, Buffers, Compressed
@@ -41,6 +41,23 @@ class WrappedNorm(Mixin, ComposedRMSNorm):
     rank = 2
 
 
+NAMES: dict[type[nn.Module], str] = {nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
+
+
+class WrappedFunction(Mixin):
+    """A module whose function a tracer hands to no mode, so that it calls an operator of hotrain there."""
+
+    rank = 2
+
+    def forward(self, input: Tensor) -> Tensor:
+        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
+        if plain or ATTRIBUTE not in self.__dict__:
+            return super().forward(input)  # type: ignore[misc,no-any-return]
+        name = NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]
+        operator = torch.ops.hotrain.function_ if self.inplace else torch.ops.hotrain.function  # type: ignore[attr-defined]
+        return operator(input, name)  # type: ignore[no-any-return]
+
+
 def wrap(model: nn.Module) -> Buffers:
     """Put the mode around the model and its blocks. Returns where they write down what they served.
 
@@ -57,7 +74,9 @@ def wrap(model: nn.Module) -> Buffers:
     for module in model.modules():
         if not isinstance(module, ComposedRMSNorm) and is_composed(module):
             mix(module, WrappedNorm)
-        if isinstance(module, ComposedRMSNorm):
+        if type(module) in NAMES and "forward" not in module.__dict__:
+            mix(module, WrappedFunction)
+        if isinstance(module, ComposedRMSNorm | WrappedFunction):
             module.__dict__[ATTRIBUTE] = buffers
     return buffers
 
@@ -69,6 +88,7 @@ def unwrap(model: nn.Module) -> None:
             del module.__dict__[ATTRIBUTE]
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
+        unmix(module, WrappedFunction)
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
