@@ -204,7 +204,7 @@ def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(half)
     each = max(1, 2048 // block)
     wide = _is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * stride)
-    case = (x.dtype, bits, segments, run, stride, half, aligned(x))
+    case = (x.device, x.dtype, bits, segments, run, stride, half, aligned(x))
     launch(
         _keep_kernel, triton.cdiv(segments, each), case, (x, codes, scale, segments, run, stride),
         {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}, num_warps=4,
@@ -314,8 +314,8 @@ def restore(factors: Sequence[Factor], dtype: torch.dtype) -> Tensor:
     }
     tensors = (*arguments(first), *arguments(second))
     case = (
-        segments, groups, half, dtype, two, first.constants, second.constants, tuple(t.dtype for t in tensors),
-        aligned(*tensors),
+        out.device, segments, groups, half, dtype, two, first.constants, second.constants,
+        tuple(t.dtype for t in tensors), aligned(*tensors),
     )  # fmt: skip
     launch(
         _restore_kernel, triton.cdiv(segments, each), case, (*tensors, out, segments, groups), constants, num_warps=4
@@ -364,7 +364,7 @@ def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Ten
     y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     block = _block(columns // 2)
     each, blocks = max(1, 1024 // block), triton.cdiv(columns // 2, block)
-    case = (name, rows, columns, levels, x.dtype, aligned(x, y, marks))
+    case = (x.device, name, rows, columns, levels, x.dtype, aligned(x, y, marks))
     launch(
         _activate_kernel, triton.cdiv(rows, each) * blocks, case, (x, y, marks, rows, blocks),
         {"F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
@@ -634,7 +634,7 @@ def normalize(
         "PER_ONE": float(per_one), "WIDE": _is_wide(x.numel()), "STAGES": tiling.stages,
     }  # fmt: skip
     tensors = (x, mean, r, *(x if t is None else t for t in (w, b, shortcut)), y, codes, scale, marks)
-    case = (rows, programs, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.items()))
+    case = (x.device, rows, programs, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.items()))
     launch(_normalize_kernel, programs, case, (*tensors, rows, blocks, programs), constants, num_warps=tiling.warps)
     return y, codes, scale, marks
 
@@ -659,14 +659,22 @@ def norm_gradient(
         "PER_ONE": float(per_one), "WIDE": _is_wide(g.numel()), "STAGES": sums_tiling.stages,
     }  # fmt: skip
     tensors = (g, codes, scale, marks, passed_on, parts)
-    case = (rows, programs, passes_on, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.items()))
+    case = (
+        g.device,
+        rows,
+        programs,
+        passes_on,
+        tuple(t.dtype for t in tensors),
+        aligned(*tensors),
+        tuple(constants.items()),
+    )
     launch(
         _sums_kernel, programs, case, (*tensors, rows, blocks, programs), {**constants, "PASS_ON": passes_on},
         num_warps=sums_tiling.warps,
     )  # fmt: skip
     sums = torch.empty(2, channels, dtype=torch.float32, device=g.device)
     launch(
-        _total_kernel, triton.cdiv(2 * channels, 16), (programs, channels), (parts, sums, programs),
+        _total_kernel, triton.cdiv(2 * channels, 16), (g.device, programs, channels), (parts, sums, programs),
         {"N": 2 * channels, "COLUMNS": 16, "ROWS": 128}, num_warps=4,
     )  # fmt: skip
     # Behind f already, where it is there.
@@ -675,7 +683,7 @@ def norm_gradient(
     constants |= {"EIGHTS": eighths, "ROWS": each, "MARKS": kind, "HAS_W": w is not None, "STAGES": tiling.stages}
     g_x = torch.empty_like(g)
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
-    found = (rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
+    found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
     launch(
         _gradient_kernel, programs, found, (*read, rows, blocks, programs, 1.0 / rows), constants,
         num_warps=tiling.warps,

@@ -38,6 +38,10 @@ def launch(
 
     case: equal for two launches only where the same compiled kernel suits both.  options: Triton's (num_warps, …).
     """
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # Triton launches on the current one
+            return launch(kernel, programs, case, args, constants, **options)
     place = (kernel.__name__, case)
     found = _compiled.get(place)
     if found is not None:

@@ -104,6 +104,9 @@ def int8_product(
 
     scale_a: float32, () or (M,).  scale_b: () or (N,).  split: pieces of the contraction; None fills the device.
     """
+    if a.is_cuda and a.device.index != torch.cuda.current_device():
+        with torch.cuda.device(a.device):  # Triton launches on the current one
+            return int8_product(a, b, scale_a, scale_b, dtype, blocks, split)
     (m, k), n = a.shape, b.shape[0]
     across = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
     steps = triton.cdiv(k, blocks.k)
