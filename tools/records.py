@@ -191,7 +191,7 @@ def steps(folder: Path = RESULTS) -> str:
     for rows in _by_run(_of_bench("step", folder)).values():
         lines = []
         for row in rows:
-            name = row["variant"] + (" (again)" if row.get("round", 1) > 1 else "")
+            name = row["variant"] + (" (again)" if row["round"] > 1 else "")
             if row["error"] is not None:
                 lines.append([row["subject"], name, row["error"].replace("|", "\\|"), "", *("" for _ in STEP_BYTES)])
                 continue

@@ -227,7 +227,8 @@ def _convert_activations(model: nn.Module, near: list[str] | None, planned: bool
             module.__class__ = BitReLU
         if type(module) is BitReLU:
             module.__dict__.pop(PLANNED, None)
-            module.__dict__.update({PLANNED: True} if planned else {})
+            if planned:
+                module.__dict__[PLANNED] = True
             found.append(name)
     return found
 

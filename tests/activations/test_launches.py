@@ -51,7 +51,7 @@ DEFINITION = SimpleNamespace(
     lies_in_rows=kernels.lies_in_rows,
     keep_codes=lambda *args: args[-1](),
     activate=lambda *args: args[-1](),
-    restore_codes=lambda *args: None,
+    restore_codes=lambda *args: args[-1](),
     normalize=lambda *args: args[-1](),
     norm_gradient=lambda *args: args[-1](),
 )

@@ -108,7 +108,9 @@ def _activate_fake(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
 def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`recipes.make`, for a reader that has all of the tensor in memory: a product, a convolution, a kernel."""
     first = tensors[0]
-    if first is None or not runs(first.device, dtype) or not _is_served(recipe):
+    # γ and β of a norm over several axes are a matrix.
+    in_a_row = all(t is None or t.dim() != 2 for t in tensors)
+    if first is None or not in_a_row or not runs(first.device, dtype) or not _is_served(recipe):
         return make(recipe, tensors, shape, dtype)
     with in_backward():
         found: Tensor = torch.ops.hotrain.restore_codes(list(tensors), recipe, list(shape), dtype)
@@ -143,14 +145,14 @@ def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
 def _restore_codes(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     first = given[0]
     assert first is not None
-    kernels, out = autograd.kernels_for(first.device), _empty(first, recipe, shape, dtype)
+    kernels = autograd.kernels_for(first.device)
+    if kernels is None:
+        return _empty(first, recipe, shape, dtype).copy_(make(recipe, given, shape, dtype))
 
     def definition() -> Tensor:
-        return out.copy_(make(recipe, given, shape, dtype))
+        t = make(recipe, given, shape, dtype)
+        return (t.movedim(1, -1) if is_image(recipe) else t).contiguous()
 
-    # γ and β of a norm over several axes are a matrix.
-    if kernels is None or any(t is not None and t.dtype.is_floating_point and t.dim() == 2 for t in given):
-        return definition()
     parts, factors, left = parsed(recipe), [], list(given)
     for part in parts[1:] if parts[0] == "product" else [parts]:
         found = _factor(part)
@@ -158,9 +160,7 @@ def _restore_codes(given: list[Tensor | None], recipe: str, shape: list[int], dt
         _, normed, name = found
         tensors, left = left[: 4 if normed else 2], left[4 if normed else 2 :]
         factors.append((*tensors, *([] if normed else [None, None]), normed, name))
-    rows = kernels.restore_codes(factors, dtype, lambda: None)
-    if rows is None:
-        return definition()
+    rows = kernels.restore_codes(factors, dtype, definition)
     return rows.view(_lying(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
 
 

@@ -106,7 +106,7 @@ def batch_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1/σ of each channel; the running ones are moved."""
     with torch.no_grad(), autograd.outside_autocast(x):
-        _, mean, r = torch.native_batch_norm(x.detach(), None, None, running_mean, running_var, True, momentum, eps)
+        _, mean, r = torch.native_batch_norm(x, None, None, running_mean, running_var, True, momentum, eps)
         return mean.to(torch.float32), r.to(torch.float32)
 
 

@@ -63,6 +63,14 @@ def current_checkpoint() -> int:
 current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
 
 
+def _traced_graph() -> torch.fx.Graph:
+    """What a tracer has traced so far. Raises ImportError or AttributeError where a PyTorch does not let it be read."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
+    return graph
+
+
 def _traced_writes() -> str:
     """Which graph is traced, and how often a large tensor has been written to in it.
 
@@ -72,9 +80,8 @@ def _traced_writes() -> str:
     """
     try:
         from torch._dynamo.eval_frame import skip_code
-        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        graph = InstructionTranslator.current_tx().output.current_tracer.graph
+        graph = _traced_graph()
     except (ImportError, AttributeError):
         return f"{next(_graphs)} unknown"
     skip_code(current_checkpoint.__code__)  # where a graph breaks it is called in eager, and must not be compiled alone
@@ -85,10 +92,8 @@ def _traced_writes() -> str:
 def read_apart() -> bool:
     """Whether the tensors that the last call in the trace read lie apart in memory; False where that cannot be seen."""
     try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
         # Reversed, PyTorch 2.11's list of nodes is a list again and no iterator.
-        last = next(iter(reversed(InstructionTranslator.current_tx().output.current_tracer.graph.nodes)))
+        last = next(iter(reversed(_traced_graph().nodes)))
         read = [node.meta["example_value"].untyped_storage()._cdata for node in last.all_input_nodes]
     except (ImportError, AttributeError, KeyError, StopIteration):
         return False
@@ -96,8 +101,6 @@ def read_apart() -> bool:
 
 
 read_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 _traced_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _graphs = itertools.count()
 
@@ -184,9 +187,10 @@ class Origins:
         """What this very tensor, unchanged since, is so far; None in eager, or where it is something else."""
         if not self.unfinished or not torch.compiler.is_dynamo_compiling():
             return None
-        now, found = _traced_writes(), None
+        found = None
         for held, what in self.unfinished:
-            if found is None and held[0] is t and held[1] == now:
+            # The trace is read for this very tensor alone: that goes through all of it.
+            if found is None and held[0] is t and held[1] == _traced_writes():
                 found = what
         return found
 
@@ -199,9 +203,8 @@ class Origins:
             return None
         found = None
         if torch.compiler.is_dynamo_compiling():
-            now = _traced_writes()
             for held, origin in self.recent:
-                if found is None and held[0] is t and held[1] == now:
+                if found is None and held[0] is t and held[1] == _traced_writes():
                     found = origin
         elif current_checkpoint() == self.checkpoint:
             for held, origin in self.recent:

@@ -379,6 +379,23 @@ def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Ten
 
 
 @triton.jit
+def _columns(HALF: tl.constexpr, EIGHTS: tl.constexpr):
+    """Of a half of the channels: places in eights, the eights, the channels, which eights there are, and channels."""
+    k = tl.arange(0, 8)[None, None, :]
+    eighth = tl.arange(0, EIGHTS)
+    whole = (eighth < HALF // 8)[None, :]
+    return k, eighth, (eighth * 8)[None, :, None] + k, whole, whole[:, :, None] & (k >= 0)
+
+
+@triton.jit
+def _lines(block, rows, live, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Of a tile: its rows, these as places in memory, which rows there are, and which entries."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    place = (row.to(tl.int64) if WIDE else row)[:, None, None]
+    return row, place, (row < rows)[:, None], (row < rows)[:, None, None] & live
+
+
+@triton.jit
 def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
     """A vector over channels in float32, (1, EIGHTS, 8), or the number ELSE."""
     if HAS:  # noqa: SIM108
@@ -427,20 +444,13 @@ def _normalize_kernel(
 ):  # fmt: skip
     """MARKS: 0 for none, 1 for bits, 4 for slopes."""
     HALF: tl.constexpr = C // 2
-    k = tl.arange(0, 8)[None, None, :]
-    eighth = tl.arange(0, EIGHTS)
-    at = (eighth * 8)[None, :, None] + k
-    whole = (eighth < HALF // 8)[None, :]
-    live = whole[:, :, None] & (k >= 0)
+    k, eighth, at, whole, live = _columns(HALF, EIGHTS)
     r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
     mean_l, mean_h = tl.load(mean + at, mask=live, other=0), tl.load(mean + HALF + at, mask=live, other=0)
     w_l, w_h = _channels(w, at, live, HAS_W, 1.0), _channels(w, at + HALF, live, HAS_W, 1.0)
     b_l, b_h = _channels(b, at, live, HAS_B, 0.0), _channels(b, at + HALF, live, HAS_B, 0.0)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row = block * ROWS + tl.arange(0, ROWS)
-        place = (row.to(tl.int64) if WIDE else row)[:, None, None]
-        there = (row < rows)[:, None]
-        inside = (row < rows)[:, None, None] & live
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         normal_l, v_l = _normal_half(x, mean_l, r_l, w_l, b_l, shortcut, place * C, at, inside, SHORTCUT)
         normal_h, v_h = _normal_half(x, mean_h, r_h, w_h, b_h, shortcut, place * C, at + HALF, inside, SHORTCUT)
         largest = magnitude_bits(_larger(normal_l, normal_h))
@@ -493,20 +503,13 @@ def _sums_kernel(
 ):  # fmt: skip
     """sums: (programs, 2, C) float32, each program's own: Σ g and Σ g x̂.  passed_on: g behind f, for the shortcut."""
     HALF: tl.constexpr = C // 2
-    k = tl.arange(0, 8)[None, None, :]
-    eighth = tl.arange(0, EIGHTS)
-    at = (eighth * 8)[None, :, None] + k
-    whole = (eighth < HALF // 8)[None, :]
-    live = whole[:, :, None] & (k >= 0)
+    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
     g_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
     g_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
     gx_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
     gx_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row = block * ROWS + tl.arange(0, ROWS)
-        place = (row.to(tl.int64) if WIDE else row)[:, None, None]
-        there = (row < rows)[:, None]
-        inside = (row < rows)[:, None, None] & live
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
         low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
@@ -547,11 +550,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
     HALF: tl.constexpr = C // 2
-    k = tl.arange(0, 8)[None, None, :]
-    eighth = tl.arange(0, EIGHTS)
-    at = (eighth * 8)[None, :, None] + k
-    whole = (eighth < HALF // 8)[None, :]
-    live = whole[:, :, None] & (k >= 0)
+    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
     f_l = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
     f_h = tl.load(r + HALF + at, mask=live, other=0) * _channels(w, at + HALF, live, HAS_W, 1.0)
     m_l = tl.load(sums + at, mask=live, other=0) * share * f_l
@@ -559,10 +558,7 @@ def _gradient_kernel(
     s_l = tl.load(sums + C + at, mask=live, other=0) * share * f_l
     s_h = tl.load(sums + C + HALF + at, mask=live, other=0) * share * f_h
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row = block * ROWS + tl.arange(0, ROWS)
-        place = (row.to(tl.int64) if WIDE else row)[:, None, None]
-        there = (row < rows)[:, None]
-        inside = (row < rows)[:, None, None] & live
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
         low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
@@ -605,9 +601,10 @@ def _sums_tiling(channels: int) -> Tiling:
 _GRADIENT = Tiling(512, 16, 1)
 
 
-def marks_kind(name: str, slopes: bool) -> int:
-    """Bits an entry that f's gradient asks for: none, one, or four."""
-    return 0 if not name else 4 if slopes else 1
+def _marks(name: str, levels: tuple[int, int] | None) -> dict[str, Any]:
+    """Bits an entry that f's gradient asks for, none, one, or four, and the levels of four."""
+    first, per_one = levels or (0, 1)
+    return {"MARKS": 0 if not name else 4 if levels else 1, "FIRST": float(first), "PER_ONE": float(per_one)}
 
 
 def normalize(
@@ -621,17 +618,15 @@ def normalize(
     """
     rows, channels = x.shape
     tiling = tiling or _normalize_tiling(channels)
-    kind = marks_kind(name, levels is not None)
+    kept = _marks(name, levels)
     y = torch.empty_like(x)
     codes = torch.empty(rows, 1, channels // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
-    marks = torch.empty(rows, channels * kind // 8, dtype=torch.uint8, device=x.device)
+    marks = torch.empty(rows, channels * kept["MARKS"] // 8, dtype=torch.uint8, device=x.device)
     eighths, each, blocks, programs = tiling.cut(channels, rows, x.device)
-    first, per_one = (0, 1) if levels is None else levels
-    constants = {
+    constants = kept | {
         "C": channels, "EIGHTS": eighths, "ROWS": each, "F": FUNCTIONS[name], "SHORTCUT": shortcut is not None,
-        "HAS_W": w is not None, "HAS_B": b is not None, "MARKS": kind, "FIRST": float(first),
-        "PER_ONE": float(per_one), "WIDE": _is_wide(x.numel()), "STAGES": tiling.stages,
+        "HAS_W": w is not None, "HAS_B": b is not None, "WIDE": _is_wide(x.numel()), "STAGES": tiling.stages,
     }  # fmt: skip
     tensors = (x, mean, r, *(x if t is None else t for t in (w, b, shortcut)), y, codes, scale, marks)
     case = (x.device, rows, programs, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.items()))
@@ -649,14 +644,11 @@ def norm_gradient(
     """
     rows, channels = g.shape
     sums_tiling = sums_tiling or _sums_tiling(channels)
-    kind = marks_kind(name, levels is not None)
-    first, per_one = (0, 1) if levels is None else levels
     passed_on = torch.empty_like(g) if passes_on else g.new_empty(0)
     eighths, each, blocks, programs = sums_tiling.cut(channels, rows, g.device)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)
-    constants = {
-        "C": channels, "EIGHTS": eighths, "ROWS": each, "MARKS": kind, "FIRST": float(first),
-        "PER_ONE": float(per_one), "WIDE": _is_wide(g.numel()), "STAGES": sums_tiling.stages,
+    constants = _marks(name, levels) | {
+        "C": channels, "EIGHTS": eighths, "ROWS": each, "WIDE": _is_wide(g.numel()), "STAGES": sums_tiling.stages,
     }  # fmt: skip
     tensors = (g, codes, scale, marks, passed_on, parts)
     case = (
@@ -678,9 +670,9 @@ def norm_gradient(
         {"N": 2 * channels, "COLUMNS": 16, "ROWS": 128}, num_warps=4,
     )  # fmt: skip
     # Behind f already, where it is there.
-    source, kind = (passed_on, 0) if passes_on else (g, kind)
+    source, marked = (passed_on, 0) if passes_on else (g, constants["MARKS"])
     eighths, each, blocks, programs = tiling.cut(channels, rows, g.device)
-    constants |= {"EIGHTS": eighths, "ROWS": each, "MARKS": kind, "HAS_W": w is not None, "STAGES": tiling.stages}
+    constants |= {"EIGHTS": eighths, "ROWS": each, "MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
     g_x = torch.empty_like(g)
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))

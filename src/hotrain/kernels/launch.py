@@ -31,16 +31,21 @@ def aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether Triton launches there: it does on the current device."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
 def launch(
     kernel: Any, programs: int, case: Hashable, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
 ) -> None:
-    """Run `kernel` with `args`, its first parameters in order, and `constants`, its others by name.
+    """Run `kernel` with `args`, its first parameters in order, a tensor first, and `constants`, its others by name.
 
     case: equal for two launches only where the same compiled kernel suits both.  options: Triton's (num_warps, …).
     """
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current one
+    device = args[0].device
+    if not is_current(device):
+        with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)
     place = (kernel.__name__, case)
     found = _compiled.get(place)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import multiprocessors
+from .launch import is_current, multiprocessors
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def int8_product(
 
     scale_a: float32, () or (M,).  scale_b: () or (N,).  split: pieces of the contraction; None fills the device.
     """
-    if a.is_cuda and a.device.index != torch.cuda.current_device():
-        with torch.cuda.device(a.device):  # Triton launches on the current one
+    if not is_current(a.device):
+        with torch.cuda.device(a.device):
             return int8_product(a, b, scale_a, scale_b, dtype, blocks, split)
     (m, k), n = a.shape, b.shape[0]
     across = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)

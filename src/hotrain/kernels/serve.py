@@ -87,18 +87,25 @@ def _unserved_method(method: Method) -> str | None:
     return None
 
 
+def _off_or_unserved(device: torch.device) -> str | None:
+    off = getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0"
+    return _SWITCHED_OFF if off else _unserved_device(device)
+
+
+def _unserved_dtype(dtype: torch.dtype) -> str | None:
+    if dtype in _DTYPES:
+        return None
+    return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+
+
 def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernels do not serve this, as a clause; None where they do. It depends on static facts alone.
 
     lay: of x's tokens.  dtype: of x.
     """
-    if getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0":
-        return _SWITCHED_OFF
-    found = _unserved_device(device) or _unserved_method(method)
+    found = _off_or_unserved(device) or _unserved_method(method) or _unserved_dtype(dtype)
     if found is not None:
         return found
-    if dtype not in _DTYPES:
-        return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     numbers = (method.grad_input.number, method.grad_weight.number)
     if not has_fp8(device) and (method.forward == "fp8" or not set(FLOATS).isdisjoint(numbers)):
         return "the device has no fp8 units"
@@ -109,9 +116,7 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
 
 def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels of what lies between the layers do not run there, as a clause; None where they do."""
-    if getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0":
-        return _SWITCHED_OFF
-    return _unserved_device(device) or (None if dtype in _DTYPES else f"the kernels do not take {dtype}")
+    return _off_or_unserved(device) or _unserved_dtype(dtype)
 
 
 def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -556,13 +561,11 @@ def activate(
     return found
 
 
-def restore_codes(
-    factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor | None]
-) -> Tensor | None:
-    """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition."""
+def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor]) -> Tensor:
+    """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition, rows as well."""
     from .buffers import Factor, restore
 
-    found: Tensor | None = _or_definition(
+    found: Tensor = _or_definition(
         "restore of buffers", lambda: restore([Factor(*factor) for factor in factors], dtype), definition
     )
     return found
