@@ -3,8 +3,9 @@
     python benchmarks/curves.py --data cifar10.npz [--recipes small_vit_cifar10,small_resnet18_cifar10] [--out FILE]
 
 Every recipe is trained for `--steps` updates with each seed, with the kernels and with `hotrain.kernels.disabled`, from
-the same weights and batches. The verdict compares the distance of the two mean curves with the spread over seeds.
-Needs a CUDA device: elsewhere there are no kernels to compare.
+the same weights and batches; `--at-once` runs beside each other, in processes of their own, spread over the machine's
+GPUs. The verdict compares the distance of the two mean curves with the spread over seeds. Needs a CUDA device:
+elsewhere there are no kernels to compare.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import importlib
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from hotrain.bench.conditions import conditions, write
 from hotrain.cli.workbench import configure
 from hotrain.train import Progress, TrainRun, train
 
+PATHS = ("definition", "kernels")
 WINDOW = 10  # updates that a point of a curve is the mean of
 
 
@@ -36,6 +40,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="how many; two at least")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--set", action="append", default=["warmup_epochs=0.1"], help="field=value of the runs")
+    parser.add_argument("--at-once", type=int, default=4, help="runs beside each other")
     parser.add_argument("--commit", help="of the tree, where git does not tell")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
@@ -44,22 +49,30 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, so there are no kernels to compare")
     common = conditions(torch.device("cuda"), sys.argv, args.commit)
-    followed = True
+    followed, cells = True, []
     for recipe in args.recipes.split(","):
-        curves: dict[str, list[list[float]]] = {"definition": [], "kernels": []}
         for seed in range(args.seeds):
-            for path, found in curves.items():
-                with tempfile.TemporaryDirectory() as folder:
-                    settings = [f"steps={args.steps}", "audit=false", *args.set]
-                    run = configure(
-                        recipe, method=args.method, data=args.data, settings=settings, seed=seed, out=Path(folder)
-                    )
-                    found.append(losses(run, kernels=path == "kernels"))
+            for path in PATHS:
+                cells.append((recipe, seed, path, f"cuda:{len(cells) % torch.cuda.device_count()}"))
+    # Spawned: a process that has forked beside CUDA cannot use it.
+    with ProcessPoolExecutor(args.at_once, mp_context=get_context("spawn")) as pool:
+        found = dict(zip(cells, pool.map(curve_of, cells, [args] * len(cells)), strict=True))
+    for recipe in args.recipes.split(","):
+        curves = {path: [c for cell, c in found.items() if cell[0] == recipe and cell[2] == path] for path in PATHS}
         answer = verdict(curves["definition"], curves["kernels"])
         followed &= answer["within"]
         write(args.out, record(f"{recipe}/{args.steps} updates", args.method, curves, answer) | common)
         print(f"{recipe} {args.method}: {answer}")
     return 0 if followed else 1
+
+
+def curve_of(cell: tuple[str, int, str, str], args: argparse.Namespace) -> list[float]:
+    """`losses` of one run: recipe, seed, definition or kernels, device."""
+    recipe, seed, path, device = cell
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"steps={args.steps}", "audit=false", f"device={device}", *args.set]
+        run = configure(recipe, method=args.method, data=args.data, settings=settings, seed=seed, out=Path(folder))
+        return losses(run, kernels=path == "kernels")
 
 
 def losses(run: TrainRun, kernels: bool) -> list[float]:
