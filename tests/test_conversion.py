@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.nn import HadamardConv2d, HadamardLinear, layer_state
+from hotrain.presets import DEFAULT
 
 
 class Net(nn.Module):
@@ -57,7 +58,9 @@ def test_one_call_reports_every_layer() -> None:
     report = hotrain.convert(Net())
     assert converted(report) == {"stem", "mlp.0", "mlp.2"}
     assert reasons(report) == {"narrow": "too small: 48 → 8 channels, under 32", "head": "head"}
-    assert all(row.method == hotrain.preset("hot-unbiased") for row in report.converted)
+    assert all(row.method == hotrain.preset(DEFAULT) for row in report.converted)
+    assert report.method.memory == "block"
+    assert report.buffers is not None
 
 
 def test_the_report_prints_a_row_a_layer() -> None:
@@ -311,7 +314,7 @@ def test_a_lone_layer_is_a_model() -> None:
 def test_rows_that_are_samples_move_to_kept_as_they_are_met(shape: tuple[int, ...]) -> None:
     """A low-pass over the rows of a 2-D input would average unrelated samples: the layer runs exact, and says so."""
     model = nn.Sequential(nn.Linear(64, 64))
-    report = hotrain.convert(model)
+    report = hotrain.convert(model, "hot-unbiased")
     assert converted(report) == {"0"}
     x = torch.randn(shape)
     model(x).square().sum().backward()
@@ -328,7 +331,7 @@ def test_rows_that_are_samples_move_to_kept_as_they_are_met(shape: tuple[int, ..
 def test_an_image_of_one_pixel_is_a_sample_too() -> None:
     """Squeeze-and-excitation: 1×1 convolutions of a pooled image."""
     model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 64, 1))
-    report = hotrain.convert(model)
+    report = hotrain.convert(model, "hot-unbiased")
     model(torch.randn(2, 64, 8, 8)).sum().backward()
     assert set(reasons(report)) == {"1"}
 
@@ -468,7 +471,7 @@ def test_a_converted_convolution_begets_exact_ones() -> None:
     model = nn.Sequential(nn.Conv2d(32, 32, 3))
     hotrain.convert(model)
     assert type(type(model[0])(32, 4, 3, bias=False)) is nn.Conv2d
-    assert repr(model[0]).startswith("HadamardConv2d(32, 32, kernel_size=(3, 3), stride=(1, 1), method=hot-unbiased")
+    assert repr(model[0]).startswith("HadamardConv2d(32, 32, kernel_size=(3, 3), stride=(1, 1), method=hq8")
 
 
 def test_a_forward_replaced_on_the_instance_is_kept() -> None:

@@ -52,7 +52,7 @@ def test_readme_python_blocks_run_in_order(
     model = names["model"]
     assert isinstance(model, importlib.import_module("torch").nn.Module)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    for said in ("49 layers converted to hot-unbiased", "exact: head", "hotrain linear", "hotrain norm"):
+    for said in ("49 layers converted to hq8", "exact: head", "hotrain linear", "hotrain norm"):
         assert said in printed, f"README's example no longer prints {said!r}"
 
 

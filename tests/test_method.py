@@ -9,9 +9,9 @@ import pytest
 
 import hotrain
 from hotrain.method import KNOBS, GradInput, GradWeight, Method, Saved
-from hotrain.presets import describe
+from hotrain.presets import DEFAULT, describe
 
-NAMES = ("exact", "hot", "hot-unbiased", "hla", "hq", "hq4", "lbp-wht", "luq", "int4", "dropout")
+NAMES = ("exact", "hot", "hot-unbiased", "hla", "hq", "hq8", "hq4", "lbp-wht", "luq", "int4", "dropout")
 
 
 def test_the_presets_are_those_of_the_issue() -> None:
@@ -56,6 +56,7 @@ def test_prints_say_what_differs() -> None:
         ("hot-unbiased", "Ours"),
         ("hla", "EVMT-HLA"),
         ("hq", "Table 2"),
+        ("hq8", "Ours"),
         ("hq4", "Ours"),
         ("lbp-wht", "NeurIPS 2023"),
         ("luq", "yTbNYYcopd"),
@@ -74,12 +75,19 @@ PATHS = [
     ("hot-unbiased", 4, "hadamard", 16, 8, 4, 8, 8),
     ("hla", None, "hadamard", 16, 8, 0, None, None),
     ("hq", 4, "hadamard", 16, 16, 0, 8, 8),
+    ("hq8", 8, "hadamard", 16, 16, 0, 8, 8),
     ("hq4", 4, "hadamard", 16, 16, 0, 8, 4),
     ("lbp-wht", None, "lowpass", 64, 21, 0, None, None),
     ("luq", 4, None, 1, 1, 0, 4, 4),
     ("int4", 4, None, 1, 1, 0, 4, 4),
     ("dropout", None, None, 1, 1, 0, None, None),
 ]
+
+
+def test_in_fp8_the_default_is_full_rank_hot_with_everything_compressed() -> None:
+    """What was recorded of the one speaks for the other (``hotrain:hq:number=e4m3+memory=block``)."""
+    mine, recorded = hotrain.preset(DEFAULT, number="e4m3"), hotrain.preset("hq", number="e4m3", memory="block")
+    assert replace(mine, name="hq") == recorded
 
 
 @pytest.mark.parametrize("row", PATHS, ids=[row[0] for row in PATHS])
@@ -90,7 +98,7 @@ def test_presets_hold_what_their_papers_say(row: tuple) -> None:
     assert got == row[1:]
 
 
-FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16")]
+FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16"), ("hq8", "H16")]
 
 
 @pytest.mark.parametrize("number", ["e4m3", "e5m2"])
@@ -98,7 +106,8 @@ FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16")]
 def test_fp8_in_place_of_integers(name: str, rows: str, number: str) -> None:
     """g_y of both paths in that number, what is kept in e4m3, no rotation; a value like every method."""
     method = hotrain.preset(name, number=number)
-    assert str(method) == f"{name}  g_x:{number}  g_w:{rows}·{number}  saved:e4m3"
+    memory = "" if method.memory == "linear" else f"  memory:{method.memory}"
+    assert str(method) == f"{name}  g_x:{number}  g_w:{rows}·{number}  saved:e4m3{memory}"
     assert method == hotrain.preset(name).override(number=number) == method.override(number=number)
     assert pickle.loads(pickle.dumps(method)) == method
     assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, 8, 8)
@@ -348,7 +357,7 @@ def test_a_lowpass_g_x_needs_rows() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_says_whether_random_numbers_are_needed(name: str) -> None:
     """A method that says no keeps no key for backward; it must then not ask for one."""
-    expected = {"hot", "hot-unbiased", "hq", "hq4", "luq", "dropout"}
+    expected = {"hot", "hot-unbiased", "hq", "hq8", "hq4", "luq", "dropout"}
     assert hotrain.preset(name).draws == (name in expected)
 
 

@@ -74,7 +74,7 @@ def test_a_training_step_and_a_report_of_every_layer(name: str, model: nn.Module
     inputs = ZOO[name].inputs()
     model.train()
     exact = copy.deepcopy(model)
-    report = hotrain.convert(model)
+    report = hotrain.convert(model, "hot-unbiased")
     torch.manual_seed(1)
     y = call(model, inputs)
     torch.manual_seed(1)

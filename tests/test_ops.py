@@ -135,11 +135,20 @@ def grads(run: Any, *tensors: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(run(*tensors).square().sum(), tensors))
 
 
+LOW = "hot-unbiased"
 CASES = {
-    "tokens": (lambda x, w: functional.linear(x, w, key=7), (2, 50, 64), (48, 64)),
-    "transposed": (lambda x, w: functional.linear(x, w, key=7, transposed=True), (2, 50, 64), (64, 48)),
-    "1×1": (lambda x, w: functional.conv2d(x, w, key=7), (2, 64, 6, 6), (48, 64, 1, 1)),
-    "patches": (lambda x, w: functional.conv2d(x, w, stride=4, key=7), (2, 3, 16, 16), (48, 3, 4, 4)),
+    "tokens": (lambda x, w: functional.linear(x, w, key=7, method=LOW), (2, 50, 64), (48, 64)),
+    "transposed": (
+        lambda x, w: functional.linear(x, w, key=7, transposed=True, method="hot-unbiased"),
+        (2, 50, 64),
+        (64, 48),
+    ),
+    "1×1": (lambda x, w: functional.conv2d(x, w, key=7, method=LOW), (2, 64, 6, 6), (48, 64, 1, 1)),
+    "patches": (
+        lambda x, w: functional.conv2d(x, w, stride=4, key=7, method="hot-unbiased"),
+        (2, 3, 16, 16),
+        (48, 3, 4, 4),
+    ),
 }
 
 
@@ -161,7 +170,7 @@ def test_kernels_serve_matrices(
 
 def test_channels_last_images_are_tokens_without_a_copy(kernels: StandIn) -> None:
     x = torch.randn(2, 64, 6, 6).to(memory_format=torch.channels_last)
-    functional.conv2d(x, torch.randn(48, 64, 1, 1, requires_grad=True), key=7)
+    functional.conv2d(x, torch.randn(48, 64, 1, 1, requires_grad=True), method="hot-unbiased", key=7)
     assert kernels.inputs[0].data_ptr() == x.data_ptr()
 
 
@@ -179,7 +188,7 @@ def test_kernels_are_asked_for_what_is_needed(kernels: StandIn, frozen: str) -> 
     """Nothing is kept for a frozen weight, and w is not kept for an input without gradient."""
     x = torch.randn(2, 50, 64, requires_grad=frozen != "input")
     w = torch.randn(48, 64, requires_grad=frozen != "weight")
-    functional.linear(x, w, key=7).sum().backward()
+    functional.linear(x, w, key=7, method="hot-unbiased").sum().backward()
     assert [name for name, _ in kernels.calls] == (["gradients"] if frozen == "weight" else ["keep", "gradients"])
     assert (x.grad is None, w.grad is None) == (frozen == "input", frozen == "weight")
 

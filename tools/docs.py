@@ -317,6 +317,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "optimizer": records.optimizer,
     "step-figures": step_figures,
     "curves": records.curves,
+    "noise": records.noise,
     "accuracy": records.accuracy,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,

@@ -231,6 +231,25 @@ def curves(folder: Path = RESULTS) -> str:
     return _markdown(headers, lines)
 
 
+def noise(folder: Path = RESULTS) -> str:
+    """What noise in g_w costs: losses on the way, attention at the end, a line a record of ``benchmarks/noise.py``."""
+    tables = []
+    for rows in _by_run(_of_bench("noise", folder)).values():
+        window = rows[0]["window"]
+        places = range(1, len(rows[0]["losses"]), 2)
+        headers = ["training", *(f"loss, updates {i * window + 1} to {(i + 1) * window}" for i in places)]
+        lines = []
+        for row in rows:
+            cells = [row["variant"], *(f"{row['losses'][i]:.3f}" for i in places)]
+            for name in ("logit_spread", "entropy"):
+                first, *others = row[name]
+                cells.append(f"{first:g}; {min(others):g} to {max(others):g}")
+            lines.append(cells)
+        headers += ["logits' spread: block 1; others", "entropy: block 1; others"]
+        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/noise.py` trains the small ViT fifteen ways.*"
+
+
 STEP_BASELINE = "exact+compile"
 STEP_GRAPHS = "exact+graphs"
 STEP_BYTES = {
@@ -472,9 +491,11 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
     """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` and the
     baseline of it, with checkpointing beside it if there is one.
 
-    Without the variants that have another optimizer.
+    Without the variants that have another optimizer; of other libraries' and PyTorch's own that this run lacks, the
+    latest run's, named as such.
     """
     found: dict[str, dict[str, tuple[float, float]]] = {}
+    others: dict[str, dict[str, tuple[float, float]]] = {}
     for rows in _by_run(_of_bench("step", folder)).values():
         for subject in dict.fromkeys(row["subject"] for row in rows):
             points = {}
@@ -485,6 +506,12 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
                     points[variant] = (peak / GIB, ms)
             if {SMALLER, STEP_BASELINE} <= set(points) and (SMALLER + "+checkpoint" in points or subject not in found):
                 found[subject] = points
+            for variant, place in points.items():
+                if not variant.startswith("hotrain"):
+                    others.setdefault(subject, {})[variant] = place
+    for subject, points in found.items():
+        lacking = {name: place for name, place in others[subject].items() if name not in points}
+        points |= {f"{name} (another run)": place for name, place in lacking.items()}
     return found
 
 
@@ -555,7 +582,7 @@ def _comparison(summary: dict[str, Any]) -> str:
             _mean([row["step_ms"] for row in mine.values() if row["step_ms"] is not None], digits=1),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) + (f"\n\nNote: {summary['note']}." if summary.get("note") else "")
 
 
 def _mean(values: list[float], sign: str = "", digits: int = 2) -> str:

@@ -24,6 +24,7 @@ from .nn import HadamardLinear
 from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, LayerState, layer_state, layer_states
+from .presets import DEFAULT
 from .transform.tokens import Grid
 
 for _operator in (torch.ops.hotrain.linear, torch.ops.hotrain.conv2d):
@@ -96,7 +97,7 @@ class ConversionReport:
 
 def convert(
     model: nn.Module,
-    method: str | Method = "hot-unbiased",
+    method: str | Method = DEFAULT,
     *,
     filter_fn: FilterFn | None = None,
     grid: Grid | tuple[int, int] | None = None,
@@ -113,7 +114,8 @@ def convert(
     where the method keeps less than x; their gradient stays exact. (On a GPU, of images, under ``plan="memory"`` only:
     else the convolution behind stays exact and holds that output.)
 
-    method: a preset's name or a `hotrain.Method`.
+    method: a preset's name or a `hotrain.Method`; `hq8` unless named: full rank in 8 bits, everything between the
+        layers compressed.
     filter_fn: (module, fully qualified name) → whether to convert; given, it replaces the default exclusions (the
         classification head, layers under 32 channels, adapters, 2-D inputs).
     grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens

@@ -11,7 +11,7 @@ from . import autograd
 from .autograd import Step
 from .convolution import Geometry, Pair
 from .method import Method
-from .presets import preset
+from .presets import DEFAULT, preset
 from .transform.tokens import Grid
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,7 +55,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    method: str | Method = "hot-unbiased",
+    method: str | Method = DEFAULT,
     *,
     grid: Grid | None = None,
     key: int = 0,
@@ -87,7 +87,7 @@ def conv2d(
     padding: int | Pair | str = 0,
     dilation: int | Pair = 1,
     groups: int = 1,
-    method: str | Method = "hot-unbiased",
+    method: str | Method = DEFAULT,
     *,
     padding_mode: str = "zeros",
     key: int = 0,

@@ -116,7 +116,7 @@ def test_memory_of_a_timm_model_and_of_linear_layers_alone() -> None:
     words = ("memory", "test_vit", "--image-size", "32", "-b", "2", "--classes", "5", "--device", "cpu")
     everything, layers = answer(*words), answer(*words, "--memory", "linear")
     assert everything["batch_size"] == 2
-    assert layers["audits"]["hot-unbiased"]["total"] < layers["audits"]["exact"]["total"]
+    assert layers["audits"]["hq8"]["total"] < layers["audits"]["exact"]["total"]
     assert everything["audits"]["exact"] == layers["audits"]["exact"]
 
 
@@ -167,3 +167,10 @@ def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
     assert len(layers) == 4
     assert {layer.batches for layer in layers.values()} == {2}
     run("train", "demo_vit", "-m", "hot", *ONE_STEP, "--set", f"calibration_file={file}", "-o", tmp_path, "-q")
+
+
+def test_what_is_looked_at_is_what_convert_does() -> None:
+    from hotrain.cli.workbench import SHOWN
+    from hotrain.presets import DEFAULT
+
+    assert SHOWN == DEFAULT

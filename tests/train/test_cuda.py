@@ -31,7 +31,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny: Make, method: str, amp: st
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:hotrain. no kernel")  # for convolutions of 3×3; their definition must not wait either
+@pytest.mark.filterwarnings(
+    "ignore:hotrain. no kernel"
+)  # for convolutions of 3×3; their definition must not wait either
 @pytest.mark.parametrize("method", ["exact", "hot-unbiased"])
 def test_an_update_does_not_wait_for_the_device(tiny: Make, method: str) -> None:
     """Processes that share a GPU take turns: one that waits within an update waits for the turns of all the others."""

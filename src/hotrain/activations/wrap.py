@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .exchange import Mixin, mix, unmix
 from .mode import ATTRIBUTE, Buffers, Compressed
@@ -104,5 +105,6 @@ def is_block(module: nn.Module) -> bool:
     return (
         any(True for _ in module.children())
         and "forward" not in module.__dict__
+        and not is_parametrized(module)  # its children make its weight, and its class is PyTorch's to exchange
         and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     )

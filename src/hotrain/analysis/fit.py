@@ -22,6 +22,7 @@ from ..activations.wrap import Wrapped
 from ..conversion import convert, revert
 from ..method import Method
 from ..nn.state import layer_states
+from ..presets import DEFAULT
 from .as_found import as_found
 from .saved_bytes import bytes_inside, saved_bytes, tensors
 from .tables import bytes_text, table
@@ -96,7 +97,7 @@ def fit(
     make_inputs: MakeInputs,
     budget_bytes: int,
     *,
-    method: str | Method = "hot-unbiased",
+    method: str | Method = DEFAULT,
     memory: str = "block",
     variants: Sequence[str] = VARIANTS,
     loss: Callable[[Any], Tensor] | None = None,

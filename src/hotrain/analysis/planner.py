@@ -23,6 +23,7 @@ from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
+from ..presets import DEFAULT
 from .as_found import as_found
 from .shapes import LayerShape, shape_of
 from .tables import table
@@ -105,7 +106,7 @@ class _Seen:
 def plan(
     model: nn.Module,
     *inputs: Any,
-    method: str | Method = "hot-unbiased",
+    method: str | Method = DEFAULT,
     repeats: int = 5,
     threshold: float = 1.0,
     filter_fn: FilterFn | None = None,

@@ -138,7 +138,8 @@ def _offload(task: Task) -> None:
     task.loss = loss
 
 
-_compressed = _converted(plan="graphs", memory="block")
+LOW_RANK = "hot-unbiased"  # of the variants that name no method
+_compressed = _converted(method=LOW_RANK, plan="graphs", memory="block")
 
 VARIANTS = {
     variant.name: variant
@@ -151,12 +152,13 @@ VARIANTS = {
         Variant("exact+compile+offload", _offload, EXACT),
         Variant("exact+compile+adamw8bit", _adamw8bit, EXACT),
         Variant("torchao-float8-tensorwise", _torchao, FP8),
-        Variant("hotrain", _converted(plan="graphs"), METHOD, graphs=True),
-        Variant("hotrain-nographs", _converted(plan="speed"), METHOD),
-        Variant("hotrain-fp8fwd", _converted(plan="graphs", forward="fp8"), METHOD_FP8, graphs=True),
-        Variant("hotrain-all", _converted(plan="memory"), METHOD, graphs=True),
+        Variant("hotrain-default", _converted(plan="graphs"), METHOD, graphs=True),
+        Variant("hotrain", _converted(method=LOW_RANK, plan="graphs"), METHOD, graphs=True),
+        Variant("hotrain-nographs", _converted(method=LOW_RANK, plan="speed"), METHOD),
+        Variant("hotrain-fp8fwd", _converted(method=LOW_RANK, plan="graphs", forward="fp8"), METHOD_FP8, graphs=True),
+        Variant("hotrain-all", _converted(method=LOW_RANK, plan="memory"), METHOD, graphs=True),
         Variant("hotrain-memory", _compressed, METHOD, graphs=True),
-        Variant("hotrain-memory-nographs", _converted(plan="speed", memory="block"), METHOD),
+        Variant("hotrain-memory-nographs", _converted(method=LOW_RANK, plan="speed", memory="block"), METHOD),
         Variant("hotrain-memory+checkpoint", _both(_compressed, checkpoint_blocks), METHOD, graphs=True),
         Variant("hotrain-memory+adamw8bit", _both(_compressed, _adamw8bit), METHOD, graphs=True),
     )

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 SHAPES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32)}
 """Classes, channels and side in pixels of data that a look at shapes need not download."""
-SHOWN = "hot-unbiased"
-"""The method that is looked at when the recipe trains with exact and none is named."""
+SHOWN = "hq8"
+"""`hotrain.presets.DEFAULT`, the method that is looked at when the recipe trains with exact and none is named."""
 
 
 def configure(

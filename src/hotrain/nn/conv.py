@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import functional, ops
 from ..convolution import Geometry
 from ..method import Method
+from ..presets import DEFAULT
 from .state import ATTRIBUTE, LayerState, constants
 
 
@@ -23,7 +24,7 @@ class HadamardConv2d(nn.Conv2d):
 
     _hotrain: LayerState
 
-    def __init__(self, *args: Any, method: str | Method = "hot-unbiased", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, method: str | Method = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__[ATTRIBUTE] = LayerState("conv2d", functional.as_method(method), chosen=True)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional, ops
 from ..method import Method
+from ..presets import DEFAULT
 from ..transform.tokens import Grid
 from .state import ATTRIBUTE, LayerState
 
@@ -23,9 +24,7 @@ class HadamardLinear(nn.Linear):
 
     _hotrain: LayerState
 
-    def __init__(
-        self, *args: Any, method: str | Method = "hot-unbiased", grid: Grid | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, method: str | Method = DEFAULT, grid: Grid | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
 

@@ -19,6 +19,8 @@ Points = Mapping[str, Place]
 INCHES = (6.4, 4.0)
 SLOWEST = 2.0
 """Times the fastest step: slower variants are drawn at the upper edge, with their time beside the name."""
+LEAST_RANGE = 0.3
+"""Of the fastest step's time: what the axis of times spans at least."""
 
 _PLACES = ((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8), (6, 17), (6, -17), (-6, 17), (-6, -17))
 """Where a label may stand, in points from its mark; earlier places are better."""
@@ -56,8 +58,10 @@ def draw_steps(points: Points, title: str) -> str:
             labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=INK))
         axes.set_xlim(0, 1.12 * max(gib for gib, _ in shown.values()))
         times = [ms for _, ms in shown.values()]
-        margin = 0.08 * (max(times) - min(times)) or 0.08 * max(times)
-        axes.set_ylim(min(times) - 1.5 * margin, max(times) + margin)
+        lack = max(0.0, LEAST_RANGE * min(times) - max(times) + min(times)) / 2  # a percent must not look like a cliff
+        low, high = min(times) - lack, max(times) + lack
+        margin = 0.08 * (high - low)
+        axes.set_ylim(low - 1.5 * margin, high + margin)
         axes.set_xlabel("peak memory of a training step (GiB)")
         axes.set_ylabel("ms a step")
         figure.draw_without_rendering()  # from here on, places on the page are known
