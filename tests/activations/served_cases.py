@@ -152,6 +152,8 @@ CASES = {
     "max_pool2d, ceil": _pool((1, 4, 7, 6), (3, 2), 4 * 3 * 2, stride=(2, 3), ceil_mode=True),
     # The channels of one head each, as queries meet keys and weights meet values.
     "matmul": _matmul(torch.matmul, (2, 3, 7, 49), (2, 3, 49, 16)),
+    "linear by matmul": Case(torch.matmul, ((2, 7, 48), (48, 20)), (("linear", (2, 7, 48)),)),
+    "linear by the operator @": Case(lambda a, w: a @ w, ((1, 1, 1, 100), (100, 3)), (("linear", (1, 1, 1, 100)),)),
     "matmul of a transposed operand": _matmul(lambda a, b: a @ b.mT, (2, 3, 7, 16), (2, 3, 49, 16)),
     "matmul, both transposed": _matmul(lambda a, b: a.mT.matmul(b.mT), (2, 16, 7), (2, 5, 16)),
     "matmul, broadcast": _matmul(lambda a, b: a @ b, (2, 1, 7, 20), (3, 20, 5)),

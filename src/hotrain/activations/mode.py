@@ -97,6 +97,9 @@ class Compressed(TorchFunctionMode):
             if y is not None:
                 return y
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
+            say = _say_pow if func is Tensor.__pow__ else COMPILED.get(func)
+            if say is not None and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+                say(self.scope, *args, **kwargs)
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None or not self._may_serve():
@@ -404,8 +407,10 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
     forms = _forms(a, b, FORMATS["matmul"])
     if forms is None:
         return None
+    if a.dim() > 2 and b.dim() == 2:
+        return _linear(scope, a, b.mT)  # as PyTorch computes it
     if a.dim() < 3 or b.dim() < 3:
-        scope.leave("matmul", "one operand is a matrix or a vector; served are batches of matrices")
+        scope.leave("matmul", "its first operand is a matrix, or one is a vector; served are batches of matrices")
         return None
     scope.serve("matmul", FORMATS["matmul"])
     a_form, given = _held(scope, a, forms[0])
@@ -677,4 +682,33 @@ TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _activation("sigmoid")),
     **dict.fromkeys((F.tanh, torch.tanh, Tensor.tanh), _activation("tanh")),
     **{getattr(F, name): _activation(name) for name in ("silu", "mish", "hardswish", "relu6", "hardsigmoid")},
+}
+
+
+def _fused(what: str) -> Callable[..., None]:
+    """A handler that says, of large tensors, that it is up to a compiler what is kept of the call, and in full."""
+
+    def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        # A number to divide by is all that is kept.
+        if tensors and _large(tensors[0]) and _wants(*tensors) and (what not in _DIVISIONS or len(tensors) > 1):
+            scope.leave(what, "compiled: what of it the compiler keeps, alone or for a chain of such calls")
+
+    return run
+
+
+_DIVISIONS = ("div", "divide", "true_divide", "truediv")
+
+# Functions of Python that wrap others, which a tracer does not find in a table again.
+_say_pow, _WRAPPERS = _fused("pow"), (Tensor.__pow__, Tensor.__rtruediv__)
+# Without a rule too, and kept by their derivatives (`rest` says why they have none).
+_KEPT = {
+    *(getattr(home, name, None) for home in (torch, Tensor) for name in rest.WITHOUT_RULE.split()),
+    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.selu, F.prelu),
+}
+# What no operator serves: a graph has no hooks for it.
+COMPILED: dict[Any, Callable[..., None]] = {
+    func: _fused(rest.name_of(func))
+    for func in (*rest.RULES, *_KEPT, operator.pow, operator.truediv)
+    if func is not None and func not in TABLE and func not in _WRAPPERS
 }

@@ -157,6 +157,9 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 }
 
 
+# Elementwise functions and sums that keep a tensor and stand under "Not there" above: names in torch and of tensors.
+WITHOUT_RULE = "sin cos tan asin acos atan sinh cosh logsumexp var std var_mean lerp prod cumprod"
+
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _PLAIN = (Tensor, nn.Parameter)
@@ -169,7 +172,7 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     a large tensor has a rule, under which everything stays as it is and is counted.
     """
     rule = RULES.get(func)
-    if rule is None and _name(func) in looked_at:  # nearly every call
+    if rule is None and name_of(func) in looked_at:  # nearly every call
         return None
     if isinstance(func, _OPERATORS) or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor)):
         return None
@@ -195,7 +198,7 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
             y = func(*args, **kwargs)
     finally:
         one.args = ()  # the graph holds the hooks for as long as it lives
-    name = _name(func)
+    name = name_of(func)
     buffers.looked_at.add(name)
     if one.forms:
         buffers.serve(f"{name} (saved)", ", ".join(sorted(one.forms)))
@@ -209,7 +212,7 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     return y
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     return getattr(func, "__name__", str(func)).strip("_")
 
 

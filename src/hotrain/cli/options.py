@@ -24,7 +24,9 @@ SetOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder the records are written to.")]
-BatchOption = Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="Images in the audited batch.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the audited batch.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
