@@ -130,7 +130,7 @@ def test_a_step_of_a_model(name: str) -> None:
     assert kept <= subject.share * full
 
 
-COMPILED = ["vit", "resnet", "convnext", "bert", "bert, eager attention", "llama"]
+COMPILED = ["vit", "deit", "swin", "resnet", "convnext", "bert", "bert, eager attention", "segformer", "llama"]
 
 
 @pytest.mark.slow
@@ -146,13 +146,17 @@ def test_a_compiled_model_keeps_no_more_and_learns_the_same(name: str) -> None:
         if isinstance(module, nn.Dropout):  # a compiled one draws otherwise
             module.p = 0.0
     hotrain.convert(model, "exact", memory="block")
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager_decomp_partition", fullgraph=True)
+    base = copy.deepcopy(model)
+    if isinstance(inputs, dict):
+        base(**inputs)  # transformers sets itself up under a lock at the first call, which no tracer enters
+    compiled = torch.compile(base, backend="aot_eager_decomp_partition", fullgraph=True)
     (y, got), (y_eager, want) = gradients(compiled, inputs), gradients(model, inputs)
     assert (y - y_eager).norm() <= 1e-5 * y_eager.norm()
     assert (got - want).norm() <= 1e-3 * want.norm()
     options: tuple[Any, dict[str, Any]] = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
     kept, eager = (hotrain.saved_bytes(m, *options[0], **options[1]).total for m in (compiled, model))
-    mask = 4 * inputs["input_ids"].shape[0] * inputs["input_ids"].shape[1] ** 2 if isinstance(inputs, dict) else 0
+    tokens = inputs["input_ids"].shape if isinstance(inputs, dict) and "input_ids" in inputs else (0, 0)
+    mask = 4 * tokens[0] * tokens[1] ** 2
     assert kept <= 1.1 * eager + mask
 
 
