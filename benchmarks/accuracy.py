@@ -4,7 +4,7 @@
         --seeds 0,1,2 --epochs 12 --at-once 6 --seconds 500 --out FILE
 
 Every cell is a `hotrain train` process of its own; cells start in the order recipe, seed, method; what has not finished
-after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows in
+after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows, as they come, in
 `hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs that share a GPU are not comparable
 and are not kept.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,24 @@ def main() -> None:
             for seed in args.seeds.split(",")
             for method in args.methods.split(",")
         ]
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        finished = run_cells(cells, args, gpus, time.monotonic() + args.seconds, Path(folder))
-    rows = [summary_row(record) for record in finished]
-    first = finished[0] if finished else {}
+        for records in run_cells(cells, args, gpus, time.monotonic() + args.seconds, Path(folder)):
+            rows = [summary_row(record) for record in records]
+            if records:
+                write(rows, records[0], cells, gpus, args)
+    for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["seed"])):
+        print(row["model"], row["method"], row["seed"], f"{row['accuracy']:.2f}", row["saved_bytes"])
+
+
+def write(
+    rows: list[dict[str, Any]],
+    first: dict[str, Any],
+    cells: list[tuple[str, int, str, int]],
+    gpus: int,
+    args: argparse.Namespace,
+) -> None:
+    """What is finished so far: whoever stops this process loses no more than what is running."""
     meta = {key: first[key] for key in ("versions", "device", "commit") if key in first}
     meta["commit"] = args.commit or meta.get("commit")
     meta |= {
@@ -64,14 +79,15 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**meta, "rows": rows}, indent=1) + "\n")
-    for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["seed"])):
-        print(row["model"], row["method"], row["seed"], f"{row['accuracy']:.2f}", row["saved_bytes"])
 
 
 def run_cells(
     cells: list[tuple[str, int, str, int]], args: argparse.Namespace, gpus: int, deadline: float, folder: Path
-) -> list[dict[str, Any]]:
-    """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached; the finished records."""
+) -> Iterator[list[dict[str, Any]]]:
+    """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached.
+
+    Gives the finished records whenever there are more of them.
+    """
     waiting = list(enumerate(cells))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
     load = [0] * gpus
@@ -82,6 +98,8 @@ def run_cells(
                 del running[number]
                 if process.returncode:
                     print((folder / f"{number}.log").read_text()[-600:], file=sys.stderr)
+                else:
+                    yield finished(cells, folder)
         while waiting and min(load) < args.at_once:
             number, cell = waiting.pop(0)
             gpu = load.index(min(load))
@@ -94,6 +112,10 @@ def run_cells(
         recipe, epochs, method, seed = cells[number]
         done = sum(len(read(path)) for path in (folder / str(number)).glob(f"*/{METRICS}"))
         print(f"stopped: {recipe} {method} seed {seed} after {done} of {epochs} epochs", file=sys.stderr)
+
+
+def finished(cells: list[tuple[str, int, str, int]], folder: Path) -> list[dict[str, Any]]:
+    """The records of the cells that ended as they should, in the cells' order."""
     records = [record for number in range(len(cells)) for record in read(folder / str(number) / RUNS)]
     return [record for record in records if record["status"] == "finished"]
 
