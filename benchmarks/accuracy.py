@@ -4,9 +4,9 @@
         --seeds 0,1,2 --epochs 12 --at-once 6 --seconds 500 --out FILE
 
 Every cell is a `hotrain train` process of its own; cells start in the order recipe, seed, method; what has not finished
-after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows, as they come, in
-`hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs that share a GPU are not comparable
-and are not kept.
+after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows, as
+they come, in `hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs that share a GPU are
+not comparable and are not kept.
 """
 
 from __future__ import annotations
