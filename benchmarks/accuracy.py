@@ -53,8 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for records in run_cells(cells, args, gpus, time.monotonic() + args.seconds, Path(folder)):
             rows = [summary_row(record) for record in records]
-            if records:
-                write(rows, records[0], cells, gpus, args)
+            write(rows, records[0] if records else {}, cells, gpus, args)
     for row in sorted(rows, key=lambda r: (r["model"], r["method"], r["seed"])):
         print(row["model"], row["method"], row["seed"], f"{row['accuracy']:.2f}", row["saved_bytes"])
 
@@ -86,7 +85,7 @@ def run_cells(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached.
 
-    Gives the finished records whenever there are more of them.
+    Gives the finished records whenever a cell has ended, and at the end.
     """
     waiting = list(enumerate(cells))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
@@ -112,6 +111,7 @@ def run_cells(
         recipe, epochs, method, seed = cells[number]
         done = sum(len(read(path)) for path in (folder / str(number)).glob(f"*/{METRICS}"))
         print(f"stopped: {recipe} {method} seed {seed} after {done} of {epochs} epochs", file=sys.stderr)
+    yield finished(cells, folder)
 
 
 def finished(cells: list[tuple[str, int, str, int]], folder: Path) -> list[dict[str, Any]]:

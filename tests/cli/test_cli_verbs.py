@@ -170,7 +170,10 @@ def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
 
 
 def test_what_is_looked_at_is_what_convert_does() -> None:
-    from hotrain.cli.workbench import SHOWN
+    from hotrain.cli.workbench import shown
     from hotrain.presets import DEFAULT
+    from hotrain.train import TrainRun
 
-    assert SHOWN == DEFAULT
+    run = TrainRun(model="demo_vit", data="digits", method="exact")
+    assert shown(run, None).method == DEFAULT
+    assert shown(run, "exact").method == "exact"

@@ -97,9 +97,10 @@ class Compressed(TorchFunctionMode):
             if y is not None:
                 return y
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
-            say = _say_pow if func is Tensor.__pow__ else COMPILED.get(func)
-            if say is not None and torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
-                say(self.scope, *args, **kwargs)
+            if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+                say = _say_pow if func is Tensor.__pow__ else COMPILED.get(func)
+                if say is not None:
+                    say(self.scope, *args, **kwargs)
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None or not self._may_serve():
@@ -632,14 +633,16 @@ def _composed_norm(
 
 
 def _function(scope: Scope, input: Tensor, name: str) -> Tensor | None:
-    return _SERVED_BY_NAME[name](scope, input)
+    return _named(name)(scope, input)
 
 
 def _function_in_place(scope: Scope, input: Tensor, name: str) -> Tensor | None:
-    return _SERVED_BY_NAME[name](scope, input, True)
+    return _named(name)(scope, input, True)
 
 
-_SERVED_BY_NAME = {name: _activation(name) for name in ("hardswish", "hardsigmoid")}
+def _named(name: str) -> Callable[..., Tensor | None]:
+    return TABLE[getattr(F, name)]
+
 
 TABLE: dict[Any, Callable[..., Any]] = {
     _hotrain.norm: _composed_norm,
@@ -685,30 +688,29 @@ TABLE: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _fused(what: str) -> Callable[..., None]:
-    """A handler that says, of large tensors, that it is up to a compiler what is kept of the call, and in full."""
+def _divided(say: Callable[..., None]) -> Callable[..., None]:
+    """A number to divide by is all that is kept."""
 
-    def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        # A number to divide by is all that is kept.
-        if tensors and _large(tensors[0]) and _wants(*tensors) and (what not in _DIVISIONS or len(tensors) > 1):
-            scope.leave(what, "compiled: what of it the compiler keeps, alone or for a chain of such calls")
+    def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> None:
+        if isinstance(other, Tensor):
+            say(scope, input, other)
 
     return run
 
 
-_DIVISIONS = ("div", "divide", "true_divide", "truediv")
+def _compiled(func: Any) -> Callable[..., None]:
+    """A handler that says, of large tensors, that it is up to a compiler what is kept of the call, and in full."""
+    what = rest.name_of(func)
+    say = _full(what, "compiled: what of it the compiler keeps, alone or for a chain of such calls")
+    return _divided(say) if what in ("div", "divide", "true_divide", "truediv") else say
+
 
 # Functions of Python that wrap others, which a tracer does not find in a table again.
-_say_pow, _WRAPPERS = _fused("pow"), (Tensor.__pow__, Tensor.__rtruediv__)
-# Without a rule too, and kept by their derivatives (`rest` says why they have none).
-_KEPT = {
-    *(getattr(home, name, None) for home in (torch, Tensor) for name in rest.WITHOUT_RULE.split()),
-    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.selu, F.prelu),
-}
+_WRAPPERS = (Tensor.__pow__, Tensor.__rtruediv__)
+_say_pow = _compiled(Tensor.__pow__)
 # What no operator serves: a graph has no hooks for it.
 COMPILED: dict[Any, Callable[..., None]] = {
-    func: _fused(rest.name_of(func))
-    for func in (*rest.RULES, *_KEPT, operator.pow, operator.truediv)
-    if func is not None and func not in TABLE and func not in _WRAPPERS
+    func: _compiled(func)
+    for func in (*rest.RULES, *rest.WITHOUT_RULE, operator.pow, operator.truediv)
+    if func not in TABLE and func not in _WRAPPERS
 }

@@ -157,8 +157,11 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 }
 
 
-# Elementwise functions and sums that keep a tensor and stand under "Not there" above: names in torch and of tensors.
-WITHOUT_RULE = "sin cos tan asin acos atan sinh cosh logsumexp var std var_mean lerp prod cumprod"
+# Of what stands under "Not there" above: what keeps a tensor.
+WITHOUT_RULE = (
+    *_everywhere("sin cos tan asin acos atan sinh cosh logsumexp var std var_mean lerp prod cumprod", _EXACT),
+    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.selu, F.prelu),
+)
 
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

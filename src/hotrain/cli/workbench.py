@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotrain.presets import DEFAULT
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
 
 SHAPES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32)}
 """Classes, channels and side in pixels of data that a look at shapes need not download."""
-SHOWN = "hq8"
-"""`hotrain.presets.DEFAULT`, the method that is looked at when the recipe trains with exact and none is named."""
 
 
 def configure(
@@ -45,10 +45,10 @@ def configure(
 
 
 def shown(run: TrainRun, method: str | None) -> TrainRun:
-    """``run`` with the method `SHOWN` where it would show exact though the user named no method."""
+    """``run`` with `convert`'s own method where it would show exact though the user named no method."""
     from hotrain.train import replace
 
-    return run if method is not None or run.method != "exact" else replace(run, method=SHOWN, method_overrides={})
+    return run if method is not None or run.method != "exact" else replace(run, method=DEFAULT, method_overrides={})
 
 
 def converted(run: TrainRun, weights: Path | None = None) -> Setup:

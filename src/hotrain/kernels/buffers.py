@@ -652,14 +652,9 @@ def norm_gradient(
     }  # fmt: skip
     tensors = (g, codes, scale, marks, passed_on, parts)
     case = (
-        g.device,
-        rows,
-        programs,
-        passes_on,
-        tuple(t.dtype for t in tensors),
-        aligned(*tensors),
+        g.device, rows, programs, passes_on, tuple(t.dtype for t in tensors), aligned(*tensors),
         tuple(constants.items()),
-    )
+    )  # fmt: skip
     launch(
         _sums_kernel, programs, case, (*tensors, rows, blocks, programs), {**constants, "PASS_ON": passes_on},
         num_warps=sums_tiling.warps,
