@@ -48,3 +48,38 @@ def test_peak_of_a_vit(timm: object, images: torch.Tensor, compiled: bool) -> No
     exact, converted = peak(False), peak(True)
     # By formats 0.30 of exact's bytes; what one block needs on its way through backward comes on top of both.
     assert converted < 0.5 * exact
+
+
+class Gate(nn.Module):
+    """Functions that no operator serves, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.out = nn.LayerNorm(512), nn.Linear(512, 1024), nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.glu(self.wide(self.norm(x)), -1)
+        return x + self.out(nn.functional.hardswish(y) * torch.sin(y))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_peak_of_what_no_operator_serves(mode: str) -> None:
+    """Compiled, with CUDA graphs and without: codes of what crosses the cut, and gradients near the exact ones."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 256, 512, device="cuda", requires_grad=True)
+    found = []
+    for method in ("exact", "exact:memory=block"):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(Gate() for _ in range(6))).cuda().train()
+        report = hotrain.convert(model, "exact", memory="block") if method != "exact" else None
+        run = torch.compile(model, fullgraph=True, mode=mode)
+        peak = above(run, x)
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((peak, gradients / 3, report))
+        torch.compiler.reset()
+    (exact, want, _), (converted, got, report) = found
+    assert report is not None
+    assert report.buffers is not None
+    assert any(what.endswith("(saved)") for what in report.buffers.served), report
+    assert (got - want).norm() <= 0.2 * want.norm()
+    assert converted < 0.6 * exact, (converted, exact)

@@ -7,6 +7,7 @@ the report says why. Nothing here depends on what changes from step to step, so 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -30,6 +31,9 @@ from .policy import FORMATS, GROUPED, SMALL
 _hotrain = torch.ops.hotrain
 
 
+_numbers = itertools.count()
+UNCUT = "compiled: found in Inductor's cache, or by another backend, so that what is kept of it was not seen"
+KEY = "hotrain"  # under which a tracer writes on nodes whose they are
 ATTRIBUTE = "_hotrain_buffers"  # of a module: where it writes down what was served
 
 
@@ -41,6 +45,8 @@ class Buffers:
     full: dict[str, str] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
     looked_at: set[str] = field(default_factory=set, repr=False, compare=False)  # by `rest`
+    uncut: bool = field(default=False, repr=False, compare=False)  # traced, and no graph of it seen by `partition`
+    name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
 
     def serve(self, what: str, form: str) -> None:
         self.served[what] = form
@@ -51,14 +57,22 @@ class Buffers:
     def __str__(self) -> str:
         rows = [(what, form) for what, form in self.served.items()]
         rows += [(what, f"full: {why}") for what, why in self.full.items()]
+        rows += [("the rest", UNCUT)] * self.uncut
         if not rows:
             return "  between the layers: known after a training forward"
         width = max(len(what) for what, _ in rows)
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 
+    def region(self) -> str:
+        """For a tracer to write on the nodes of this model."""
+        from . import partition
+
+        return partition.region(self)
+
     # A tracer runs them once and records nothing.
     serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
     leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    region._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Scope:
@@ -97,10 +111,6 @@ class Compressed(TorchFunctionMode):
             if y is not None:
                 return y
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
-            if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
-                say = _say_pow if func is Tensor.__pow__ else COMPILED.get(func)
-                if say is not None:
-                    say(self.scope, *args, **kwargs)
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None or not self._may_serve():
@@ -580,10 +590,15 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 
 
 def _full(what: str, why: str) -> Callable[..., None]:
-    """A handler that serves nothing and says so, of large tensors."""
+    """A handler that serves nothing and says so, of large tensors.
+
+    While a compiler traces, it decides what is kept of it, and then `partition` in which form.
+    """
 
     def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if torch.compiler.is_dynamo_compiling():
+            return
         if tensors and _large(tensors[0]) and _wants(*tensors):
             scope.leave(what, why)
 
@@ -685,32 +700,4 @@ TABLE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _activation("sigmoid")),
     **dict.fromkeys((F.tanh, torch.tanh, Tensor.tanh), _activation("tanh")),
     **{getattr(F, name): _activation(name) for name in ("silu", "mish", "hardswish", "relu6", "hardsigmoid")},
-}
-
-
-def _divided(say: Callable[..., None]) -> Callable[..., None]:
-    """A number to divide by is all that is kept."""
-
-    def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> None:
-        if isinstance(other, Tensor):
-            say(scope, input, other)
-
-    return run
-
-
-def _compiled(func: Any) -> Callable[..., None]:
-    """A handler that says, of large tensors, that it is up to a compiler what is kept of the call, and in full."""
-    what = rest.name_of(func)
-    say = _full(what, "compiled: what of it the compiler keeps, alone or for a chain of such calls")
-    return _divided(say) if what in ("div", "divide", "true_divide", "truediv") else say
-
-
-# Functions of Python that wrap others, which a tracer does not find in a table again.
-_WRAPPERS = (Tensor.__pow__, Tensor.__rtruediv__)
-_say_pow = _compiled(Tensor.__pow__)
-# What no operator serves: a graph has no hooks for it.
-COMPILED: dict[Any, Callable[..., None]] = {
-    func: _compiled(func)
-    for func in (*rest.RULES, *rest.WITHOUT_RULE, operator.pow, operator.truediv)
-    if func not in TABLE and func not in _WRAPPERS
 }

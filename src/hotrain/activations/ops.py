@@ -49,6 +49,14 @@ def _float32(operator: str, first: Tensor, *rest: Tensor | None) -> list[Tensor 
     return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
 
 
+_lib.define("region() -> ()")
+
+
+@torch.library.impl(_lib, "region", "CompositeExplicitAutograd")
+def region() -> None:
+    """Nothing, but by it a graph that `partition` changes has another key in a compiler's cache."""
+
+
 @_operator("slope(Tensor x, str name) -> Tensor")
 def slope(x: Tensor, name: str) -> Tensor:
     with autograd.outside_autocast(x):

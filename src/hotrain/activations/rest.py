@@ -157,12 +157,6 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 }
 
 
-# Of what stands under "Not there" above: what keeps a tensor.
-WITHOUT_RULE = (
-    *_everywhere("sin cos tan asin acos atan sinh cosh logsumexp var std var_mean lerp prod cumprod", _EXACT),
-    *(F.cross_entropy, F.nll_loss, F.mse_loss, F.selu, F.prelu),
-)
-
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _PLAIN = (Tensor, nn.Parameter)

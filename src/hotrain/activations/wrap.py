@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .exchange import Mixin, mix, unmix
-from .mode import ATTRIBUTE, Buffers, Compressed
+from .mode import ATTRIBUTE, KEY, Buffers, Compressed
 from .norms import ComposedRMSNorm, is_composed
 
 
@@ -27,13 +28,19 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+                return self._in_its_region(buffers.region(), *args, **kwargs)
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with Compressed(buffers):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             buffers.origins.end(before)
+
+    def _in_its_region(self, region: str, *args: Any, **kwargs: Any) -> Any:
+        # A tracer does not follow a `with` in a `with`.
+        torch.ops.hotrain.region()
+        with annotate({KEY: region}):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class WrappedNorm(Mixin, ComposedRMSNorm):

@@ -1,0 +1,343 @@
+"""What backward does with a tensor that a compiled graph keeps, read from the graph itself: which rounding it bears.
+
+`rest` has a rule for each of PyTorch's functions, for in eager mode a function is all that is seen. A compiled backward
+is there in full, so that the rule is for the use: the tensor multiplies a gradient, is divided by, is compared.
+Functions whose derivative is bounded and has no step are known by the name that PyTorch leaves on what it made of them
+(``original_aten``). As in `rest` the table lists what may be rounded: a use that nobody has thought through is exact.
+
+Words: *kept* is a tensor that forward hands to backward; a *gradient* is what depends on the gradient of the result;
+between the two is what backward makes from kept tensors alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+
+# The class of a use, and what of two that meet in one tensor: the weaker form, or none.
+EXACT, OURS, SHAPE, SIGN, VALUE, RATIO = "exact", "ours", "shape", "sign", "value", "ratio"
+CHECKPOINT = "checkpoint"  # the name of what a checkpoint makes a second time
+
+# Entries as they are, in another place, type or sign.
+_MOVED = {
+    _aten.view, _aten.reshape, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.expand, _aten.squeeze,
+    _aten.unsqueeze, _aten.clone, _aten.alias, _aten.slice, _aten.select, _aten.cat, _aten.split, _aten.unbind,
+    _aten.split_with_sizes, _aten.neg, _aten._to_copy, _aten.constant_pad_nd, _aten.flip, _aten.roll,
+    _prims.convert_element_type, operator.getitem,
+}  # fmt: skip
+# Products, of which each factor's error is in proportion to that factor.
+_PRODUCTS = {
+    _aten.mul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.dot, _aten.mv, _aten.square,
+    _aten.convolution_backward, _aten.convolution,
+}  # fmt: skip
+_SUMS = {_aten.add, _aten.sub, _aten.rsub}
+# A bounded slope and no step in the function itself, whatever its derivative has.
+_CONTINUOUS = {
+    _aten.relu, _aten.abs, _aten.sigmoid, _aten.tanh, _aten.erf, _aten.clamp, _aten.clamp_min, _aten.clamp_max,
+}  # fmt: skip
+# Their result is as precise, for its size, as what they are given.
+_RATIOS = {_aten.reciprocal, _aten.rsqrt, _aten.sqrt}
+_SIGNS = {_aten.sign, _aten.sgn}
+_SHAPES = {
+    _aten.full_like, _aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.new_zeros, _aten.new_empty,
+    _aten.new_full, _aten.sym_size, _aten._adaptive_avg_pool2d_backward, _aten._adaptive_avg_pool3d_backward,
+    _aten.avg_pool2d_backward, _aten.avg_pool3d_backward,
+}  # fmt: skip
+_POWERS = (1, 2, 3)
+
+# Of PyTorch's functions by name, forward and "_backward", whatever they are decomposed into. The slopes of the last two
+# have steps, at ±3, where few entries are.
+_SMOOTH = {
+    "glu", "gelu", "silu", "mish", "softplus", "log_sigmoid", "log_sigmoid_forward", "sigmoid", "tanh", "erf",
+    "hardswish", "hardsigmoid",
+}  # fmt: skip
+
+# Results that span orders of magnitude, so that a scale for several of them makes zeros of the small ones.
+_WIDE_RESULTS = {
+    _aten.exp, _aten.exp2, _aten.expm1, _aten.reciprocal, _aten.rsqrt, _aten.sqrt, _aten._softmax, _aten.cumprod,
+    _aten.prod,
+}  # fmt: skip
+_REDUCED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.std, _aten.logsumexp}
+_PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `ops`
+
+# What ends a network: the logits are wanted with all their digits.
+_WANTED_EXACTLY = {"log_softmax", "logsumexp", "nll_loss", "nll_loss2d", "cross_entropy_loss"}
+
+_FEW = 16  # of so many entries one is made: a statistic, which stays as it is
+
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass
+class Uses:
+    """How backward uses one kept tensor.  classes: of its uses.  names: of PyTorch's functions that want it so."""
+
+    classes: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+    exact: set[str] = field(default_factory=set)  # of those that want all digits
+
+    def add(self, kind: str, user: Node) -> None:
+        name = name_of(user)
+        self.classes.add(kind)
+        self.names.add(name)
+        if kind == EXACT:
+            self.exact.add(name)
+
+    @property
+    def whole(self) -> str:
+        """One class for all. What is in proportion to each entry has its sign too, and serves as a value."""
+        for alone in (OURS, EXACT):
+            if alone in self.classes:
+                return alone
+        rest = self.classes - {SHAPE}
+        return RATIO if len(rest) > 1 else next(iter(rest), SHAPE)
+
+
+class Backward:
+    """A backward graph with its arguments: those that are gradients, and those that forward kept."""
+
+    def __init__(self, graph: torch.fx.Graph, kept: Iterable[Node]) -> None:
+        kept = set(kept)
+        self.gradients: set[Node] = set()
+        self.roots: dict[Node, frozenset[Node]] = {}  # of what is made from kept tensors alone: from which
+        for node in graph.nodes:
+            inputs = node.all_input_nodes
+            if node.op == "placeholder":
+                if node in kept:
+                    self.roots[node] = frozenset((node,))
+                else:
+                    self.gradients.add(node)
+            elif any(n in self.gradients for n in inputs):
+                self.gradients.add(node)
+            else:
+                self.roots[node] = frozenset().union(*(self.roots[n] for n in inputs))
+
+    def uses(self, kept: Node) -> Uses:
+        found, seen, waiting = Uses(), {kept}, [kept]
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                if user.op == "output":  # handed on as the gradient itself
+                    found.add(VALUE, user)
+                    continue
+                kind = self._class(node, user)
+                if kind is not None:
+                    found.add(kind, user)
+                elif user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+        return found
+
+    def factors(self, kept: Node) -> dict[Node, str] | None:
+        """What is made from a kept tensor and meets a gradient: what to keep instead, with the class of its use.
+
+        None where not all of it can be made in forward, or where a gradient meets it in another way than as a factor,
+        a term or a condition.
+        """
+        found: dict[Node, str] = {}
+        seen, waiting = {kept}, [kept]
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                op = _packet(user)
+                if user.op != "call_function" or _is_ours(op) or name_of(user) in _WANTED_EXACTLY | {CHECKPOINT}:
+                    return None
+                if user not in self.gradients:
+                    if user not in seen:
+                        seen.add(user)
+                        waiting.append(user)
+                    continue
+                kind = self._use(op, node, user)
+                if kind not in (VALUE, RATIO):
+                    return None
+                first = _before_moves(node, self.roots)
+                found[first] = RATIO if RATIO in (kind, found.get(first)) else VALUE
+        return found
+
+    def _use(self, op: object, node: Node, user: Node) -> str:
+        """The class of what a gradient does with a factor."""
+        if op is _aten.where or op in _PRODUCTS | _SUMS | _MOVED:
+            return VALUE
+        return RATIO if op is _aten.div and user.args[1] is node else EXACT
+
+    def _class(self, node: Node, user: Node) -> str | None:
+        """Of one use of a node that is made from kept tensors; None where it depends on the uses of its result."""
+        op, gradient = _packet(user), user in self.gradients
+        if _is_ours(op):
+            return OURS
+        if op in _SHAPES:
+            return SHAPE
+        if is_recomputed(user):
+            return EXACT
+        if not gradient and _makes_codes(user):
+            return VALUE
+        smooth = _smooth(user)
+        if smooth == "backward":
+            return VALUE
+        if op in _SIGNS:
+            return SIGN
+        passed: str | None = VALUE if gradient else None
+        if smooth or op in _MOVED or (not gradient and (op in _CONTINUOUS or _is_bell(user))):
+            return passed
+        if op in _PRODUCTS:
+            others = [n for n in user.all_input_nodes if n is not node]
+            if not gradient and any(_is_codes(root) for n in others for root in self.roots.get(n, ())):
+                return OURS  # a scale
+            return passed
+        if op in _SUMS:
+            # Of two that are made from different tensors the errors may be as large as the sum.
+            alone = all(self.roots[n] == self.roots[node] for n in user.all_input_nodes if n not in self.gradients)
+            return passed if alone else EXACT
+        if op is _aten.where and user.args[0] is not node:
+            return passed
+        if op is _aten.div:
+            return RATIO if user.args[1] is node else passed
+        if op is _aten.pow and user.args[0] is node:
+            return (passed if user.args[1] in _POWERS else RATIO) if isinstance(user.args[1], int | float) else EXACT
+        return RATIO if op in _RATIOS else EXACT
+
+
+def spans_magnitudes(node: Node, kept: Mapping[str, Node] | None = None) -> bool:
+    """Whether a tensor is the result of a function that has small entries beside large ones.
+
+    kept: arguments of a backward graph by name, as nodes of forward, where one is to look on.
+    """
+    while True:
+        if node.op == "placeholder" and kept and node.name in kept:
+            node, kept = kept[node.name], None
+        if _packet(node) not in _MOVED | _SUMS | _PRODUCTS or len(node.all_input_nodes) != 1:
+            break
+        (node,) = node.all_input_nodes
+    op = _packet(node)
+    return (
+        op in _WIDE_RESULTS
+        or (op is _aten.div and isinstance(node.args[1], Node))
+        or (op is _aten.pow and not (isinstance(node.args[1], int | float) and 1 <= node.args[1] <= 4))
+    )
+
+
+def is_normed(node: Node) -> bool:
+    """Whether a tensor of the forward graph is divided by a norm of its own, so that the derivative has entries of
+    small norms as large as others; neighbours may belong to different ones."""
+    for user in node.users:
+        op = _packet(user)
+        if op is _aten.linalg_vector_norm or (op in _MOVED and is_normed(user)):
+            return True
+        squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and user.all_input_nodes == [node])
+        if squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users):
+            return True
+    return False
+
+
+def is_statistic(node: Node) -> bool:
+    """Whether a tensor of the forward graph has an entry for many others, as a mean has: alone or with parameters."""
+    waiting, reduced = [node], False
+    for _ in range(64):
+        if not waiting:
+            return reduced
+        node = waiting.pop()
+        made = node.all_input_nodes
+        op = _packet(made[0]) if node.target is operator.getitem else _packet(node)
+        if op in _REDUCED:
+            if entries(node) * _FEW > max((entries(n) for n in made), default=0) and op is not _aten.var_mean:
+                return False
+            reduced = True
+        elif node.op != "placeholder":
+            if op not in _MOVED | _SUMS | _PRODUCTS | _RATIOS | {_aten.log, _aten.exp, _aten.div, _aten.pow}:
+                return False
+            waiting += made
+        elif entries(node) > _FEW**4:
+            return False
+    return False
+
+
+def name_of(node: Node) -> str:
+    """The name that a user knows: of the function, not of its derivative or of what either is decomposed into."""
+    if is_recomputed(node):
+        return CHECKPOINT
+    if _makes_codes(node):
+        return "product"
+    op = node.meta.get("original_aten")
+    op = getattr(op, "overloadpacket", op) or _packet(node)
+    name = getattr(op, "__name__", str(op)).strip("_")
+    return name.removesuffix("_data").removesuffix("_backward").removesuffix("_forward").removesuffix("_for_cpu")
+
+
+def _before_moves(node: Node, known: dict[Node, Any]) -> Node:
+    """What a node is moved, widened or spread out from."""
+    while _packet(node) in _MOVED and len(node.all_input_nodes) == 1 and node.target is not operator.getitem:
+        (source,) = node.all_input_nodes
+        if source not in known or not isinstance(source.meta.get("val"), Tensor) or entries(source) > entries(node):
+            break
+        node = source
+    return node
+
+
+def _packet(node: Node) -> object:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether a node is part of a checkpointed block, made a second time."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _is_bell(node: Node) -> bool:
+    """exp(−x²), of which erf's derivative is made."""
+    if _packet(node) is not _aten.exp or not isinstance(node.args[0], Node):
+        return False
+    minus = node.args[0]
+    square = minus.args[0] if _packet(minus) is _aten.neg else None
+    return isinstance(square, Node) and _packet(square) is _aten.pow and bool(square.args[1] == 2)
+
+
+def _is_ours(op: object) -> bool:
+    return str(op).startswith("hotrain.")
+
+
+def _makes_codes(node: Node) -> bool:
+    """Whether it is a part of what hotrain's own products make of their inputs: codes, which the compiler makes again
+    in backward of a tensor that is kept anyway."""
+    stack = node.meta.get("source_fn_stack") or [("",)]
+    return str(stack[-1][0]).startswith(_PRODUCTS_WITH_CODES)
+
+
+def _smooth(node: Node) -> str:
+    """ "forward" or "backward" for a part of one of `_SMOOTH`, else nothing."""
+    op = node.meta.get("original_aten")
+    name = getattr(getattr(op, "overloadpacket", op), "__name__", "").strip("_")
+    if name.removesuffix("_backward") not in _SMOOTH:
+        return ""
+    return "backward" if name.endswith("_backward") else "forward"
+
+
+def _is_codes(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in _CODES
+
+
+def entries(node: Node) -> int:
+    """Of the tensor, or of the first of several."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, tuple | list) else value
+    if not isinstance(value, Tensor):
+        return 0
+    number = 1
+    for size in value.shape:
+        number *= hint(size)
+    return number
+
+
+def hint(size: Any) -> int:
+    """A size, as it was when the graph was made where it changes from call to call."""
+    found = size if isinstance(size, int) else size.node.hint
+    return int(found) if found is not None else 1
