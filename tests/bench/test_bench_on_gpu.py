@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,8 @@ def test_ops_know_the_ceilings(gpu: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's, of a backward's graph that is cut in parts
 def test_steps_measure_memory(gpu: torch.device) -> None:
     """Graphs keep to their own pool: their peak is read while they are recorded, and nothing between two steps."""
+    gc.collect()  # what other tests have left would be taken for the first variant's
+    torch.compiler.reset()
     names = ["exact", "exact+compile", "exact+compile+offload", "exact+graphs", "hotrain", "hotrain-nographs"]
     rows = {row["variant"]: row for row in step.run([VIT], names, gpu, 3, tiny=True, again=False)}
     assert {name: row["error"] for name, row in rows.items()} == dict.fromkeys(names)

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on a GPU is chosen with the other tests that do (`make test-gpu`)."""
+    if torch.cuda.is_available():
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session")

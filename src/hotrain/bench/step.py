@@ -153,6 +153,8 @@ VARIANTS = {
         Variant("exact+compile+adamw8bit", _adamw8bit, EXACT),
         Variant("torchao-float8-tensorwise", _torchao, FP8),
         Variant("hotrain-default", _converted(plan="graphs"), METHOD, graphs=True),
+        Variant("hotrain-default-eager", _converted(plan="speed"), METHOD, compiled=False),
+        Variant("hotrain-default-linear-eager", _converted(plan="speed", memory="linear"), METHOD, compiled=False),
         Variant("hotrain", _converted(method=LOW_RANK, plan="graphs"), METHOD, graphs=True),
         Variant("hotrain-nographs", _converted(method=LOW_RANK, plan="speed"), METHOD),
         Variant("hotrain-fp8fwd", _converted(method=LOW_RANK, plan="graphs", forward="fp8"), METHOD_FP8, graphs=True),
