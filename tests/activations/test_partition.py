@@ -250,7 +250,45 @@ def test_a_result_and_an_argument_are_whose_they_are() -> None:
     (got,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(got, (x + 1) * x.exp())
     assert not saved(buffers)
-    assert "holds it" in buffers.full["arguments and results"]
+    assert "holds them" in buffers.full["arguments and results"]
+
+
+def test_a_view_of_a_result_is_the_result_s() -> None:
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eye = torch.eye(48)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            made = x.flatten(0, -2) @ self.eye
+            return made.view(X).square().sum(), made
+
+    model, x = View(), rand(*X)
+    buffers = wrap(model)
+    y, _ = torch.compile(model, backend=BACKEND)(x)
+    (got,) = torch.autograd.grad(y, x)
+    torch.testing.assert_close(got, 2 * x)
+    assert not saved(buffers)
+
+
+def test_copies_of_weights_stay() -> None:
+    """They do not grow with the batch, and their rounding would be the same in every step."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(48, 48)), nn.Parameter(torch.randn(48, 48))
+            self.eye = torch.eye(48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x.flatten(0, -2) @ self.eye) @ (self.a @ self.b)).sum()
+
+    model, x = Product(), rand(*X)
+    buffers = wrap(model)
+    (got,) = torch.autograd.grad(torch.compile(model, backend=BACKEND)(x), x)
+    torch.testing.assert_close(got, (torch.ones(32, 48) @ (model.a @ model.b).mT).view(X), rtol=1e-4, atol=1e-4)
+    assert "batch" in buffers.full["copies of weights"]
+    assert saved(buffers) == {"int8"}  # of the product's other factor
 
 
 def test_other_parts_of_the_graph_are_left_as_they_are() -> None:
@@ -474,6 +512,34 @@ def test_inductor_is_told_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved(report.buffers) >= {"int8"}
     torch._dynamo.reset()
     assert kept_bytes(run, [x]) < 0.35 * kept_bytes(torch.compile(exact), [x])
+
+
+@pytest.mark.parametrize("f", [torch.square, torch.exp], ids=["codes", "derivative"])
+def test_codes_are_made_where_the_tensor_is(f: Callable[[Tensor], Tensor]) -> None:
+    """Not at the end of forward, until which all tensors would be alive."""
+    orders = []
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eye = torch.eye(48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = (f(x.flatten(0, -2) @ self.eye) * 0.1).view(X)
+            return x.sum()
+
+    def look(gm: Any, joint_inputs: Any, **options: Any) -> Any:
+        halves = partition.partition(gm, joint_inputs, **options)
+        orders.append([node.name for node in halves[0].graph.nodes])
+        return halves
+
+    model = Deep()
+    wrap(model)
+    torch.compile(model, backend=_backend(look))(rand(*X)).backward()
+    (order,) = orders
+    first = next(name for name in order if "_codes_" in name)
+    assert order.index(first) < order.index("mm_1")
 
 
 def test_words() -> None:

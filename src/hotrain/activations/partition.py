@@ -103,29 +103,31 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
     """
     halves, account = _Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
-    others = {places[number] for number in static if number < len(places)} | set(halves.outputs[:results])
-    groups = _by_memory(halves.kept)
+    weights = _made_of(forward.graph, {places[number] for number in static if number < len(places)})
+    others = {_base(node) for node in (*places, *halves.outputs[:results]) if isinstance(node, Node)}
+    groups = _by_memory(node for node in halves.kept if node not in places or node not in weights)
 
     made = halves.uses()
-    for node in [node for group in groups for node in group if _is_large(node) and node not in others]:
-        argument = halves.arguments[node.name]
-        found = made.uses(argument)
-        if node.op != "placeholder" and found.whole == uses.EXACT:
-            factors = made.factors(argument)
-            forms = None if factors is None else _cheaper(node, factors, halves.kept)
-            if forms:
-                account.add(node, found.names, "its derivative in " + ", ".join(sorted(set(forms.values()) - {""})), "")
-                halves.hand_factors(node, forms)
-                made = halves.uses()
+    for base, group in groups.items():
+        node = group[0]
+        if len(group) > 1 or base in others or node in weights or not _is_large(node):
+            continue
+        found = made.uses(halves.arguments[node.name])
+        factors = made.factors(halves.arguments[node.name]) if found.whole == uses.EXACT else None
+        forms = None if factors is None else _cheaper(node, factors, halves.kept)
+        if forms:
+            account.add(node, found.names, "its derivative in " + ", ".join(sorted(set(forms.values()) - {""})), "")
+            halves.hand_factors(node, forms)
+            made = halves.uses()
 
     decided = []
-    for group in groups:
-        for node in group:
-            if not _is_large(node) or (node in places and node in others) or not halves.is_needed(node):
-                continue
+    for base, group in groups.items():
+        for node in filter(halves.is_needed, filter(_is_large, group)):
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
-            if node.op == "placeholder" or node in others:
-                form, why, names = "", "whoever calls the graph holds it", {"arguments and results"}
+            if node in weights:
+                form, why, names = "", "they do not grow with the batch", {"copies of weights"}
+            elif base in others:
+                form, why, names = "", "whoever calls the graph holds them", {"arguments and results"}
             decided.append((node, form))
             account.add(node, names, form, why)
     for node, form in decided:
@@ -139,6 +141,15 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         account.tell(name)
 
 
+def _made_of(graph: Graph, parameters: set[Node]) -> set[Node]:
+    """What is made of parameters and of nothing else, they themselves among it."""
+    found = set(parameters)
+    for node in graph.nodes:
+        if node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _region(node: Node) -> str:
     """Whose a node is; of an argument, whose is the first that uses it."""
     if node.op == "placeholder":
@@ -146,15 +157,18 @@ def _region(node: Node) -> str:
     return (node.meta.get("custom") or {}).get(KEY, "")
 
 
-def _by_memory(kept: Sequence[Node]) -> list[list[Node]]:
-    """What is kept, together what is one memory: full tensors that are kept once, and that two codes would double."""
+def _by_memory(kept: Iterable[Node]) -> dict[Node, list[Node]]:
+    """What is kept, by whose memory it is: full views of one tensor are kept once, and their codes would not be."""
     groups: dict[Node, list[Node]] = {}
     for node in dict.fromkeys(kept):
-        base = node
-        while base.op == "call_function" and _is_view(base):
-            base = base.all_input_nodes[0]
-        groups.setdefault(base, []).append(node)
-    return list(groups.values())
+        groups.setdefault(_base(node), []).append(node)
+    return groups
+
+
+def _base(node: Node) -> Node:
+    while node.op == "call_function" and _is_view(node):
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _is_view(node: Node) -> bool:
@@ -318,19 +332,21 @@ class _Halves:
                 needed.add(node)
                 waiting += node.all_input_nodes
         there = {node.name: node for node in self.forward.nodes}
-        copies: dict[Node, Node] = {}
-        with self.forward.inserting_before(self.output):
+        copies = {node: there[node.name] for node in needed if node.op == "placeholder"}
+        given = set(copies.values())
+        last = next(node for node in reversed(self.forward.nodes) if node in given)
+        with self.forward.inserting_before(last.next):
             for node in self.backward.nodes:
-                if node in needed:
-                    known = there[node.name] if node.op == "placeholder" else None
-                    copies[node] = known or self.forward.node_copy(node, copies.__getitem__)
+                if node in needed and node not in copies:
+                    copies[node] = self.forward.node_copy(node, copies.__getitem__)
         return copies
 
     def _hand(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
         """Codes of `source` of forward; backward takes them as arguments before `place`, and uses what it makes of them
         instead of `target`."""
         keep, restore = _pair(source.meta["val"], form)
-        codes = _inline(self.forward, self.output, keep, [source]) if form else [source]
+        # Right behind it: what is made at the end of forward would keep the tensor alive until then.
+        codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
         taken = []
         for number, part in enumerate(codes):
             if form or part.name not in self.arguments:
