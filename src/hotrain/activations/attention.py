@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd import once
 from . import launches
-from .policy import GROUPED
-from .recipes import restore
 
 _aten = torch.ops.aten
 
@@ -178,7 +176,7 @@ class Attention(torch.autograd.Function):
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, lse, *saved = ctx.saved_tensors
         q, k, v, out = (
-            restore(GROUPED[form], saved[2 * place : 2 * place + 2], _by_token(shape), ctx.dtype).transpose(1, 2)
+            launches.restored(form, saved[2 * place : 2 * place + 2], _by_token(shape), ctx.dtype).transpose(1, 2)
             for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
         )
         copies = _copies(q, k, kind)

@@ -46,7 +46,11 @@ class Slope(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            slope = as_it_was(restore(kind.levels, ctx.saved_tensors, ctx.shape, g_y.dtype), ctx.order)
+            (marks,) = ctx.saved_tensors
+            made = launches.slope_gradient(g_y.permute(ctx.order), marks, kind.levels, factor)
+            if made is not None:
+                return *once(ctx.activation, (as_it_was(made, ctx.order),), g_y), None
+            slope = as_it_was(restore(kind.levels, (marks,), ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
@@ -79,7 +83,7 @@ class Curve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x = restore(GROUPED[ctx.form], ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
+        x = launches.restored(ctx.form, ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
         slope = ACTIVATIONS[ctx.activation].slope(x.movedim(-1, 1) if ctx.image else x)
         return *once(ctx.activation, ((g_y * slope).to(g_y.dtype),), g_y), None, None, None
 
@@ -114,28 +118,31 @@ class Norm(torch.autograd.Function):
         momentum: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = x.shape
+        mean: Tensor | None = None
         if kind == "layer":
             y, mean, r = torch.native_layer_norm(x, shape[-dims:], w, b, eps)
-            normal = (wide(x) - mean) * r
         elif kind in ("rms", "rms_cast"):
             lifted = wide(x)
             r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
-            normal = lifted * r
             if kind == "rms":
                 y = F.rms_norm(x, shape[-dims:], w, eps)
             else:
-                y = normal.to(x.dtype) if w is None else w * normal.to(x.dtype)
+                normal = (lifted * r).to(x.dtype)
+                y = normal if w is None else w * normal
         elif kind == "group":
             count = shape[2:].numel()
             y, mean, r = torch.native_group_norm(_dense(x), w, b, shape[0], shape[1], count, dims, eps)
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
-            normal = ((wide(x).reshape(shape[0], dims, -1) - mean) * r).view(shape)
         else:
             y, mean, r = torch.native_batch_norm(x, w, b, running_mean, running_var, True, momentum, eps)
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
-            normal = (wide(x) - mean) * r
-        codes, scale = GROUPED[form].keep(_channels_last(normal, kind))
+
+        def normalized() -> Tensor:
+            lifted = wide(x) if kind != "group" else wide(x).reshape(shape[0], dims, -1)
+            return _channels_last(((lifted if mean is None else lifted - mean) * r).view(shape), kind)
+
+        codes, scale = launches.keep_normal(x, mean, r, kind, dims, form, normalized)
         ctx.save_for_backward(w, r, codes, scale)
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
@@ -150,9 +157,18 @@ class Norm(torch.autograd.Function):
         if kind == "batch":
             grads = _batch_norm_backward(ctx, g_y, w, r, kept)
             return *once("batch norm", grads, g_y, w), *[None] * 7
+        made = launches.row_norm_gradient(g_y, kept, r, w, ctx.dtype, kind, dims, ctx.form)
+        if made is not None:
+            wants, (of_b, of_w) = ctx.needs_input_grad, made[1]
+            grads = (
+                made[0] if wants[0] else None,
+                of_w.to(w.dtype) if wants[1] else None,
+                of_b.to(ctx.b_dtype) if wants[2] else None,
+            )
+            return *once(f"{kind} norm", grads, g_y, w), *[None] * 7
         g = wide(g_y)
         order = [shape[0], *shape[2:], shape[1]] if kind == "group" else shape
-        normal = _channels_first(restore(GROUPED[ctx.form], kept, order, g.dtype), kind)
+        normal = _channels_first(launches.restored(ctx.form, kept, order, g.dtype), kind)
         by_token = kind != "group"
         leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
         g_w = (g * normal).sum(leading).to(w.dtype) if ctx.needs_input_grad[1] else None
@@ -180,7 +196,14 @@ def _batch_norm_backward(
     """
     shape, full = ctx.shape, torch.promote_types(g.dtype, torch.float32)
     leading, count = [0, *range(2, len(shape))], shape.numel() // shape[1]
-    normal = _channels_first(restore(GROUPED[ctx.form], kept, [shape[0], *shape[2:], shape[1]], g.dtype), ctx.kind)
+    made = launches.channel_norm_gradient(g, kept, r, w, ctx.form) if ctx.needs_input_grad[0] else None
+    if made is not None:
+        return (
+            made[0].to(ctx.dtype),
+            made[1][1].to(w.dtype) if ctx.needs_input_grad[1] and w is not None else None,
+            made[1][0].to(ctx.b_dtype) if ctx.needs_input_grad[2] else None,
+        )
+    normal = _channels_first(launches.restored(ctx.form, kept, [shape[0], *shape[2:], shape[1]], g.dtype), ctx.kind)
     g_b, g_w = g.sum(leading, dtype=full), (g * normal).sum(leading, dtype=full)
     g_x = None
     if ctx.needs_input_grad[0]:
@@ -268,7 +291,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
-        y = restore(GROUPED[ctx.form], ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        y = launches.restored(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
         return *once("softmax", (g_x,), g_y), None, None
 
@@ -315,7 +338,7 @@ def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) ->
         return kept[0] if form else None
     if is_recipe(form):
         return make(form, kept, shape, dtype)
-    return restore(GROUPED[form], kept, shape, dtype)  # type: ignore[arg-type]
+    return launches.restored(form, kept, shape, dtype)  # type: ignore[arg-type]
 
 
 def _whole(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:

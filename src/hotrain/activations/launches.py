@@ -8,7 +8,7 @@ The implementation for other devices is the definition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .. import autograd
 from ..kernels import FUNCTIONS
-from ..saved import Bits, group_size
+from ..saved import Bits, Levels, group_size
 from .curves import ACTIVATIONS
 from .policy import FORMATS, GROUPED
-from .recipes import in_backward, is_image, make, parsed, wide
+from .recipes import in_backward, is_image, make, parsed, restore, wide
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _BITS = Bits(neighbours=True)
@@ -70,6 +70,108 @@ def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     size = group_size(int(columns), spec.whole)
     rows, groups, width = t.numel() // columns, columns // size, size * spec.bits // 8
     return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
+
+
+# ---- in eager mode alone: a compiler fuses the definition with what is around it ----
+
+_ROW = 8192  # entries at most of a row that a program holds
+
+
+def _unfused(t: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """The kernels, where t is a tensor of eager mode that they serve.  dtype: of its values, if it holds codes."""
+    if type(t) is not Tensor or torch.compiler.is_compiling() or not runs(t.device, dtype or t.dtype):
+        return None
+    return autograd.kernels_for(t.device)
+
+
+def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`recipes.restore` of a format of the policy."""
+    kernels, spec = _unfused(kept[0], dtype), GROUPED[form]
+    columns = int(shape[-1]) if kernels is not None else 0
+    if kernels is None or spec.bits not in (4, 8) or columns % group_size(columns, spec.whole) or columns > _ROW:
+        return restore(spec, kept, shape, dtype)
+    rows: Tensor = kernels.restore_rows(
+        *kept, spec.bits, dtype, lambda: spec.restore(kept, shape, dtype).reshape(-1, columns)
+    )
+    return rows.view(tuple(shape))
+
+
+def keep_normal(
+    x: Tensor, mean: Tensor | None, r: Tensor, kind: str, dims: int, form: str, definition: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x̂ = (x − μ) r, in rows along channels. definition: x̂, with channels last."""
+
+    def defined() -> tuple[Tensor, Tensor]:
+        return GROUPED[form].keep(definition())
+
+    kernels, by_row = _unfused(x), kind != "batch"
+    if kernels is None or form != "int4 nearest/row" or kind == "group":
+        return defined()
+    lying = x if by_row else x.movedim(1, -1)
+    columns = lying.shape[-1]
+    if (by_row and dims != 1) or columns % 4 or columns > _ROW or not lying.is_contiguous():
+        return defined()
+    found: tuple[Tensor, Tensor] = kernels.keep_normal(
+        lying.view(-1, columns), None if mean is None else mean.reshape(-1), r.reshape(-1), by_row, defined
+    )
+    return found
+
+
+def row_norm_gradient(
+    g: Tensor,
+    kept: Sequence[Tensor],
+    r: Tensor,
+    w: Tensor | None,
+    dtype: torch.dtype,
+    kind: str,
+    dims: int,
+    form: str,
+) -> tuple[Tensor, Tensor] | None:
+    """(g_x, [Σ g, Σ g x̂] over rows) of layer and RMS norm by one kernel, None where there is none for it."""
+    kernels, columns = _unfused(g), g.shape[-1]
+    if kernels is None or kind not in ("layer", "rms", "rms_cast") or dims != 1 or columns % 4 or columns > _CHANNELS:
+        return None
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    lines, factor = g.contiguous().view(-1, columns), r.reshape(-1)
+
+    def definition() -> tuple[Tensor, Tensor]:
+        lifted = wide(lines)
+        normal = GROUPED[form].restore(kept, lines.shape, lifted.dtype)
+        scaled = lifted if w is None else lifted * wide(w)
+        inner = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+        if kind == "layer":
+            inner = inner - scaled.mean(-1, keepdim=True)
+        return (inner * factor[:, None]).to(dtype), torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
+
+    g_x, sums = kernels.row_norm_gradient(lines, *kept, factor, w, dtype, kind == "layer", definition)
+    return g_x.view(g.shape), sums
+
+
+def channel_norm_gradient(
+    g: Tensor, kept: Sequence[Tensor], r: Tensor, w: Tensor | None, form: str
+) -> tuple[Tensor, Tensor] | None:
+    """The same of batch norm over an image in channels-last, whose kernels a compiler is handed too."""
+    if _unfused(g) is None or form != FORMATS["norm"] or g.dim() != 4 or not serves_norm(g):
+        return None
+    g_x, sums, _ = torch.ops.hotrain.norm_gradient(
+        g, *kept, g.new_empty(0, dtype=torch.uint8), r.reshape(-1), w, "", False
+    )
+    return g_x, sums
+
+
+def slope_gradient(g: Tensor, marks: Tensor, levels: Levels, factor: float) -> Tensor | None:
+    """g f'(x) by one kernel, None where there is none for it."""
+    kernels, columns = _unfused(g), g.shape[-1] if g.dim() else 1
+    if kernels is None or levels.bits != 4 or columns % 2 or not g.is_contiguous():
+        return None
+    lines, places = g.view(-1, columns), (levels.first, levels.per_one)
+
+    def definition() -> Tensor:
+        return lines * (levels.restore((marks,), lines.shape, lines.dtype) * factor)
+
+    found: Tensor = kernels.slope_gradient(lines, marks, places, factor, definition)
+    return found.view(g.shape)
 
 
 # ---- a function, and its slopes ----

@@ -585,3 +585,35 @@ def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     found: tuple[Tensor, Tensor, Tensor] = _or_definition("norm gradient", lambda: norm_gradient(*args[:-1]), args[-1])
     return found
+
+
+def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
+    """`unfused.keep_normal` of all but the last argument, or that, the definition."""
+    from .unfused import keep_normal
+
+    found: tuple[Tensor, Tensor] = _or_definition("keep normal", lambda: keep_normal(*args[:-1]), args[-1])
+    return found
+
+
+def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor]:
+    """`unfused.norm_gradient` of all but the last argument, or that, the definition."""
+    from .unfused import norm_gradient
+
+    found: tuple[Tensor, Tensor] = _or_definition("row norm gradient", lambda: norm_gradient(*args[:-1]), args[-1])
+    return found
+
+
+def slope_gradient(*args: Any) -> Tensor:
+    """`unfused.slope_gradient` of all but the last argument, or that, the definition."""
+    from .unfused import slope_gradient
+
+    found: Tensor = _or_definition("slope gradient", lambda: slope_gradient(*args[:-1]), args[-1])
+    return found
+
+
+def restore_rows(*args: Any) -> Tensor:
+    """`unfused.restore` of all but the last argument, or that, the definition."""
+    from .unfused import restore
+
+    found: Tensor = _or_definition("restore of rows", lambda: restore(*args[:-1]), args[-1])
+    return found

@@ -1,0 +1,286 @@
+"""The kernels that eager mode has of its own, against the formulas that a compiler fuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from hotrain import autograd
+from hotrain.activations import launches, mode
+from hotrain.activations.curves import ACTIVATIONS
+from hotrain.activations.functions import Norm, Slope
+from hotrain.activations.mode import Buffers
+from hotrain.activations.policy import GROUPED
+from hotrain.kernels import serve
+from hotrain.kernels import unfused as U
+from hotrain.saved import Grouped
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# (rows, C): the fewest channels, a half that is no power of two, a tile exactly and one row more, tokens and channels
+# of a ViT, many tiles of one program, the longest row of one program.
+SHAPES = [(1, 4), (7, 48), (49, 100), (33, 128), (197, 768), (2100, 16), (3, 4096)]
+FORMAT = Grouped(4, whole=True)
+NAMES = [name for name, kind in ACTIVATIONS.items() if kind.levels is not None and kind.levels.bits == 4]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter, of infinities and NaN
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(poison: None) -> None:
+    """No program may leave an entry unwritten."""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The kernels in the formulas, in the interpreter too."""
+    if device.type == "cpu":
+        monkeypatch.setattr(autograd, "kernels_for", lambda device: serve)
+        monkeypatch.setattr(launches, "runs", lambda device, dtype: dtype in DTYPES)
+
+
+def draw(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Rows of many sizes, whose channels have means of their own."""
+    t = torch.randn(rows, columns, device=device) * torch.exp2(torch.arange(rows, device=device) % 5)[:, None]
+    return (t + torch.randn(columns, device=device)).to(dtype)
+
+
+def statistics(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
+    axis = 1 if by_row else 0
+    wide = x.float()
+    return wide.mean(axis), torch.rsqrt(wide.var(axis, correction=0) + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["int8", "int4 nearest", "int4 nearest/row"])
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (197, 768), (3, 4096)])
+def test_what_was_kept_comes_back(shape: tuple[int, int], form: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The definition's numbers to the bit: a product of an integer and a scale, rounded once."""
+    spec = GROUPED[form]
+    kept = spec.keep(draw(*shape, torch.float32, device))
+    got, want = U.restore(*kept, spec.bits, dtype), spec.restore(kept, shape, dtype)
+    if device.type == "cpu" and dtype == torch.bfloat16:  # which the interpreter cuts off
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("by_row", [True, False], ids=["rows", "channels"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_of_what_is_normalized(
+    shape: tuple[int, int], dtype: torch.dtype, by_row: bool, device: torch.device
+) -> None:
+    """The format's codes: the same scale to a unit of bfloat16, entries within one step, all but a few the same."""
+    x = draw(*shape, dtype, device)
+    mean, r = statistics(x, by_row)
+    normal = (x.float() - (mean[:, None] if by_row else mean)) * (r[:, None] if by_row else r)
+    codes, scale = U.keep_normal(x, mean, r, by_row)
+    want = FORMAT.keep(normal)
+    assert codes.shape == want[0].shape
+    assert scale.shape == want[1].shape
+    torch.testing.assert_close(scale.float(), want[1].float(), rtol=2**-7, atol=0)
+    got, expected = (FORMAT.restore(kept, shape, torch.float32) for kept in ((codes, scale), want))
+    step = want[1].float().view(-1, 1)
+    assert ((got - expected).abs() <= 1.1 * step).all()
+    assert ((got - expected).abs() > 0.1 * step).float().mean() <= 0.01 + 8 / got.numel()
+
+
+def test_codes_without_a_mean(device: torch.device) -> None:
+    x = draw(33, 48, torch.float32, device)
+    r = torch.rsqrt(x.square().mean(1))
+    got = FORMAT.restore(U.keep_normal(x, None, r, True), x.shape, torch.float32)
+    normal = x * r[:, None]
+    # Half a step of seven to the largest, whose rounding to bfloat16 makes it 2⁻⁸ larger.
+    assert ((got - normal).abs() <= normal.abs().amax(1, keepdim=True) / 13.9).all()
+
+
+@pytest.mark.parametrize("centered", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_a_norm(shape: tuple[int, int], dtype: torch.dtype, centered: bool, device: torch.device) -> None:
+    """Against the formula in float64 on the same codes: float32 sums of C or of all rows, and the result's rounding."""
+    x, g = draw(*shape, torch.float32, device), draw(*shape, dtype, device)
+    mean, r = statistics(x, True)
+    kept = U.keep_normal(x, mean if centered else None, r, True)
+    w = torch.randn(shape[1], device=device)
+    g_x, sums = U.norm_gradient(g, *kept, r, w, dtype, centered)
+    normal, wide = FORMAT.restore(kept, shape, torch.float32).double(), g.double()
+    scaled = wide * w.double()
+    inner = scaled - normal * (scaled * normal).mean(1, keepdim=True)
+    inner = inner - scaled.mean(1, keepdim=True) if centered else inner
+    want = inner * r.double()[:, None]
+    assert g_x.dtype == dtype
+    size = scaled.abs().amax(1, keepdim=True) * (1 + normal.abs().amax(1, keepdim=True) ** 2) * r.double()[:, None]
+    assert ((g_x.double() - want).abs() <= torch.finfo(dtype).eps * want.abs() + 2.0**-18 * size + 1e-7).all()
+    both = torch.stack([wide.sum(0), (wide * normal).sum(0)])
+    among = torch.stack([wide.abs().sum(0), (wide * normal).abs().sum(0)])
+    assert ((sums.double() - both).abs() <= 2.0**-18 * among + 1e-7).all()
+
+
+def test_gradients_without_parameters(device: torch.device) -> None:
+    x, g = draw(33, 48, torch.float32, device), draw(33, 48, torch.float32, device)
+    mean, r = statistics(x, True)
+    kept = U.keep_normal(x, mean, r, True)
+    alone, _ = U.norm_gradient(g, *kept, r, None, torch.float32, True)
+    ones, _ = U.norm_gradient(g, *kept, r, torch.ones(48, device=device), torch.float32, True)
+    assert torch.equal(alone, ones)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_row(bad: float, device: torch.device) -> None:
+    """And comes out of it as no finite number, as in PyTorch."""
+    x, g = draw(9, 48, torch.float32, device), draw(9, 48, torch.float32, device)
+    mean, r = statistics(x, True)
+    x[4, 5] = bad
+    kept = U.keep_normal(x, mean, r, True)
+    assert not FORMAT.restore(kept, x.shape, torch.float32)[4].isfinite().all()
+    g_x, _ = U.norm_gradient(g, *kept, r, None, torch.float32, True)
+    assert not g_x[4].isfinite().any()
+    assert g_x[torch.arange(9) != 4].isfinite().all()
+    g[2, 7] = bad
+    g_x, sums = U.norm_gradient(g, *U.keep_normal(torch.randn_like(g), mean, r, True), r, None, torch.float32, True)
+    assert not g_x[2].isfinite().any()
+    assert not sums[0, 7].isfinite()
+    assert sums[0, :7].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (7, 46), (50, 3072), (5, 5000)])
+def test_slopes_times_gradients(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    levels = ACTIVATIONS["gelu"].levels
+    assert levels is not None
+    g = draw(*shape, dtype, device)
+    marks = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device=device)
+    got = U.slope_gradient(g, marks, (levels.first, levels.per_one), 2.0)
+    want = g.double() * (levels.restore((marks,), shape, torch.float64) * 2.0)
+    torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def gradients(f: Any, *inputs: Tensor) -> list[Tensor]:
+    y = f(*inputs)
+    y = y if isinstance(y, Tensor) else y[0]
+    weights = torch.empty_like(y).copy_(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape))  # lies as y
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), inputs)]
+
+
+CALLS: dict[str, tuple[Any, tuple[int, ...], bool]] = {
+    "layer": (lambda x, w, b: F.layer_norm(x, (48,), w, b), (3, 11, 48), True),
+    "rms": (lambda x, w, b: F.rms_norm(x, (48,), w, 1e-5) + b, (3, 11, 48), True),
+    "rms_cast": (lambda x, w, b: w * F.rms_norm(x, (48,), None, 1e-5) + b, (3, 11, 48), True),
+    "batch": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (5, 48, 4, 6), False),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_norm_in_eager_mode_is_the_kernels(
+    kind: str, served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula with kernels against the formula without: the same forward, gradients to the rounding of codes that
+    may take either side (an entry of a hundred by 1/7 of the largest)."""
+    calls = []
+    for name in ("keep_normal", "row_norm_gradient", "norm_gradient"):
+        one = getattr(serve, name)
+        monkeypatch.setattr(serve, name, lambda *args, one=one, name=name: (calls.append(name), one(*args))[1])
+    _, shape, by_row = CALLS[kind]
+    x = torch.randn(shape, device=device)
+    x = (x if by_row else x.contiguous(memory_format=torch.channels_last)).requires_grad_()
+    w, b = (torch.randn(48, device=device).requires_grad_() for _ in range(2))
+
+    def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        given = None if kind.startswith("rms") else b
+        y = Norm.apply(x, w, given, kind, 1, 1e-5, "int4 nearest/row", None, None, 0.1)[0]
+        return y if given is not None else y + b
+
+    got = gradients(norm, x, w, b)
+    assert calls == ["keep_normal", "row_norm_gradient" if by_row else "norm_gradient"]
+    with monkeypatch.context() as patch:
+        patch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+        want = gradients(norm, x, w, b)
+    exact = gradients(CALLS[kind][0], x, w, b)
+    torch.testing.assert_close(got[0], exact[0], rtol=1e-5, atol=1e-5)
+    for g, d, e in zip(got[1:], want[1:], exact[1:], strict=True):
+        assert g.shape == d.shape
+        assert g.stride() == d.stride()
+        assert (g - d).norm() <= 0.02 * e.norm()
+        assert (g - e).norm() <= 0.25 * e.norm()
+
+
+def test_a_norm_over_several_axes_and_of_frozen_parameters(served: None, device: torch.device) -> None:
+    """Rows of two axes are the definition's; what needs no gradient gets none."""
+    x, w = torch.randn(5, 3, 16, device=device).requires_grad_(), torch.randn(3, 16, device=device)
+    y = Norm.apply(x, w, None, "layer", 2, 1e-5, "int4 nearest/row", None, None, 0.1)[0]
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    z = F.layer_norm(x, (3, 16), w)
+    (want,) = torch.autograd.grad(z.square().sum(), x)
+    assert (got - want).norm() <= 0.3 * want.norm()
+    frozen = torch.randn(48, device=device)
+    t = torch.randn(7, 48, device=device).requires_grad_()
+    y = Norm.apply(t, frozen, frozen, "layer", 1, 1e-5, "int4 nearest/row", None, None, 0.1)[0]
+    y.sum().backward()
+    assert t.grad is not None
+    assert frozen.grad is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slopes_in_eager_mode_are_the_kernels(
+    name: str, served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order the axes lie; the draws of the slopes are a place's, so that both have the same."""
+    calls = []
+    one = serve.slope_gradient
+    monkeypatch.setattr(serve, "slope_gradient", lambda *args: (calls.append(name), one(*args))[1])
+    for x in (torch.randn(3, 7, 48, device=device), torch.randn(2, 8, 4, 6, device=device).permute(0, 3, 1, 2)):
+        x = x.detach().requires_grad_()
+        y = Slope.apply(x, name)
+        g = torch.randn_like(y)
+        calls.clear()
+        (got,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        assert calls == [name]
+        with monkeypatch.context() as patch:
+            patch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+            (want,) = torch.autograd.grad(y, x, g)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert got.stride() == want.stride()
+
+
+def test_attention_in_eager_mode_reads_by_the_kernel(
+    served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    one = serve.restore_rows
+    monkeypatch.setattr(serve, "restore_rows", lambda *args: (calls.append(args[2]), one(*args))[1])
+    q, k, v = (torch.randn(2, 3, 21, 16, device=device).requires_grad_() for _ in range(3))
+    buffers = Buffers()
+    monkeypatch.setattr(mode, "SMALL", 2)
+    with mode.Compressed(buffers):
+        y = F.scaled_dot_product_attention(q, k, v)
+    g = torch.randn_like(y)
+    got = torch.autograd.grad(y, (q, k, v), g)
+    assert calls == [8, 8, 4, 4]
+    want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 0.35 * b.norm()  # v and the output in int4 (docs/numerics.md: a quarter of g_q, g_k)
+
+
+def test_traced_it_is_the_definition(served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler is to see the formula, which it fuses with what is around."""
+
+    def fail(*args: Any) -> Any:
+        raise AssertionError("a kernel of eager mode in a trace")
+
+    for name in ("keep_normal", "row_norm_gradient", "slope_gradient", "restore_rows"):
+        monkeypatch.setattr(serve, name, fail)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x: Tensor) -> Tensor:
+        y = torch.ops.hotrain.norm(x, None, None, "layer", 1, 1e-5, "int4 nearest/row", None, None, 0.1)[0]
+        return y.square().sum()
+
+    x = torch.randn(5, 48, device=device).requires_grad_()
+    run(x).backward()
+    assert x.grad is not None
