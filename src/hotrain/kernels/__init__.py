@@ -2,8 +2,8 @@
 
 `reason` says what is served, `keep` is forward's part, `gradients` backward's. The numbers are those of
 `hotrain.backward`; `compress` has the one kernel that reads, `product` the products of codes, `rows` and `noise` the
-draws. `buffers` has the kernels of what lies between the layers. Triton is imported when something is first served, so
-that importing this package needs only torch.
+draws. `buffers` has the kernels of what lies between the layers, `unfused` those that eager mode has of its own. Triton
+is imported when something is first served, so that importing this package needs only torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .serve import (
     has_fp8,
     keep,
     keep_codes,
+    keep_normal,
     kept_shapes,
     lies_in_rows,
     next_key,
@@ -29,6 +30,9 @@ from .serve import (
     prepare,
     reason,
     restore_codes,
+    restore_rows,
+    row_norm_gradient,
+    slope_gradient,
     weight_codes,
 )
 
@@ -44,6 +48,7 @@ __all__ = [
     "has_fp8",
     "keep",
     "keep_codes",
+    "keep_normal",
     "kept_shapes",
     "lies_in_rows",
     "next_key",
@@ -53,5 +58,8 @@ __all__ = [
     "prepare",
     "reason",
     "restore_codes",
+    "restore_rows",
+    "row_norm_gradient",
+    "slope_gradient",
     "weight_codes",
 ]
