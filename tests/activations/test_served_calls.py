@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hotrain
 from hotrain.activations import attention, mode
 from hotrain.activations.mode import Buffers, Compressed
 from hotrain.activations.policy import FORMATS, GROUPED
@@ -560,39 +559,3 @@ def test_a_compilers_graph_has_the_operator(name: str) -> None:
     torch._dynamo.reset()
     torch.compile(run, backend=backend, fullgraph=True)(*case.inputs())
     assert any("hotrain" in target for target in targets) == (name not in PASSED_BY)
-
-
-# name → a call that no operator serves, of which a derivative keeps something as large as its input
-TRACED: dict[str, Callable[[Tensor], Tensor]] = {
-    "pow": lambda x: x**3,
-    "div": lambda x: x / (1 + x),
-    "exp": lambda x: x.exp(),
-    "abs": lambda x: x.abs(),
-    "sin": lambda x: torch.sin(x),
-    "glu": lambda x: F.glu(x),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
-    "log_softmax": lambda x: F.log_softmax(x, -1),
-    "mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
-}
-
-
-class _Calls(nn.Module):
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.call = nn.Linear(48, 48), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.layer(x) / 2)  # a number to divide by: nothing is kept
-
-
-@pytest.mark.parametrize("name", TRACED)
-def test_a_tracer_writes_down_what_no_operator_serves(name: str) -> None:
-    """A graph has no hooks: what its compiler keeps of such a call is as large as it was, and the report says so."""
-    torch._dynamo.reset()
-    model = _Calls(TRACED[name])
-    report = hotrain.convert(model)
-    y = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(4, 128, 48))
-    assert report.buffers is not None
-    assert set(report.buffers.full) == {name}
-    assert f"{name} " in str(report)
-    y.sum().backward()

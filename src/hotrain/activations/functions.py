@@ -46,11 +46,10 @@ class Slope(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            (marks,) = ctx.saved_tensors
-            made = launches.slope_gradient(g_y.permute(ctx.order), marks, kind.levels, factor)
+            made = launches.slope_gradient(g_y.permute(ctx.order), ctx.saved_tensors, kind.levels, factor)
             if made is not None:
                 return *once(ctx.activation, (as_it_was(made, ctx.order),), g_y), None
-            slope = as_it_was(restore(kind.levels, (marks,), ctx.shape, g_y.dtype), ctx.order)
+            slope = as_it_was(restore(kind.levels, ctx.saved_tensors, ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import autograd
 from ..kernels import FUNCTIONS
-from ..saved import Bits, Levels, group_size
+from ..saved import Bits, Grouped, Levels, group_size
 from .curves import ACTIVATIONS
 from .policy import FORMATS, GROUPED
 from .recipes import in_backward, is_image, make, parsed, restore, wide
@@ -160,12 +160,12 @@ def channel_norm_gradient(
     return g_x, sums
 
 
-def slope_gradient(g: Tensor, marks: Tensor, levels: Levels, factor: float) -> Tensor | None:
+def slope_gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels | Grouped, factor: float) -> Tensor | None:
     """g f'(x) by one kernel, None where there is none for it."""
     kernels, columns = _unfused(g), g.shape[-1] if g.dim() else 1
-    if kernels is None or levels.bits != 4 or columns % 2 or not g.is_contiguous():
+    if kernels is None or not isinstance(levels, Levels) or levels.bits != 4 or columns % 2 or not g.is_contiguous():
         return None
-    lines, places = g.view(-1, columns), (levels.first, levels.per_one)
+    lines, places, (marks,) = g.view(-1, columns), (levels.first, levels.per_one), kept
 
     def definition() -> Tensor:
         return lines * (levels.restore((marks,), lines.shape, lines.dtype) * factor)
