@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .analysis.fidelity import fidelity
     from .analysis.fit import fit
     from .analysis.planner import plan
+    from .analysis.predicted import predicted_bytes
     from .analysis.saved_bytes import saved_bytes
     from .calibration import BitSchedule, Calibration, calibrate
 
@@ -36,6 +37,7 @@ _LAZY = {
     "calibrate": "calibration",
     "Calibration": "calibration",
     "BitSchedule": "calibration",
+    "predicted_bytes": "analysis.predicted",
     "saved_bytes": "analysis.saved_bytes",
     "checkpoint_blocks": "analysis.budget",
     "cost": "analysis.cost",
@@ -64,6 +66,7 @@ __all__ = [
     "fit",
     "manual_seed",
     "plan",
+    "predicted_bytes",
     "preset",
     "presets",
     "revert",

@@ -4,6 +4,7 @@ Nothing here changes the model it looks at: modes, buffers, gradients, generator
 found (`as_found`). The answers print as tables and carry their rows as plain dicts, for figures made elsewhere.
 
     saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
+    predicted     the same without running the model
     cost          FLOPs and bit operations of forward and both gradient paths; `paper` holds the published formulas
     fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency; surfaces of |g_y|
     planner       times the exact backward against a method's, layer by layer, on this device

@@ -60,8 +60,8 @@ def memory(
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Bytes that autograd keeps between forward and backward, exact against converted, measured; what stays in full
-    precision, and why. With --fit: the largest batch, exact, checkpointed and converted."""
+    """Bytes that autograd keeps between forward and backward, exact against converted, predicted and measured; what
+    stays in full precision, and why. With --fit: the largest batch, exact, checkpointed and converted."""
     import hotrain
     from hotrain.analysis.fit import parse_bytes
     from hotrain.analysis.full import full_table, still_full
@@ -84,10 +84,12 @@ def memory(
         return
     with autocast(run, images.device):
         on_gpu = images.is_cuda
+        predicted = {"exact": _predicted(network, images)}
         exact = hotrain.saved_bytes(network, images, device_peak=on_gpu)
         report = None
         if not chosen.is_plain:
             report = hotrain.convert(network, chosen, number=None, plan="memory")
+        predicted[run.method_label] = _predicted(network, images)
         converted = hotrain.saved_bytes(network, images, device_peak=on_gpu)
     full = still_full(converted, report)
     if json:
@@ -101,12 +103,19 @@ def memory(
             for name, a in {"exact": exact, run.method_label: converted}.items()
         }
         answer = {**about, "batch_size": len(images), "ratio": converted.total / exact.total, "audits": audits}
+        answer["predicted"] = {
+            name: None if p is None else {"total": p.total, "by_operator": p.by_operator, "by_module": p.by_module}
+            for name, p in predicted.items()
+        }
         print_json({**answer, "full_precision": [asdict(row) for row in full]})
         return
     title = (
         f"{run.model}, batch of {len(images)}, {about['precision']}: exact against {run.method_label}, memory={keep}"
     )
-    typer.echo(f"{title}\n{_side_by_side(exact, converted, modules)}")
+    typer.echo(f"{title}\n{_side_by_side(exact, converted, predicted[run.method_label], modules)}")
+    of_exact = predicted["exact"]
+    if of_exact is not None:
+        typer.echo(f"\npredicted without running the model, exact: {bytes_text(of_exact.total)}")
     if exact.device_peak is not None and converted.device_peak is not None:
         before, after = bytes_text(exact.device_peak), bytes_text(converted.device_peak)
         typer.echo(f"\npeak over forward and backward, above what was there: {before} exact, {after} converted")
@@ -171,22 +180,41 @@ def _fit(
         typer.echo("checkpointed: this model has no blocks in an nn.ModuleList or nn.Sequential to recompute")
 
 
-def _side_by_side(exact: SavedBytes, converted: SavedBytes, modules: bool) -> str:
-    from hotrain.analysis.saved_bytes import compare
+def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
+    """None where nothing can be said, which is said instead."""
+    import hotrain
 
-    return _by_module(exact.by_module, converted.by_module) if modules else str(compare(exact, converted))
+    try:
+        return hotrain.predicted_bytes(model, images)
+    except ValueError as error:
+        typer.echo(f"no prediction: {error}", err=True)
+        return None
 
 
-def _by_module(exact: dict[str, int], converted: dict[str, int]) -> str:
+def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedBytes | None, modules: bool) -> str:
+    """By module or by operator, the largest first; predicted is of the converted model."""
     from hotrain.analysis.tables import bytes_text, table
 
-    names = sorted({*exact, *converted}, key=lambda name: -exact.get(name, 0))
-    rows = []
-    for name in names:
-        before, after = exact.get(name, 0), converted.get(name, 0)
-        ratio = f"{after / before:.2f}" if before else "–"
-        rows.append([name or "(the model itself)", bytes_text(before), bytes_text(after), ratio])
-    return table(["module", "exact", "converted", "ratio"], rows)
+    def of(audit: SavedBytes | None) -> dict[str, int]:
+        return {} if audit is None else audit.by_module if modules else audit.by_operator
+
+    before, after, said = of(exact), of(converted), of(predicted)
+    names = sorted({*before, *after, *said}, key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name))
+    rows = [
+        (name or "(the model itself)", before.get(name, 0), after.get(name, 0), said.get(name, 0)) for name in names
+    ]
+    rows.append(("total", exact.total, converted.total, 0 if predicted is None else predicted.total))
+    cells = [
+        [
+            name,
+            bytes_text(b),
+            bytes_text(a),
+            f"{a / b:.3f}" if b else "–",
+            "–" if predicted is None else bytes_text(p),
+        ]
+        for name, b, a, p in rows
+    ]
+    return table(["module" if modules else "operator", "exact", "converted", "ratio", "predicted"], cells)
 
 
 def cost(

@@ -1,0 +1,75 @@
+"""What autograd would keep, predicted without running the model: to the byte what is measured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrain
+
+
+class Net(nn.Module):
+    """A convolution, a batch norm, attention and an MLP, with functions that no operator serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.batch = nn.Conv2d(3, 32, 4, 4), nn.BatchNorm2d(32)
+        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.drop = nn.Linear(32, 64), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.batch(self.conv(x))).flatten(2).mT
+        q, k, v = self.qkv(self.norm(x)).view(len(x), -1, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x.exp() * self.drop(nn.functional.glu(self.wide(x), -1)) / (1 + x.square())
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+@pytest.mark.parametrize("method", [None, "hq8", "hot-unbiased", "exact"])
+def test_to_the_byte(method: str | None, batch: int) -> None:
+    model, x = Net(), torch.randn(batch, 3, 64, 64)
+    if method is not None:
+        hotrain.convert(model, method, memory="linear" if method == "hot-unbiased" else "block")
+    state, predicted = copy.deepcopy(model.state_dict()), hotrain.predicted_bytes(model, x)
+    measured = hotrain.saved_bytes(model, x)  # behind it: nothing that is remembered of shapes alone may be read
+    assert predicted.by_operator == measured.by_operator
+    assert predicted.by_module == measured.by_module
+    assert predicted.total == measured.total > 0
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_batch_that_is_only_a_shape() -> None:
+    """Only shapes are read; the batch itself, which the convolution keeps, is counted once like everything else."""
+    model = Net()
+    hotrain.convert(model)
+    small = hotrain.predicted_bytes(model, torch.empty(16, 3, 64, 64, device="meta")).total
+    large = hotrain.predicted_bytes(model, torch.empty(4096, 3, 64, 64, device="meta")).total
+    assert large > 2**26
+    # All that is kept grows with the batch, but for a number or two a layer.
+    assert large / 4096 == pytest.approx(small / 16, rel=0.01)
+
+
+def test_under_autocast_and_with_frozen_parameters() -> None:
+    model, x = Net(), torch.randn(4, 3, 64, 64)
+    model.conv.requires_grad_(False)
+    hotrain.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hotrain.predicted_bytes(model, x).total == hotrain.saved_bytes(model, x).total
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y[y[:, 0] > 0]
+
+    with pytest.raises(ValueError, match=r"predicted_bytes: Routed does not run without .* hotrain.saved_bytes"):
+        hotrain.predicted_bytes(Routed(), torch.randn(4, 8))
