@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+import hotrain
 from hotrain import autograd, kernels
 from hotrain.activations import launches, mode
 from hotrain.activations.curves import ACTIVATIONS
@@ -264,6 +265,46 @@ def test_attention_in_eager_mode_reads_by_the_kernel(
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.35 * b.norm()  # v and the output in int4 (docs/numerics.md: a quarter of g_q, g_k)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rms, self.qkv = nn.LayerNorm(64), nn.RMSNorm(64), nn.Linear(64, 192)
+        self.out, self.wide, self.narrow = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.rms(x))))
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_a_block_in_eager_mode(how: str, served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in a model: forward and gradients as by the formulas, to the rounding of its dtype. Entries between
+    two codes may take either, in some of a thousand."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    model = Block().to(device, dtype).train()
+    hotrain.convert(model, "exact", memory="block")
+    monkeypatch.setattr(mode, "SMALL", 2)
+    x = torch.randn(2, 31, 64, device=device, dtype=dtype)
+
+    def step() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=how == "autocast"):
+            y = model(x)
+        y.float().square().mean().backward()
+        return y.detach().float(), torch.cat(
+            [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
+        )
+
+    y, got = step()
+    monkeypatch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+    y_formula, want = step()
+    near = 1e-5 if how == "float32" else 2**-6
+    assert (y - y_formula).norm() <= near * y_formula.norm()
+    assert (got - want).norm() <= (0.01 if how == "float32" else 0.03) * want.norm()
 
 
 def test_traced_it_is_the_definition(served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
