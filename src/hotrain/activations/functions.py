@@ -46,10 +46,11 @@ class Slope(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            made = launches.slope_gradient(g_y.permute(ctx.order), ctx.saved_tensors, kind.levels, factor)
+            kept = ctx.saved_tensors  # once: a checkpoint refuses to make them again
+            made = launches.slope_gradient(g_y.permute(ctx.order), kept, kind.levels, factor)
             if made is not None:
                 return *once(ctx.activation, (as_it_was(made, ctx.order),), g_y), None
-            slope = as_it_was(restore(kind.levels, ctx.saved_tensors, ctx.shape, g_y.dtype), ctx.order)
+            slope = as_it_was(restore(kind.levels, kept, ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
