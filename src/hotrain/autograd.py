@@ -33,11 +33,17 @@ _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "
 
 def kernels_for(device: torch.device) -> ModuleType | None:
     """`hotrain.kernels` where that device may run them; imported when first asked for."""
+    global _kernels
     if device.type != "cuda":
         return None
-    from . import kernels
+    if _kernels is None:
+        from . import kernels
 
-    return kernels
+        _kernels = kernels
+    return _kernels
+
+
+_kernels: ModuleType | None = None
 
 
 class Origin(Protocol):
@@ -235,10 +241,12 @@ class Step:
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
     """The dtype in which autocast hands t to a product: its own where it is on, float64 excepted."""
-    kind = t.device.type
-    if t.dtype == torch.float64 or not (kind in _AUTOCASTS and torch.is_autocast_enabled(kind)):
-        return t.dtype
-    return torch.get_autocast_dtype(kind)
+    return t.dtype if t.dtype == torch.float64 else autocast_to(t.device.type) or t.dtype
+
+
+def autocast_to(kind: str) -> torch.dtype | None:
+    """The dtype of autocast on that kind of device, None where it is off."""
+    return torch.get_autocast_dtype(kind) if kind in _AUTOCASTS and torch.is_autocast_enabled(kind) else None
 
 
 def autocast(t: Tensor) -> Tensor:
@@ -249,7 +257,7 @@ def autocast(t: Tensor) -> Tensor:
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
     # Casts are made by hand: autocast's cache must not get copies of weights that have no graph.
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if kind in _AUTOCASTS else nullcontext()
+    return nullcontext() if autocast_to(kind) is None else torch.autocast(kind, enabled=False)
 
 
 class _SecondDerivative(torch.autograd.Function):

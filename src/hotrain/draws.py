@@ -72,11 +72,15 @@ def mix(*words: int) -> int:
     """A 64-bit hash of integers (splitmix64's finaliser, chained)."""
     h = 0
     for word in words:
-        h = (h + (word & _MASK64) + _GOLDEN) & _MASK64
-        h = ((h ^ (h >> 30)) * _FIRST) & _MASK64
-        h = ((h ^ (h >> 27)) * _SECOND) & _MASK64
-        h ^= h >> 31
+        h = _mixed(h, word)
     return h
+
+
+def _mixed(h: int, word: int) -> int:
+    h = (h + (word & _MASK64) + _GOLDEN) & _MASK64
+    h = ((h ^ (h >> 30)) * _FIRST) & _MASK64
+    h = ((h ^ (h >> 27)) * _SECOND) & _MASK64
+    return h ^ (h >> 31)
 
 
 def signed(word: int) -> int:
@@ -127,6 +131,7 @@ class Draws:
         self.counter: Tensor | None = None
         self.tag: Tensor | None = None
         self._salt: int | None = None  # the one written to `counter`
+        self._mixed: tuple[tuple[int, int] | None, int] = None, 0  # seed and rank, and the salt that they make
         _live.add(self)
 
     @classmethod
@@ -154,7 +159,13 @@ class Draws:
             self.counter[:2].copy_(torch.tensor([signed(self._salt), value], device="cpu"))
 
     def _current_salt(self) -> int:
-        return mix(current_seed(), _rank(), self.layer)
+        now = current_seed(), _rank()
+        if self._mixed[0] != now:
+            self._mixed = now, mix(*now, self.layer)
+        return self._mixed[1]
+
+    def _key(self, step: int) -> int:
+        return _mixed(self._current_salt(), step)
 
     def restart(self) -> None:
         """Count from 0 again, with the seed in force."""
@@ -167,7 +178,7 @@ class Draws:
             self.restart()
         if self.step < 0 or not in_backward():
             self.step += 1
-        return mix(current_seed(), _rank(), self.layer, self.step)
+        return self._key(self.step)
 
     def place(self, device: torch.device) -> bool:
         """Have counter and tag on that device, the salt up to date. Returns whether they had to be made."""
@@ -200,7 +211,7 @@ class Draws:
 
     def host_key(self) -> int | None:
         """The key last given out, where it is known without waiting for a device."""
-        return None if _seed.graphs else mix(current_seed(), _rank(), self.layer, self._host_step)
+        return None if _seed.graphs else self._key(self._host_step)
 
 
 _by_address: dict[int, int] = {}

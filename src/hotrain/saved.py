@@ -104,6 +104,8 @@ def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) ->
 
 def memory_order(t: Tensor) -> list[int]:
     """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
+    if t.is_contiguous():
+        return list(range(t.dim()))
     order = sorted(range(t.dim()), key=lambda axis: -t.stride()[axis])
     return order if t.permute(order).is_contiguous() else list(range(t.dim()))
 

@@ -42,6 +42,16 @@ def _has_kernel(form: str, columns: int) -> bool:
     return spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
 
 
+_BEHIND: dict[str, Callable[..., Any]] = {}  # the functions behind the operators of this file
+
+
+def _on(t: Tensor, name: str) -> Callable[..., Any]:
+    """The operator of that name for t; the function behind it where nothing stands between the two."""
+    if type(t) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+        return _BEHIND[name]
+    return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]
+
+
 # ---- codes ----
 
 
@@ -50,7 +60,7 @@ def keep(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     if runs(t.device, t.dtype) and _has_kernel(form, int(t.shape[-1])):
         kernels = autograd.kernels_for(t.device)
         if kernels is not None and kernels.lies_in_rows(t):
-            found: tuple[Tensor, Tensor] = torch.ops.hotrain.keep_codes(t, form)
+            found: tuple[Tensor, Tensor] = _on(t, "keep_codes")(t, form)
             return found
     return GROUPED[form].keep(t)
 
@@ -181,7 +191,7 @@ def activate(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
     """f(t), t contiguous, and codes of its slopes by one kernel, None where there is none for it."""
     if not runs(t.device, t.dtype) or name not in FUNCTIONS or t.shape[-1] % 2 or not t.is_contiguous():
         return None
-    return None if _levels(name) is None else torch.ops.hotrain.activate(t, name)  # type: ignore[no-any-return]
+    return None if _levels(name) is None else _on(t, "activate")(t, name)  # type: ignore[no-any-return]
 
 
 def _activate(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -212,19 +222,25 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     first = tensors[0]
     # γ and β of a norm over several axes are a matrix.
     in_a_row = all(t is None or t.dim() != 2 for t in tensors)
-    if first is None or not in_a_row or not runs(first.device, dtype) or not _is_served(recipe):
+    if first is None or not in_a_row or not runs(first.device, dtype) or _factors(recipe) is None:
         return make(recipe, tensors, shape, dtype)
+    run = _on(first, "restore_codes")
+    if run is _restore_codes:
+        return _restore_codes(tensors, recipe, shape, dtype)
     with in_backward():
-        found: Tensor = torch.ops.hotrain.restore_codes(list(tensors), recipe, list(shape), dtype)
+        found: Tensor = run(list(tensors), recipe, list(shape), dtype)
         return found
 
 
 @cache
-def _is_served(recipe: str) -> bool:
-    """Whether the kernel makes that: one factor or two of the same layout."""
+def _factors(recipe: str) -> tuple[tuple[bool, str], ...] | None:
+    """(whether there are γ and β, f) of each factor, one or two of the same layout; None where no kernel makes it."""
     parts = parsed(recipe)
-    factors = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
-    return None not in factors and len({tuple(factor[0]) for factor in factors if factor is not None}) == 1
+    found = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
+    factors = [factor for factor in found if factor is not None]
+    if len(factors) < len(found) or len({tuple(lying) for lying, _, _ in factors}) > 1:
+        return None
+    return tuple((normed, name) for _, normed, name in factors)
 
 
 def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
@@ -244,7 +260,7 @@ def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
     return parts[1:], normed, name
 
 
-def _restore_codes(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     first = given[0]
     assert first is not None
     kernels = autograd.kernels_for(first.device)
@@ -255,13 +271,12 @@ def _restore_codes(given: list[Tensor | None], recipe: str, shape: list[int], dt
         t = make(recipe, given, shape, dtype)
         return (t.movedim(1, -1) if is_image(recipe) else t).contiguous()
 
-    parts, factors, left = parsed(recipe), [], list(given)
-    for part in parts[1:] if parts[0] == "product" else [parts]:
-        found = _factor(part)
-        assert found is not None
-        _, normed, name = found
-        tensors, left = left[: 4 if normed else 2], left[4 if normed else 2 :]
-        factors.append((*tensors, *([] if normed else [None, None]), normed, name))
+    factors: list[tuple[Any, ...]] = []
+    at = 0
+    for normed, name in _factors(recipe) or ():
+        mine = given[at : at + 4] if normed else (*given[at : at + 2], None, None)
+        factors.append((*mine, normed, name))
+        at += 4 if normed else 2
     rows = kernels.restore_codes(factors, dtype, definition)
     return rows.view(_lying(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
 
@@ -411,6 +426,7 @@ for _schema, _run, _fake in (
     ),
 ):
     _name = _schema.partition("(")[0]
+    _BEHIND[_name] = _run
     _lib.define(_schema)
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hotrain::{_name}", _fake, lib=_lib)

@@ -17,18 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from .. import autograd, backward
 from ..saved import memory_order
-from . import launches, origin, recipes, rest
-from . import ops as _ops  # noqa: F401  (defines the operators)
+from . import launches, ops, origin, recipes, rest
 from .attention import backend, prepared_mask
 from .curves import ACTIVATIONS
 from .origin import Origins, Unfinished, current_checkpoint
 from .policy import FORMATS, GROUPED, SMALL
+from .stack import Mode, aside
 
-_hotrain = torch.ops.hotrain
+_traced = torch.ops.hotrain
+
+
+def _operators() -> Any:
+    """For a tracer, which is to see one node, PyTorch's operators; else the functions behind them, without a detour."""
+    return _traced if torch.compiler.is_compiling() else ops
 
 
 _numbers = itertools.count()
@@ -45,8 +49,12 @@ class Buffers:
     full: dict[str, str] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
     looked_at: set[str] = field(default_factory=set, repr=False, compare=False)  # by `rest`
+    passing: set[Any] = field(default_factory=set, repr=False, compare=False)  # functions with neither handler nor rule
     uncut: bool = field(default=False, repr=False, compare=False)  # traced, and no graph of it seen by `partition`
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"passing": set()}
 
     def serve(self, what: str, form: str) -> None:
         self.served[what] = form
@@ -92,7 +100,7 @@ class Scope:
         self.buffers.leave(what, why)
 
 
-class Compressed(TorchFunctionMode):
+class Compressed(Mode):
     """The mode. buffers: where it is written down what was served."""
 
     def __init__(self, buffers: Buffers) -> None:
@@ -105,17 +113,35 @@ class Compressed(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        compiling = torch.compiler.is_compiling()
+        if not compiling and func in self.buffers.passing:  # nearly every call
+            return func(*args, **kwargs)
         handler = TABLE.get(func)
-        if handler is not None and torch.is_grad_enabled() and kwargs.get("out") is None and self._may_serve():
-            y = handler(self.scope, *args, **kwargs)
+        serves = torch.is_grad_enabled() and kwargs.get("out") is None
+        if handler is not None and serves and self._may_serve():
+            if compiling:
+                y = handler(self.scope, *args, **kwargs)
+            else:
+                with aside():
+                    y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kwargs.get("out") is not None:
+        if compiling or not serves:
             return func(*args, **kwargs)
         rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
-        if rule is None or not self._may_serve():
+        if rule is None:
+            if handler is None and rest.passes(self.buffers.looked_at, func):
+                self.buffers.passing.add(func)
             return func(*args, **kwargs)
-        return rest.call(self.buffers, rule, func, args, kwargs)
+        if not self._may_serve():
+            return func(*args, **kwargs)
+        with aside():
+            return rest.call(self.buffers, rule, func, args, kwargs)
+
+    def stands_for(self, buffers: Buffers) -> bool:
+        """Whether this mode does what one of those buffers would, in a forward that begins now."""
+        mine = self.buffers is buffers and self.scope.origins is buffers.origins
+        return mine and current_checkpoint() == self.checkpoint
 
     def _may_serve(self) -> bool:
         # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
@@ -148,11 +174,11 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
         if kind.by_input:
             scope.serve(name, FORMATS["curve"])
             image = _is_image(input) or (known is not None and recipes.is_image(known.recipe))
-            y, *codes = _hotrain.curve(input, name, FORMATS["curve"], image)
+            y, *codes = _operators().curve(input, name, FORMATS["curve"], image)
             recipe = recipes.of(name, recipes.values(FORMATS["curve"], _columns(input, image), image))
         else:
             scope.serve(name, "slope" if kind.levels else "bits")
-            y = _hotrain.slope(input, name)
+            y = _operators().slope(input, name)
             recipe, codes = ("", []) if known is None else (recipes.of(name, known.recipe), list(known.tensors))
         if inplace:
             y = _written(scope, input, y)
@@ -165,7 +191,7 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
 
 def _finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = None) -> Tensor:
     """f of what is unfinished, f's name given, or "" for itself. place: what it is written to."""
-    y, codes, scale = _hotrain.normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
+    y, codes, scale = _operators().normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
     if place is not None:
         y = _written(scope, place, y)
     if what.shortcut is None:
@@ -245,7 +271,7 @@ def _norm(
     *statistics: Any,
 ) -> Tensor:
     """The norm of that kind (`functions.Norm`), its result known to `Origins`."""
-    found = _hotrain.norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
+    found = _operators().norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
     _note_norm(scope, found, w, b, kind)
     return found[0]
 
@@ -332,7 +358,7 @@ def _batch_norm(
         return None
     scope.serve("batch_norm", FORMATS["norm"])
     if torch.compiler.is_dynamo_compiling() and launches.serves_norm(input):
-        mean, r = _hotrain.batch_statistics(input, running_mean, running_var, momentum, eps)
+        mean, r = _operators().batch_statistics(input, running_mean, running_var, momentum, eps)
         what = Unfinished(input, mean, r, weight, bias)
         y = _finished(scope, what, "")
         scope.origins.note_unfinished(y, what)
@@ -346,7 +372,7 @@ def _softmax(
     if not (_large(input) and input.requires_grad) or dim is None:
         return None
     scope.serve("softmax", FORMATS["softmax"])
-    y, *codes = _hotrain.kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
+    y, *codes = _operators().kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
     if dim in (-1, input.dim() - 1):
         scope.origins.note(y, recipes.values(FORMATS["softmax"], _columns(y, False)), *codes)
     return y
@@ -364,7 +390,7 @@ def _dropout(
     if not (training and 0 < p <= 1 and _large(input) and input.requires_grad):
         return None
     scope.serve("dropout", "bits")
-    y = _hotrain.kept_dropout(input, p)
+    y = _operators().kept_dropout(input, p)
     return _written(scope, input, y) if inplace else y
 
 
@@ -397,7 +423,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
         return None
     scope.serve("mul", FORMATS["product"])
     held = [_held(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
-    y, made = _hotrain.product(a, b, held[0][0], held[1][0], held[0][1], held[1][1])
+    y, made = _operators().product(a, b, held[0][0], held[1][0], held[0][1], held[1][1])
     # Both are kept and of one shape: whoever reads the product next can have it from them.
     if "exact" not in forms and a.shape == b.shape:
         parts, begin = [], 0
@@ -425,7 +451,7 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
         return None
     scope.serve("matmul", FORMATS["matmul"])
     a_form, given = _held(scope, a, forms[0])
-    return _hotrain.kept_matmul(a, b, a_form, forms[1], given)
+    return _operators().kept_matmul(a, b, a_form, forms[1], given)
 
 
 def _bmm(scope: Scope, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
@@ -441,7 +467,7 @@ def _linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = N
         return None
     scope.serve("linear (exact product)", FORMATS["linear"])
     form, given = _held(scope, input, FORMATS["linear"])
-    y, made = _hotrain.kept_linear(input, weight, bias, form, given)
+    y, made = _operators().kept_linear(input, weight, bias, form, given)
     if made:
         scope.origins.note(input, recipes.values(form, _columns(input, False)), *made)
     return y
@@ -475,7 +501,7 @@ def _conv2d(
         return None
     scope.serve("conv2d (exact product)", FORMATS["conv"])
     form, given = _held(scope, input, FORMATS["conv"])
-    y, made = _hotrain.kept_conv2d(
+    y, made = _operators().kept_conv2d(
         input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
     if made:
@@ -500,7 +526,7 @@ def _max_pool2d(
         scope.leave("max_pool2d", "dilated, or windows of more than 256 entries")
         return None
     scope.serve("max_pool2d", "one byte an output")
-    return _hotrain.kept_max_pool2d(input, kernel, _step(stride, kernel), _pair(padding), ceil_mode)
+    return _operators().kept_max_pool2d(input, kernel, _step(stride, kernel), _pair(padding), ceil_mode)
 
 
 def _avg_pool2d(
@@ -517,7 +543,7 @@ def _avg_pool2d(
         return None
     scope.serve("avg_pool2d", "nothing")
     kernel = _pair(kernel_size)
-    return _hotrain.kept_avg_pool2d(
+    return _operators().kept_avg_pool2d(
         input, kernel, _step(stride, kernel), _pair(padding), ceil_mode, count_include_pad, divisor_override
     )
 
@@ -547,7 +573,7 @@ def _attention(
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    y, *codes = _hotrain.kept_attention(
+    y, *codes = _operators().kept_attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
     # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
@@ -642,7 +668,7 @@ def _composed_norm(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if kind != "rms_cast":  # called for a function of PyTorch, in a block within this one
         return None
-    found: tuple[Tensor, Tensor, Tensor] = _hotrain.norm(x, w, b, kind, *rest)
+    found: tuple[Tensor, Tensor, Tensor] = _operators().norm(x, w, b, kind, *rest)
     _note_norm(scope, found, w, b, kind)
     return found
 
@@ -660,9 +686,9 @@ def _named(name: str) -> Callable[..., Tensor | None]:
 
 
 TABLE: dict[Any, Callable[..., Any]] = {
-    _hotrain.norm: _composed_norm,
-    _hotrain.function: _function,
-    _hotrain.function_: _function_in_place,
+    _traced.norm: _composed_norm,
+    _traced.function: _function,
+    _traced.function_: _function_in_place,
     F.gelu: _gelu,
     F.leaky_relu: _leaky_relu,
     F.layer_norm: _layer_norm,

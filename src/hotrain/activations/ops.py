@@ -44,8 +44,9 @@ def _is_raised(operator: str, device: str) -> bool:
 
 def _float32(operator: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
     """As autocast hands them to a norm or a softmax: in float32 where it is on, and has the operator in its list."""
-    on = autograd.autocast_dtype(first.new_empty((), dtype=torch.float32)) != torch.float32
-    low = (torch.float16, torch.bfloat16) if on and _is_raised(operator, first.device.type) else ()
+    kind = first.device.type
+    on = autograd.autocast_to(kind) not in (None, torch.float32)
+    low = (torch.float16, torch.bfloat16) if on and _is_raised(operator, kind) else ()
     return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
 
 
@@ -130,14 +131,14 @@ def normalized(
 
 
 @_operator("kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)")
-def softmax(x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
+def kept_softmax(x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
     (cast,) = _float32("softmax.int", x)
     with autograd.outside_autocast(x):
         return functions.Softmax.apply(cast, dim, form)
 
 
 @_operator("kept_dropout(Tensor x, float p) -> Tensor")
-def dropout(x: Tensor, p: float) -> Tensor:
+def kept_dropout(x: Tensor, p: float) -> Tensor:
     return functions.Dropout.apply(x, p)
 
 
@@ -157,14 +158,14 @@ def product(
 
 
 @_operator("kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor")
-def matmul(a: Tensor, b: Tensor, a_form: str, b_form: str, a_given: list[Tensor | None]) -> Tensor:
+def kept_matmul(a: Tensor, b: Tensor, a_form: str, b_form: str, a_given: list[Tensor | None]) -> Tensor:
     a_cast, b_cast = _lower(a, b)
     with autograd.outside_autocast(a):
         return functions.Matmul.apply(a_cast, b_cast, a_form, b_form, a_given)
 
 
 @_operator("kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])")
-def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str, given: list[Tensor | None]) -> Made:
+def kept_linear(x: Tensor, w: Tensor, b: Tensor | None, form: str, given: list[Tensor | None]) -> Made:
     x_cast, w_cast, b_cast = _lower(x, w, b)
     with autograd.outside_autocast(x):
         y, *made = functions.Linear.apply(x_cast, w_cast, b_cast, form, given)
@@ -175,7 +176,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, form: str, given: list[Tensor
     "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
     "Tensor?[] given) -> (Tensor, Tensor[])"
 )
-def conv2d(
+def kept_conv2d(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -193,7 +194,9 @@ def conv2d(
 
 
 @_operator("kept_max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> Tensor")
-def max_pool2d(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool) -> Tensor:
+def kept_max_pool2d(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
+) -> Tensor:
     return functions.MaxPool2d.apply(x, kernel, stride, padding, ceil)
 
 
@@ -201,7 +204,7 @@ def max_pool2d(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding:
     "kept_avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool counts_padding, "
     "int? divisor) -> Tensor"
 )
-def avg_pool2d(
+def kept_avg_pool2d(
     x: Tensor,
     kernel: Sequence[int],
     stride: Sequence[int],
@@ -217,7 +220,7 @@ def avg_pool2d(
     "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
     "str qk_form, str vo_form) -> (Tensor, Tensor, Tensor)"
 )
-def attention(
+def kept_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -5,6 +5,7 @@ forward under `mode.Compressed`. Blocks have their own, for a checkpointed block
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .exchange import Mixin, mix, unmix
 from .mode import ATTRIBUTE, KEY, Buffers, Compressed
 from .norms import ComposedRMSNorm, is_composed
+from .stack import top
 
 
 class Wrapped(Mixin):
@@ -29,9 +31,11 @@ class Wrapped(Mixin):
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
+        standing = top()
+        stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
-            with Compressed(buffers):
+            with nullcontext() if stands else Compressed(buffers):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             buffers.origins.end(before)

@@ -16,6 +16,7 @@ group (`saved.pack`), so a program loads both halves and writes a byte for each 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compress import magnitude_bits
-from .launch import aligned, launch, multiprocessors
+from .launch import aligned, cdiv, launch, multiprocessors, power_of_2
 from .serve import FUNCTIONS
 
 # ---- functions, by their numbers in `FUNCTIONS` ----
@@ -171,18 +172,26 @@ def _byte(v, factor):
 
 def side_by_side(t: Tensor) -> tuple[int, int] | None:
     """(rows side by side, entries from there to the next ones) of t's last axis, None where it lies otherwise."""
-    if t.stride(-1) != 1:
+    try:
+        return _side_by_side(t.shape, t.stride())
+    except TypeError:  # while a compiler traces, sizes may be symbols, which no cache takes
+        return _side_by_side.__wrapped__(t.shape, t.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _side_by_side(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
+    if strides[-1] != 1:
         return None
-    run, axis = 1, t.dim() - 2
-    while axis >= 0 and (t.shape[axis] == 1 or t.stride(axis) == run * t.shape[-1]):
-        run *= t.shape[axis]
+    run, axis = 1, len(shape) - 2
+    while axis >= 0 and (shape[axis] == 1 or strides[axis] == run * shape[-1]):
+        run *= shape[axis]
         axis -= 1
-    stride = t.stride(axis) if axis >= 0 else run * t.shape[-1]
+    stride = strides[axis] if axis >= 0 else run * shape[-1]
     reach = stride
     while axis >= 0:
-        if t.shape[axis] != 1 and t.stride(axis) != reach:
+        if shape[axis] != 1 and strides[axis] != reach:
             return None
-        reach = t.stride(axis) * t.shape[axis] if t.shape[axis] != 1 else reach
+        reach = strides[axis] * shape[axis] if shape[axis] != 1 else reach
         axis -= 1
     return run, stride
 
@@ -201,12 +210,12 @@ def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
     segments, run, stride = rows * groups, lies[0] * groups, lies[1]
-    block = triton.next_power_of_2(half)
+    block = power_of_2(half)
     each = max(1, 2048 // block)
     wide = _is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * stride)
     case = (x.device, x.dtype, bits, segments, run, stride, half, aligned(x))
     launch(
-        _keep_kernel, triton.cdiv(segments, each), case, (x, codes, scale, segments, run, stride),
+        _keep_kernel, cdiv(segments, each), case, (x, codes, scale, segments, run, stride),
         {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}, num_warps=4,
     )  # fmt: skip
     return codes, scale
@@ -301,32 +310,30 @@ def restore(factors: Sequence[Factor], dtype: torch.dtype) -> Tensor:
     def arguments(factor: Factor) -> tuple[Tensor, ...]:
         return factor.codes, factor.scale, *(factor.codes if t is None else t for t in (factor.w, factor.b))
 
-    names = ("F", "HAS_W", "HAS_B", "NORMED")
-    constants = dict(zip(names, first.constants, strict=True))
-    constants |= dict(zip((f"{name}2" for name in names), second.constants, strict=True))
-    constants |= {
-        "HALF": half,
-        "BLOCK": block,
-        "ROWS": each,
-        "TWO": two,
-        "WIDE": _is_wide(out.numel()),
-        "ONE": groups == 1,
-    }
+    made = first.constants, second.constants, half, block, each, two, _is_wide(out.numel()), groups == 1
     tensors = (*arguments(first), *arguments(second))
-    case = (
-        out.device, segments, groups, half, dtype, two, first.constants, second.constants,
-        tuple(t.dtype for t in tensors), aligned(*tensors),
-    )  # fmt: skip
+    case = out.device, segments, groups, dtype, made, tuple([t.dtype for t in tensors]), aligned(*tensors)
     launch(
-        _restore_kernel, triton.cdiv(segments, each), case, (*tensors, out, segments, groups), constants, num_warps=4
-    )
+        _restore_kernel, cdiv(segments, each), case, (*tensors, out, segments, groups), _restore_constants(*made),
+        num_warps=4,
+    )  # fmt: skip
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _restore_constants(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
+    names = ("F", "HAS_W", "HAS_B", "NORMED")
+    return {
+        **dict(zip(names, first, strict=True)),
+        **dict(zip((f"{name}2" for name in names), second, strict=True)),
+        **dict(zip(("HALF", "BLOCK", "ROWS", "TWO", "WIDE", "ONE"), rest, strict=True)),
+    }
 
 
 def _block(half: int) -> int:
     """Columns at a time: the largest power of two that divides them, from 32 to 512, else all of them."""
     block = min(half & -half, 512)
-    return block if block >= 32 else triton.next_power_of_2(half)
+    return block if block >= 32 else power_of_2(half)
 
 
 # ---- a function, and its slopes ----
@@ -363,10 +370,10 @@ def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Ten
     rows, columns = x.shape
     y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     block = _block(columns // 2)
-    each, blocks = max(1, 1024 // block), triton.cdiv(columns // 2, block)
+    each, blocks = max(1, 1024 // block), cdiv(columns // 2, block)
     case = (x.device, name, rows, columns, levels, x.dtype, aligned(x, y, marks))
     launch(
-        _activate_kernel, triton.cdiv(rows, each) * blocks, case, (x, y, marks, rows, blocks),
+        _activate_kernel, cdiv(rows, each) * blocks, case, (x, y, marks, rows, blocks),
         {"F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
          "PER_ONE": float(levels[1]), "WIDE": _is_wide(x.numel())}, num_warps=4,
     )  # fmt: skip
@@ -580,9 +587,9 @@ class Tiling:
 
     def cut(self, channels: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
         """(eighths of a half, rows a tile, tiles, programs)."""
-        eighths = triton.next_power_of_2(channels // 16)
+        eighths = power_of_2(channels // 16)
         each = max(1, self.entries // (8 * eighths))
-        blocks = triton.cdiv(rows, each)
+        blocks = cdiv(rows, each)
         return eighths, each, blocks, min(blocks, self.waves * multiprocessors(device))
 
 
@@ -661,7 +668,7 @@ def norm_gradient(
     )  # fmt: skip
     sums = torch.empty(2, channels, dtype=torch.float32, device=g.device)
     launch(
-        _total_kernel, triton.cdiv(2 * channels, 16), (g.device, programs, channels), (parts, sums, programs),
+        _total_kernel, cdiv(2 * channels, 16), (g.device, programs, channels), (parts, sums, programs),
         {"N": 2 * channels, "COLUMNS": 16, "ROWS": 128}, num_warps=4,
     )  # fmt: skip
     # Behind f already, where it is there.

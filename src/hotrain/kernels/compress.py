@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
-from .launch import INTERPRETED, aligned, launch, multiprocessors
+from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, power_of_2
 from .noise import noise16, round_nearest, round_stochastic, stream_words
 
 # What an output holds.
@@ -536,13 +536,13 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     rank, rows_of = lay.lines.rank, lay.lines
     wide, kept = padded(channels), padded(lay.rows)
-    rankp = max(triton.next_power_of_2(rank), 16 // tiling.tiles)
-    bc = min(tiling.channels, max(16, triton.next_power_of_2(wide)))
+    rankp = max(power_of_2(rank), 16 // tiling.tiles)
+    bc = min(tiling.channels, max(16, power_of_2(wide)))
     index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
-    tile_blocks, blocks, chunks = triton.cdiv(total, tiling.tiles), len(index), triton.cdiv(wide, bc)
+    tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
     loop = min(tiling.loop, chunks)
-    slices = triton.cdiv(chunks, loop)
+    slices = cdiv(chunks, loop)
     # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
     derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
     shape = {
@@ -664,9 +664,7 @@ def compress(
         programs = min(plan.programs, 2 * multiprocessors(device))
         launch(_settle_kernel, programs, launched, args, plan.settle, **options)
     elif sums:
-        launch(
-            _sums_kernel, triton.cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128}
-        )
+        launch(_sums_kernel, cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128})
     return (
         rot,
         None if rot is None else rot_scale,

@@ -20,6 +20,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own and the next are made for kernels, and take longer than a launch."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not less than n."""
+    return 1 << (n - 1).bit_length()
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run side by side at least; a few in the interpreter."""
@@ -33,7 +43,7 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 def is_current(device: torch.device) -> bool:
     """Whether Triton launches there: it does on the current device."""
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
 
 
 def launch(
@@ -50,7 +60,8 @@ def launch(
     place = (kernel.__name__, case)
     found = _compiled.get(place)
     if found is not None:
-        found[0][(programs, 1, 1)](*args, *found[1])
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        found[0][(programs, 1, 1)](*args, *found[1], stream=stream)
         return
     compiled = kernel[(programs,)](*args, **constants, **options)
     if not INTERPRETED:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import is_current, multiprocessors
+from .launch import cdiv, is_current, multiprocessors
 
 
 @triton.jit
@@ -108,12 +108,12 @@ def int8_product(
         with torch.cuda.device(a.device):
             return int8_product(a, b, scale_a, scale_b, dtype, blocks, split)
     (m, k), n = a.shape, b.shape[0]
-    across = triton.cdiv(m, blocks.m) * triton.cdiv(n, blocks.n)
-    steps = triton.cdiv(k, blocks.k)
+    across = cdiv(m, blocks.m) * cdiv(n, blocks.n)
+    steps = cdiv(k, blocks.k)
     if split is None:
         split = max(1, min(multiprocessors(a.device) // across, steps // 8))
-    each = triton.cdiv(steps, split)
-    split = triton.cdiv(steps, each)
+    each = cdiv(steps, split)
+    split = cdiv(steps, each)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     to = (
         out
@@ -128,7 +128,7 @@ def int8_product(
         **flags, enable_fp_fusion=False,
     )  # fmt: skip
     if split > 1:
-        _sum_kernel[(triton.cdiv(m, 32), triton.cdiv(n, 128))](
+        _sum_kernel[(cdiv(m, 32), cdiv(n, 128))](
             to, out, scale_a, scale_b, m, n, PARTS=split, BM=32, BN=128, **flags, enable_fp_fusion=False
         )
     return out

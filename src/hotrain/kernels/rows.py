@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import draws
 from ..transform.rows import order
 from ..transform.tokens import Layout
-from .launch import aligned, launch
+from .launch import aligned, cdiv, launch
 from .noise import hash_bits, mix, stream_words
 
 _BLOCK = 16  # tiles a program
@@ -87,7 +87,7 @@ def kept_rows(lay: Layout, key: Tensor, out: Tensor | None = None) -> Tensor:
             "RANK": rows.rank, "FIXED": rows.fixed, "SAMPLED": rows.sampled, "DRAWN_FROM": drawn_from, "WALK": walk,
             "STREAM": draws.ROWS, "BLOCK": _BLOCK,
         }  # fmt: skip
-        launch(_rows_kernel, triton.cdiv(total, _BLOCK), case, args, constants)
+        launch(_rows_kernel, cdiv(total, _BLOCK), case, args, constants)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import threading
@@ -531,23 +532,27 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     return next_key(counter, moves)
 
 
-# --- what lies between the layers (`buffers` says what each is)
+# --- what lies between the layers (`buffers` and `unfused` say what each is)
+
+
+@functools.cache
+def _room(name: str) -> Any:
+    """A file of this package that imports Triton: when something is first served, and looked for no more."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def lies_in_rows(t: Tensor) -> bool:
     """Whether `keep_codes` reads t as it lies."""
-    from .buffers import side_by_side
-
-    return side_by_side(t) is not None
+    return _room("buffers").side_by_side(t) is not None
 
 
 def keep_codes(
     t: Tensor, group: int, bits: int, definition: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """`buffers.keep`, or the definition where it does not compile here."""
-    from .buffers import keep
-
-    found: tuple[Tensor, Tensor] = _or_definition("keep of buffers", lambda: keep(t, group, bits), definition)
+    found: tuple[Tensor, Tensor] = _or_definition(
+        "keep of buffers", lambda: _room("buffers").keep(t, group, bits), definition
+    )
     return found
 
 
@@ -555,65 +560,60 @@ def activate(
     x: Tensor, name: str, levels: tuple[int, int], definition: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """`buffers.activate`, or the definition."""
-    from .buffers import activate
-
-    found: tuple[Tensor, Tensor] = _or_definition("activate", lambda: activate(x, name, levels), definition)
+    found: tuple[Tensor, Tensor] = _or_definition(
+        "activate", lambda: _room("buffers").activate(x, name, levels), definition
+    )
     return found
 
 
 def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor]) -> Tensor:
     """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition, rows as well."""
-    from .buffers import Factor, restore
-
+    room = _room("buffers")
     found: Tensor = _or_definition(
-        "restore of buffers", lambda: restore([Factor(*factor) for factor in factors], dtype), definition
+        "restore of buffers", lambda: room.restore([room.Factor(*factor) for factor in factors], dtype), definition
     )
     return found
 
 
 def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`buffers.normalize` of all but the last argument, or that, the definition."""
-    from .buffers import normalize
-
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _or_definition("normalize", lambda: normalize(*args[:-1]), args[-1])
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _or_definition(
+        "normalize", lambda: _room("buffers").normalize(*args[:-1]), args[-1]
+    )
     return found
 
 
 def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`buffers.norm_gradient` of all but the last argument, or that, the definition."""
-    from .buffers import norm_gradient
-
-    found: tuple[Tensor, Tensor, Tensor] = _or_definition("norm gradient", lambda: norm_gradient(*args[:-1]), args[-1])
+    found: tuple[Tensor, Tensor, Tensor] = _or_definition(
+        "norm gradient", lambda: _room("buffers").norm_gradient(*args[:-1]), args[-1]
+    )
     return found
 
 
 def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
     """`unfused.keep_normal` of all but the last argument, or that, the definition."""
-    from .unfused import keep_normal
-
-    found: tuple[Tensor, Tensor] = _or_definition("keep normal", lambda: keep_normal(*args[:-1]), args[-1])
+    found: tuple[Tensor, Tensor] = _or_definition(
+        "keep normal", lambda: _room("unfused").keep_normal(*args[:-1]), args[-1]
+    )
     return found
 
 
 def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor]:
     """`unfused.norm_gradient` of all but the last argument, or that, the definition."""
-    from .unfused import norm_gradient
-
-    found: tuple[Tensor, Tensor] = _or_definition("row norm gradient", lambda: norm_gradient(*args[:-1]), args[-1])
+    found: tuple[Tensor, Tensor] = _or_definition(
+        "row norm gradient", lambda: _room("unfused").norm_gradient(*args[:-1]), args[-1]
+    )
     return found
 
 
 def slope_gradient(*args: Any) -> Tensor:
     """`unfused.slope_gradient` of all but the last argument, or that, the definition."""
-    from .unfused import slope_gradient
-
-    found: Tensor = _or_definition("slope gradient", lambda: slope_gradient(*args[:-1]), args[-1])
+    found: Tensor = _or_definition("slope gradient", lambda: _room("unfused").slope_gradient(*args[:-1]), args[-1])
     return found
 
 
 def restore_rows(*args: Any) -> Tensor:
     """`unfused.restore` of all but the last argument, or that, the definition."""
-    from .unfused import restore
-
-    found: Tensor = _or_definition("restore of rows", lambda: restore(*args[:-1]), args[-1])
+    found: Tensor = _or_definition("restore of rows", lambda: _room("unfused").restore(*args[:-1]), args[-1])
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .buffers import _LIFT4, _high, _is_wide, _larger, _low, _pair, _scale_of
 from .compress import magnitude_bits
-from .launch import aligned, launch, multiprocessors
+from .launch import aligned, cdiv, launch, multiprocessors, power_of_2
 
 _TILE = 2048  # entries of a half of a tile
 _WAVES = 4  # programs a multiprocessor of those that leave sums
@@ -29,7 +29,7 @@ _WAVES = 4  # programs a multiprocessor of those that leave sums
 
 def _lines(half: int) -> tuple[int, int, int]:
     """(entries of a padded half, rows a tile, warps)."""
-    block = triton.next_power_of_2(half)
+    block = power_of_2(half)
     return block, max(1, _TILE // block), 4 if block <= _TILE else 8
 
 
@@ -82,7 +82,7 @@ def keep_normal(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tupl
     }  # fmt: skip
     tensors = (x, r if mean is None else mean, r, codes, scale)
     case = (x.device, rows, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
-    launch(_keep_normal_kernel, triton.cdiv(rows, each), case, (*tensors, rows), constants, num_warps=warps)
+    launch(_keep_normal_kernel, cdiv(rows, each), case, (*tensors, rows), constants, num_warps=warps)
     return codes, scale
 
 
@@ -147,7 +147,7 @@ def norm_gradient(
     rows, columns = g.shape
     half = columns // 2
     block, each, warps = _lines(half)
-    blocks = triton.cdiv(rows, each)
+    blocks = cdiv(rows, each)
     programs = min(blocks, _WAVES * multiprocessors(g.device))
     g_x = torch.empty(rows, columns, dtype=dtype, device=g.device)
     parts = torch.empty(programs, 2, columns, dtype=torch.float32, device=g.device)
@@ -188,16 +188,16 @@ def slope_gradient(g: Tensor, marks: Tensor, levels: tuple[int, int], factor: fl
     """
     rows, columns = g.shape
     half = columns // 2
-    block = min(triton.next_power_of_2(half), _TILE)
+    block = min(power_of_2(half), _TILE)
     each = max(1, _TILE // block)
-    across = triton.cdiv(half, block)
+    across = cdiv(half, block)
     g_x = torch.empty_like(g)
     constants = {
         "FIRST": float(levels[0]), "STEP": factor / levels[1], "HALF": half, "BLOCK": block, "ROWS": each,
         "ACROSS": across, "WIDE": _is_wide(g.numel()),
     }  # fmt: skip
     case = (g.device, rows, g.dtype, aligned(g, marks, g_x), tuple(constants.values()))
-    programs = triton.cdiv(rows, each) * across
+    programs = cdiv(rows, each) * across
     launch(_slope_gradient_kernel, programs, case, (g, marks, g_x, rows), constants, num_warps=4)
     return g_x
 
@@ -236,5 +236,5 @@ def restore(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tens
     out = torch.empty(rows, groups * group, dtype=dtype, device=codes.device)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": _is_wide(out.numel())}
     case = (codes.device, number, dtype, aligned(codes, scale, out), tuple(constants.values()))
-    launch(_restore_kernel, triton.cdiv(number, each), case, (codes, scale, out, number), constants, num_warps=warps)
+    launch(_restore_kernel, cdiv(number, each), case, (codes, scale, out, number), constants, num_warps=warps)
     return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional, ops
+from ..activations.stack import aside
 from ..convolution import Geometry
 from ..method import Method
 from ..presets import DEFAULT
@@ -39,27 +40,31 @@ class HadamardConv2d(nn.Conv2d):
         return self._training_forward(input) if self.training else super().forward(input)
 
     def _training_forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_forward(input)
+        with aside():
+            functional.check_input(self._hotrain, input, self.in_channels, -3)
+            step = self._hotrain.step(self, input, math.prod(input.shape[-2:]) == 1)
+            if step is not None:
+                return functional.convolve(input, self.weight, self.bias, self.geometry, step)
+        return super().forward(input)
+
+    def _traced_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state, input, self.in_channels, -3)
-        samples_only = math.prod(input.shape[-2:]) == 1
-        if torch.compiler.is_dynamo_compiling():
-            # Read off the attributes and not from `geometry`: a trace hands on plain tuples.
-            padding = self.padding if isinstance(self.padding, str) else constants(self.padding)
-            fields = (
-                constants(self.kernel_size), constants(self.stride), padding, constants(self.dilation),
-                operator.index(self.groups), self.padding_mode,
-            )  # fmt: skip
-            kernels = state.traced(self, input, samples_only, geometry=fields)
-            if kernels is None:
-                return super().forward(input)
-            return ops.conv2d(
-                input, self.weight, self.bias, state.draws, state.spec, state.random, kernels,
-                self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
-            )  # fmt: skip
-        step = state.step(self, input, samples_only)
-        if step is None:
+        # Read off the attributes and not from `geometry`: a trace hands on plain tuples.
+        padding = self.padding if isinstance(self.padding, str) else constants(self.padding)
+        fields = (
+            constants(self.kernel_size), constants(self.stride), padding, constants(self.dilation),
+            operator.index(self.groups), self.padding_mode,
+        )  # fmt: skip
+        kernels = state.traced(self, input, math.prod(input.shape[-2:]) == 1, geometry=fields)
+        if kernels is None:
             return super().forward(input)
-        return functional.convolve(input, self.weight, self.bias, self.geometry, step)
+        return ops.conv2d(
+            input, self.weight, self.bias, state.draws, state.spec, state.random, kernels,
+            self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
+        )  # fmt: skip
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (B, O, H, W), as positions × channels."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional, ops
+from ..activations.stack import aside
 from .state import LayerState
 
 
@@ -24,20 +25,22 @@ class HadamardConv1D(Conv1D):
         return self._training_forward(x) if self.training else super().forward(x)
 
     def _training_forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_forward(x)
+        with aside():
+            functional.check_input(self._hotrain, x, self.nx, -1)
+            step = self._hotrain.step(self, x, math.prod(x.shape[1:-1]) == 1, transposed=True)
+            if step is not None:
+                return functional.linear_step(x, self.weight, self.bias, step)
+        return super().forward(x)
+
+    def _traced_forward(self, x: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state, x, self.nx, -1)
-        samples_only = math.prod(x.shape[1:-1]) == 1
-        if torch.compiler.is_dynamo_compiling():
-            kernels = state.traced(self, x, samples_only, transposed=True)
-            if kernels is None:
-                return super().forward(x)
-            return ops.linear(
-                x, self.weight, self.bias, state.draws, state.spec, state.random, kernels, transposed=True
-            )
-        step = state.step(self, x, samples_only, transposed=True)
-        if step is None:
+        kernels = state.traced(self, x, math.prod(x.shape[1:-1]) == 1, transposed=True)
+        if kernels is None:
             return super().forward(x)
-        return functional.linear_step(x, self.weight, self.bias, step)
+        return ops.linear(x, self.weight, self.bias, state.draws, state.spec, state.random, kernels, transposed=True)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as tokens × channels."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional, ops
+from ..activations.stack import aside
 from ..method import Method
 from ..presets import DEFAULT
 from ..transform.tokens import Grid
@@ -32,18 +33,22 @@ class HadamardLinear(nn.Linear):
         return self._training_forward(input) if self.training else super().forward(input)
 
     def _training_forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_forward(input)
+        with aside():
+            functional.check_input(self._hotrain, input, self.in_features, -1)
+            step = self._hotrain.step(self, input, math.prod(input.shape[1:-1]) == 1)
+            if step is not None:
+                return functional.linear_step(input, self.weight, self.bias, step)
+        return super().forward(input)
+
+    def _traced_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state, input, self.in_features, -1)
-        samples_only = math.prod(input.shape[1:-1]) == 1
-        if torch.compiler.is_dynamo_compiling():
-            kernels = state.traced(self, input, samples_only)
-            if kernels is None:
-                return super().forward(input)
-            return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
-        step = state.step(self, input, samples_only)
-        if step is None:
+        kernels = state.traced(self, input, math.prod(input.shape[1:-1]) == 1)
+        if kernels is None:
             return super().forward(input)
-        return functional.linear_step(input, self.weight, self.bias, step)
+        return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as tokens × channels."""

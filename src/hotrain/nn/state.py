@@ -79,6 +79,13 @@ class LayerState:
         """
         if not module.training:
             return None
+        asked = self._asked(module, x)
+        if asked:
+            self._choose_number(x.device)
+            self.fallback = _SAMPLES if samples_only and self._mixes(module) else self._planned(module, x, transposed)
+            if self.fallback is not None:
+                return None
+        # Without being asked too: a checkpoint's first forward may run under no_grad, and its second repeats its draws.
         key: int | Tensor
         word = None
         if x.device.type == "cuda":
@@ -88,24 +95,22 @@ class LayerState:
             key, word = self.draws.next_on(x.device, kernels.next_key), self.draws.host_key()
         else:
             key = self.draws.next()
-        if not self._asked(module, x):
-            return None
-        self._choose_number(x.device)
-        self.fallback = _SAMPLES if samples_only and self._mixes(module) else None
-        if self.fallback is None and self.plan != "memory":
-            w, dtype = module.weight, autograd.autocast_dtype(x)
-            asked = (x.device, w.requires_grad, x.shape, dtype, x.requires_grad)
-            if asked not in self.verdicts:
-                geometry = getattr(module, "geometry", None)
-                facts = (tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype, module.bias is not None)
-                self.verdicts[asked] = self._plan(
-                    self._question(x.device, w.requires_grad, geometry, *facts, transposed)
-                )
-            self.fallback = self.verdicts[asked]
-        if self.fallback is not None:
+        if not asked:
             return None
         self.calls += 1
         return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word, origin=self.origin(x))
+
+    def _planned(self, module: Any, x: Tensor, transposed: bool) -> str | None:
+        """Why the layer stays exact, by the plan; found once for each shape."""
+        if self.plan == "memory":
+            return None
+        w, dtype = module.weight, autograd.autocast_dtype(x)
+        asked = (x.device, w.requires_grad, x.shape, dtype, x.requires_grad)
+        if asked not in self.verdicts:
+            geometry = getattr(module, "geometry", None)
+            facts = (tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype, module.bias is not None)
+            self.verdicts[asked] = self._plan(self._question(x.device, w.requires_grad, geometry, *facts, transposed))
+        return self.verdicts[asked]
 
     def origin(self, x: Tensor) -> Origin | None:
         """Where x comes from, if an operator before the layer keeps what it can be made of."""
