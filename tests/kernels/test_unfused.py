@@ -17,9 +17,10 @@ from hotrain.activations import launches, mode
 from hotrain.activations.curves import ACTIVATIONS
 from hotrain.activations.functions import Norm, Slope
 from hotrain.activations.mode import Buffers
-from hotrain.activations.policy import GROUPED
+from hotrain.activations.policy import BITS, GROUPED
+from hotrain.kernels import buffers as B
 from hotrain.kernels import unfused as U
-from hotrain.saved import Grouped
+from hotrain.saved import Grouped, group_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (rows, C): the fewest channels, a half that is no power of two, a tile exactly and one row more, tokens and channels
@@ -41,6 +42,15 @@ def served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
         monkeypatch.setattr(launches, "runs", lambda device, dtype: dtype in DTYPES)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Which of these kernels are called from now on, in order."""
+    calls: list[str] = []
+    for name in names:
+        one = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, one=one, name=name: (calls.append(name), one(*args))[1])
+    return calls
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -248,20 +258,81 @@ def test_slopes_in_eager_mode_are_the_kernels(
         assert got.stride() == want.stride()
 
 
-def test_attention_in_eager_mode_reads_by_the_kernel(
+@pytest.mark.parametrize("name", ["relu", "relu6"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entries", [8, 1024 * 8, 1025 * 8, 50 * 3 * 56])
+def test_bits_of_where_a_gradient_passes(entries: int, dtype: torch.dtype, name: str, device: torch.device) -> None:
+    """To the bit, with zeros, the upper bound, infinities and NaN; a gradient that does not pass ends, were it inf."""
+    kind = ACTIVATIONS[name]
+    x = (3 * torch.randn(entries, device=device)).to(dtype)
+    x[:8] = torch.tensor([0.0, -0.0, 6.0, float("inf"), -float("inf"), float("nan"), -1.0, 5.0])
+    y, bits = U.open_bits(x, name)
+    assert torch.equal(y.nan_to_num(7), kind.f(x).nan_to_num(7))
+    assert torch.equal(bits, BITS.keep(kind.slope(x))[0])
+    g = torch.randn(entries, device=device).to(dtype)
+    g[1::7] = float("inf")
+    assert torch.equal(U.bits_gradient(g, bits), torch.where(kind.slope(x), g, 0.0))
+
+
+@pytest.mark.parametrize("name", ["relu", "relu6"])
+def test_bits_in_eager_mode_are_the_kernels(
+    name: str, served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images in channels-last too; a second derivative, which passes where the first does, has the formula's graph."""
+    calls = []
+    for kernel in ("open_bits", "bits_gradient"):
+        one = getattr(kernels, kernel)
+        monkeypatch.setattr(
+            kernels, kernel, lambda *args, one=one, kernel=kernel: (calls.append(kernel), one(*args))[1]
+        )
+    x = torch.randn(2, 8, 5, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    y = Slope.apply(x, name)
+    want = ACTIVATIONS[name].f(x)
+    assert torch.equal(y, want)
+    assert y.stride() == x.stride()
+    g = torch.randn_like(y)
+    assert torch.equal(torch.autograd.grad(y, x, g, retain_graph=True)[0], torch.autograd.grad(want, x, g)[0])
+    assert calls == ["open_bits", "bits_gradient"]
+    g.requires_grad_()
+    (g_x,) = torch.autograd.grad(y, x, g, create_graph=True)
+    (second,) = torch.autograd.grad(g_x.sum(), g)
+    assert torch.equal(second, ACTIVATIONS[name].slope(x.detach()).float())
+
+
+def heads(batch: int, tokens: int, count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(batch, tokens, count, width, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 48, 64, 256])
+def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """q, k and v lie in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs."""
+    packed = heads(2, 21, 3 * 4, width, dtype, device)
+    q, k, v = packed.unflatten(2, (3, 4)).unbind(2)
+    group = group_size(width)
+    for tensors in ((q, k, v, heads(2, 21, 4, width, dtype, device)), (q, k[:, :, :1], v[:, :, :1], q.contiguous())):
+        kept = U.keep_four(tensors, group, (8, 4))
+        alone = [part for place, t in enumerate(tensors) for part in B.keep(t, group, 8 if place < 2 else 4)]
+        assert len(kept) == 8
+        assert all(torch.equal(got, want) for got, want in zip(kept, alone, strict=True))
+        for got, codes, scale, bits in zip(
+            U.restore_four(kept, (8, 4), dtype), kept[::2], kept[1::2], (8, 8, 4, 4), strict=True
+        ):
+            assert torch.equal(got, U.restore(codes, scale, bits, dtype))
+
+
+def test_attention_in_eager_mode_is_the_kernels(
     served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-    one = kernels.restore_rows
-    monkeypatch.setattr(kernels, "restore_rows", lambda *args: (calls.append(args[2]), one(*args))[1])
-    q, k, v = (torch.randn(2, 3, 21, 16, device=device).requires_grad_() for _ in range(3))
+    calls = watched(monkeypatch, "keep_four", "restore_four")
+    q, k, v = (heads(2, 21, 3, 16, torch.float32, device).transpose(1, 2).requires_grad_() for _ in range(3))
     buffers = Buffers()
     monkeypatch.setattr(mode, "SMALL", 2)
     with mode.Compressed(buffers):
         y = F.scaled_dot_product_attention(q, k, v)
     g = torch.randn_like(y)
     got = torch.autograd.grad(y, (q, k, v), g)
-    assert calls == [8, 8, 4, 4]
+    assert calls == ["keep_four", "restore_four"]
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.35 * b.norm()  # v and the output in int4 (docs/numerics.md: a quarter of g_q, g_k)

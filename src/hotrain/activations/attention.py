@@ -159,11 +159,7 @@ class Attention(torch.autograd.Function):
             )
             rest = ()
         # Token by token, as layers leave q, k and v in memory and want their gradients.
-        codes = [
-            part
-            for t, form in ((q, qk_form), (k, qk_form), (v, vo_form), (out, vo_form))
-            for part in launches.keep(t.transpose(1, 2), form)
-        ]
+        codes = launches.keep_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
         ctx.save_for_backward(mask, lse, *codes, *rest)
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
@@ -175,9 +171,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, lse, *saved = ctx.saved_tensors
+        lying = [_by_token(shape) for shape in ctx.shapes]
         q, k, v, out = (
-            launches.restored(form, saved[2 * place : 2 * place + 2], _by_token(shape), ctx.dtype).transpose(1, 2)
-            for place, (form, shape) in enumerate(zip((qk_form, qk_form, vo_form, vo_form), ctx.shapes, strict=True))
+            t.transpose(1, 2) for t in launches.restored_four((qk_form, vo_form), saved[:8], lying, ctx.dtype)
         )
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)

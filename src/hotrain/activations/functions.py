@@ -31,7 +31,7 @@ class Slope(torch.autograd.Function):
         ctx.activation, ctx.order = name, memory_order(x)
         lying = x.permute(ctx.order)
         ctx.shape = lying.shape
-        made = launches.activate(lying, name)
+        made = launches.activate(lying, name) or launches.open_bits(lying, name)
         if made is not None:
             ctx.save_for_backward(made[1])
             return as_it_was(made[0], ctx.order)
@@ -53,8 +53,12 @@ class Slope(torch.autograd.Function):
             slope = as_it_was(restore(kind.levels, kept, ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
+        kept = ctx.saved_tensors
+        made = launches.bits_gradient(g_y.permute(ctx.order), kept[0], ctx.activation)
+        if made is not None:
+            return as_it_was(made, ctx.order), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
-        passed = as_it_was(restore(BITS, ctx.saved_tensors, ctx.shape), ctx.order)
+        passed = as_it_was(restore(BITS, kept, ctx.shape), ctx.order)
         scaled = g_y if factor == 1.0 else g_y * factor
         closed = (
             g_y * ELSE[ctx.activation]

@@ -19,7 +19,7 @@ from .. import autograd
 from ..kernels import FUNCTIONS
 from ..saved import Bits, Grouped, Levels, group_size
 from .curves import ACTIVATIONS
-from .policy import FORMATS, GROUPED
+from .policy import BITS, FORMATS, GROUPED
 from .recipes import in_backward, is_image, make, parsed, restore, wide
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
@@ -106,6 +106,45 @@ def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: tor
     return rows.view(tuple(shape))
 
 
+def keep_four(tensors: Sequence[Tensor], forms: tuple[str, str]) -> list[Tensor]:
+    """`keep` of q, k, v and an attention's output, in two formats: codes and scales of each."""
+
+    def one_by_one() -> list[Tensor]:
+        return [part for place, t in enumerate(tensors) for part in keep(t, forms[place // 2])]
+
+    kernels = _unfused(tensors[0])
+    bits = None if kernels is None else _in_fours(forms, tensors[0].shape[-1])
+    if bits is None or not all(map(kernels.lies_in_rows, tensors)):
+        return one_by_one()
+    found: list[Tensor] = kernels.keep_four(tensors, group_size(tensors[0].shape[-1]), bits, one_by_one)
+    return found
+
+
+def restored_four(
+    forms: tuple[str, str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """`restored` of what `keep_four` left, in these shapes."""
+
+    def one_by_one() -> list[Tensor]:
+        return [restored(forms[n // 2], kept[2 * n : 2 * n + 2], shape, dtype) for n, shape in enumerate(shapes)]
+
+    kernels = _unfused(kept[0], dtype)
+    bits = None if kernels is None else _in_fours(forms, shapes[0][-1])
+    if bits is None:
+        return one_by_one()
+    found: list[Tensor] = kernels.restore_four(kept, bits, dtype, one_by_one)
+    return [t.view(tuple(shape)) for t, shape in zip(found, shapes, strict=True)]
+
+
+@cache
+def _in_fours(forms: tuple[str, str], columns: int) -> tuple[int, int] | None:
+    """Bits of both formats, None where the kernels do not take them at once, with groups of one size."""
+    specs = [GROUPED[form] for form in forms]
+    if any(spec.whole or not _has_kernel(form, columns) for form, spec in zip(forms, specs, strict=True)):
+        return None
+    return specs[0].bits, specs[1].bits
+
+
 def keep_normal(
     x: Tensor, mean: Tensor | None, r: Tensor, kind: str, dims: int, form: str, definition: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -182,6 +221,28 @@ def slope_gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels | Grouped, 
 
     found: Tensor = kernels.slope_gradient(lines, marks, places, factor, definition)
     return found.view(g.shape)
+
+
+_SHUT = ("relu", "relu6")  # functions whose slope is a bit, that the kernel knows
+
+
+def open_bits(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
+    """f(t), t contiguous, and bits of where it passes a gradient by one kernel, None where there is none for it."""
+    kernels = _unfused(t)
+    if kernels is None or name not in _SHUT or t.numel() % 8 or not t.is_contiguous():
+        return None
+    kind = ACTIVATIONS[name]
+    found: tuple[Tensor, Tensor] = kernels.open_bits(t, name, lambda: (kind.f(t), *BITS.keep(kind.slope(t))))
+    return found
+
+
+def bits_gradient(g: Tensor, bits: Tensor, name: str) -> Tensor | None:
+    """g where the bits are set by one kernel, None where there is none for it, or a second derivative is asked for."""
+    kernels = None if torch.is_grad_enabled() else _unfused(g)
+    if kernels is None or name not in _SHUT or g.numel() % 8 or not g.is_contiguous():
+        return None
+    found: Tensor = kernels.bits_gradient(g, bits, lambda: torch.where(BITS.restore((bits,), g.shape), g, 0.0))
+    return found
 
 
 # ---- a function, and its slopes ----

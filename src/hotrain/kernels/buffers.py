@@ -138,12 +138,12 @@ def _high(packed):
 
 
 @triton.jit
-def _keep_kernel(
-    x, codes, scale, segments, run, stride,
+def keep_groups(
+    block, x, codes, scale, segments, run, stride,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Groups of 2 HALF neighbours. `run` groups lie side by side, then `stride` entries further the next."""
-    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    segment = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = segment < segments
     inside = live[:, None] & (column < HALF)[None, :]
@@ -162,6 +162,14 @@ def _keep_kernel(
         tl.store(at, _byte(low, inverse[:, None]), mask=inside)
         tl.store(at + HALF, _byte(high, inverse[:, None]), mask=inside)
     tl.store(scale + place, found, mask=live)
+
+
+@triton.jit
+def _keep_kernel(
+    x, codes, scale, segments, run, stride,
+    BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    keep_groups(tl.program_id(0), x, codes, scale, segments, run, stride, BITS, HALF, BLOCK, ROWS, WIDE)
 
 
 @triton.jit
@@ -196,29 +204,40 @@ def _side_by_side(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
     return run, stride
 
 
-def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
-    """`Grouped(bits).keep(x)`, of 4 or 8 bits: codes, uint8 (rows, groups, bytes), and scales, bfloat16 (…, 1).
+class Rows:
+    """A tensor as `keep_groups` reads it, and room for its codes, uint8 (rows, groups, bytes), and scales, bfloat16.
 
     x: (..., C) of 16 or 32 bits, C a multiple of `group`, which is even.
     """
-    lies = side_by_side(x)
-    if lies is None:
-        x = x.contiguous()
-        lies = x.shape[:-1].numel(), x.numel()
-    columns = x.shape[-1]
-    rows, groups, half = x.numel() // columns, columns // group, group // 2
-    codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
-    segments, run, stride = rows * groups, lies[0] * groups, lies[1]
+
+    __slots__ = ("codes", "half", "place", "scale", "wide", "x")
+
+    def __init__(self, x: Tensor, group: int, bits: int) -> None:
+        lies = side_by_side(x)
+        if lies is None:
+            x = x.contiguous()
+            lies = x.shape[:-1].numel(), x.numel()
+        columns = x.shape[-1]
+        rows, groups = x.numel() // columns, columns // group
+        self.x, self.half = x, group // 2
+        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
+        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
+        self.place = rows * groups, lies[0] * groups, lies[1]  # segments, run, stride
+        self.wide = _is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * lies[1])
+
+
+def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
+    """`Grouped(bits).keep(x)`, of 4 or 8 bits; x and what is returned as `Rows` has them."""
+    rows = Rows(x, group, bits)
+    x, half = rows.x, rows.half
     block = power_of_2(half)
     each = max(1, 2048 // block)
-    wide = _is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * stride)
-    case = (x.device, x.dtype, bits, segments, run, stride, half, aligned(x))
+    case = (x.device, x.dtype, bits, rows.place, half, aligned(x))
     launch(
-        _keep_kernel, cdiv(segments, each), case, (x, codes, scale, segments, run, stride),
-        {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}, num_warps=4,
+        _keep_kernel, cdiv(rows.place[0], each), case, (x, rows.codes, rows.scale, *rows.place),
+        {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": rows.wide}, num_warps=4,
     )  # fmt: skip
-    return codes, scale
+    return rows.codes, rows.scale
 
 
 def _is_wide(entries: int) -> bool:

@@ -617,3 +617,27 @@ def restore_rows(*args: Any) -> Tensor:
     """`unfused.restore` of all but the last argument, or that, the definition."""
     found: Tensor = _or_definition("restore of rows", lambda: _room("unfused").restore(*args[:-1]), args[-1])
     return found
+
+
+def keep_four(*args: Any) -> list[Tensor]:
+    """`unfused.keep_four` of all but the last argument, or that, the definition."""
+    found: list[Tensor] = _or_definition("keep four", lambda: _room("unfused").keep_four(*args[:-1]), args[-1])
+    return found
+
+
+def restore_four(*args: Any) -> list[Tensor]:
+    """`unfused.restore_four` of all but the last argument, or that, the definition."""
+    found: list[Tensor] = _or_definition("restore four", lambda: _room("unfused").restore_four(*args[:-1]), args[-1])
+    return found
+
+
+def open_bits(*args: Any) -> tuple[Tensor, Tensor]:
+    """`unfused.open_bits` of all but the last argument, or that, the definition."""
+    found: tuple[Tensor, Tensor] = _or_definition("open bits", lambda: _room("unfused").open_bits(*args[:-1]), args[-1])
+    return found
+
+
+def bits_gradient(*args: Any) -> Tensor:
+    """`unfused.bits_gradient` of all but the last argument, or that, the definition."""
+    found: Tensor = _or_definition("bits gradient", lambda: _room("unfused").bits_gradient(*args[:-1]), args[-1])
+    return found

@@ -6,6 +6,10 @@
     norm_gradient   g_y, codes, r, γ  ──►  g_x, and Σ g, Σ g x̂ a channel                      its backward, by rows
     restore         codes, scales     ──►  what was kept                                      `saved.Grouped.restore`
     slope_gradient  g_y, codes        ──►  g_y f'(x)                                          of `functions.Slope`
+    open_bits       x                 ──►  f(x), and a bit where f passes a gradient          the same of ReLU, forward
+    bits_gradient   g_y, bits         ──►  g_y there, 0 elsewhere                             and backward
+    keep_four       q, k, v, output   ──►  codes and scales of each                           `attention.Attention`
+    restore_four    their codes       ──►  q, k, v, output                                    its backward
 
 Each is one pass over what it reads and writes, where the definition in plain PyTorch is twenty. `torch.compile` never
 sees these: of the definition it makes one pass itself, with what is around it. Codes are packed in halves of a row
@@ -14,16 +18,20 @@ sees these: of the definition it makes one pass itself, with what is around it. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .buffers import _LIFT4, _high, _is_wide, _larger, _low, _pair, _scale_of
+from .buffers import _LIFT4, _RELU6, Rows, _apply, _high, _is_wide, _larger, _low, _pair, _scale_of, keep_groups
 from .compress import magnitude_bits
 from .launch import aligned, cdiv, launch, multiprocessors, power_of_2
+from .serve import FUNCTIONS
 
 _TILE = 2048  # entries of a half of a tile
+_FLAT = 1024  # bytes of bits that a program makes or reads
 _WAVES = 4  # programs a multiprocessor of those that leave sums
 
 
@@ -203,11 +211,60 @@ def slope_gradient(g: Tensor, marks: Tensor, levels: tuple[int, int], factor: fl
 
 
 @triton.jit
-def _restore_kernel(
-    codes, scale, out, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+def _open_bits_kernel(x, y, bits, eighth, F: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """A byte has the bits of eight entries that are an eighth of the tensor apart."""
+    at = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < eighth
+    packed = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(8):
+        v = tl.load(x + k * eighth + at, mask=inside, other=0).to(tl.float32)
+        shut = v <= 0  # a NaN passes, as in PyTorch
+        if F == _RELU6:
+            shut = shut | (v >= 6.0)
+        packed = packed | (tl.where(shut, 0, 1) << k)
+        tl.store(y + k * eighth + at, _apply(v, F).to(y.dtype.element_ty), mask=inside)
+    tl.store(bits + at, packed.to(tl.uint8), mask=inside)
+
+
+def open_bits(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """f(x), and where f passes a gradient as `saved.Bits` keeps it: uint8 (entries/8,).
+
+    x: contiguous, of a multiple of 8 entries.  name: "relu" or "relu6".
+    """
+    eighth = x.numel() // 8
+    y, bits = torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
+    constants = {"F": FUNCTIONS[name], "BLOCK": _FLAT, "WIDE": _is_wide(x.numel())}
+    case = (x.device, x.dtype, eighth, name, aligned(x, y, bits))
+    launch(_open_bits_kernel, cdiv(eighth, _FLAT), case, (x, y, bits, eighth), constants, num_warps=4)
+    return y, bits
+
+
+@triton.jit
+def _bits_gradient_kernel(g, bits, g_x, eighth, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    at = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < eighth
+    packed = tl.load(bits + at, mask=inside, other=0).to(tl.int32)
+    for k in tl.static_range(8):
+        found = tl.load(g + k * eighth + at, mask=inside, other=0)
+        # Not a product: an infinity behind a closed entry ends there.
+        tl.store(g_x + k * eighth + at, tl.where(((packed >> k) & 1) != 0, found, 0.0), mask=inside)
+
+
+def bits_gradient(g: Tensor, bits: Tensor) -> Tensor:
+    """g where the bits are set, 0 elsewhere. g: contiguous, of 8 entries a byte.  bits: of `open_bits`."""
+    eighth, g_x = bits.numel(), torch.empty_like(g)
+    case = (g.device, g.dtype, eighth, aligned(g, bits, g_x))
+    constants = {"BLOCK": _FLAT, "WIDE": _is_wide(g.numel())}
+    launch(_bits_gradient_kernel, cdiv(eighth, _FLAT), case, (g, bits, g_x, eighth), constants, num_warps=4)
+    return g_x
+
+
+@triton.jit
+def _restore_groups(
+    block, codes, scale, out, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    group = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = group < groups
     inside = live[:, None] & (column < HALF)[None, :]
@@ -224,17 +281,107 @@ def _restore_kernel(
     tl.store(out + at + HALF, (high * step).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _restore_kernel(
+    codes, scale, out, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    _restore_groups(tl.program_id(0), codes, scale, out, groups, BITS, HALF, BLOCK, ROWS, WIDE)
+
+
+def _room(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    """(what codes are restored to, half of a group, how many groups there are)."""
+    rows, groups, width = codes.shape
+    group = width * 8 // bits
+    return torch.empty(rows, groups * group, dtype=dtype, device=codes.device), group // 2, rows * groups
+
+
 def restore(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """What `Grouped(bits).keep` was given, of 4 or 8 bits, in groups that fill the rows: (rows, C).
 
     codes: uint8 (rows, groups, bytes).  scale: bfloat16 (rows, groups, 1).
     """
-    rows, groups, width = codes.shape
-    group = width * 8 // bits
-    half, number = group // 2, rows * groups
+    out, half, number = _room(codes, bits, dtype)
     block, each, warps = _lines(half)
-    out = torch.empty(rows, groups * group, dtype=dtype, device=codes.device)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": _is_wide(out.numel())}
     case = (codes.device, number, dtype, aligned(codes, scale, out), tuple(constants.values()))
     launch(_restore_kernel, cdiv(number, each), case, (codes, scale, out, number), constants, num_warps=warps)
+    return out
+
+
+# ---- four tensors of an attention at once: two of one format, two of another ----
+
+
+@triton.jit
+def _keep_four_kernel(
+    q, k, v, o, q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale,
+    q_segments, q_run, q_stride, k_segments, k_run, k_stride, v_segments, v_run, v_stride, o_segments, o_run, o_stride,
+    blocks,
+    BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if which == 0:
+        keep_groups(block, q, q_codes, q_scale, q_segments, q_run, q_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 1:
+        keep_groups(block, k, k_codes, k_scale, k_segments, k_run, k_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 2:
+        keep_groups(block, v, v_codes, v_scale, v_segments, v_run, v_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+    else:
+        keep_groups(block, o, o_codes, o_scale, o_segments, o_run, o_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+
+
+def keep_four(tensors: Sequence[Tensor], group: int, bits: tuple[int, int]) -> list[Tensor]:
+    """`buffers.keep` of q, k, v and the output: codes and scales of each, eight tensors.
+
+    tensors: (..., C) each, of one dtype and one C.  bits: of the first two, and of the last two.
+    """
+    rows = [Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors)]
+    half = rows[0].half
+    block, each, warps = _lines(half)
+    blocks = cdiv(max(one.place[0] for one in rows), each)
+    constants = {
+        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
+        "WIDE": any(one.wide for one in rows),
+    }  # fmt: skip
+    places = [word for one in rows for word in one.place]
+    read = [one.x for one in rows]
+    case = (read[0].device, read[0].dtype, tuple(places), aligned(*read), tuple(constants.values()))
+    given = (*read, *(one.codes for one in rows), *(one.scale for one in rows), *places, blocks)
+    launch(_keep_four_kernel, 4 * blocks, case, given, constants, num_warps=warps)
+    return [part for one in rows for part in (one.codes, one.scale)]
+
+
+@triton.jit
+def _restore_four_kernel(
+    q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale, q, k, v, o,
+    q_groups, k_groups, v_groups, o_groups, blocks,
+    BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if which == 0:
+        _restore_groups(block, q_codes, q_scale, q, q_groups, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 1:
+        _restore_groups(block, k_codes, k_scale, k, k_groups, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 2:
+        _restore_groups(block, v_codes, v_scale, v, v_groups, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+    else:
+        _restore_groups(block, o_codes, o_scale, o, o_groups, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+
+
+def restore_four(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """`restore` of what `keep_four` left: (rows, C) each."""
+    rooms = [_room(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
+    half, numbers = rooms[0][1], [number for _, _, number in rooms]
+    block, each, warps = _lines(half)
+    blocks = cdiv(max(numbers), each)
+    out = [room[0] for room in rooms]
+    constants = {
+        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
+        "WIDE": any(_is_wide(t.numel()) for t in out),
+    }  # fmt: skip
+    tensors = (*kept[::2], *kept[1::2], *out)
+    case = (out[0].device, dtype, tuple(numbers), aligned(*tensors), tuple(constants.values()))
+    launch(_restore_four_kernel, 4 * blocks, case, (*tensors, *numbers, blocks), constants, num_warps=warps)
     return out
