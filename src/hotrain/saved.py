@@ -106,6 +106,8 @@ def memory_order(t: Tensor) -> list[int]:
     """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
     if t.is_contiguous():
         return list(range(t.dim()))
+    if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
+        return [0, 2, 3, 1]
     order = sorted(range(t.dim()), key=lambda axis: -t.stride()[axis])
     return order if t.permute(order).is_contiguous() else list(range(t.dim()))
 

@@ -268,6 +268,18 @@ def test_in_place_flags(name: str) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("name", INPLACE)
+def test_in_place_a_gradient_keeps_its_layout(name: str) -> None:
+    """In channels-last PyTorch's copy would bring zeros in another order, and every gradient before it to theirs."""
+    x = rand(2, 32, 24, 24).detach().to(memory_format=torch.channels_last).requires_grad_()
+    torch.manual_seed(3)
+    (got,) = torch.autograd.grad(served(INPLACE[name], x * 2).square().sum(), x)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    torch.manual_seed(3)
+    (want,) = torch.autograd.grad(INPLACE[name](x * 2).square().sum(), x)
+    assert (got - want).norm() <= 0.2 * want.norm()
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "conv2d", "layer_norm", "rms"))])
 def test_a_weight_changed_in_place_before_backward_raises(name: str) -> None:
     """As in PyTorch: it is kept itself, not a copy."""

@@ -68,6 +68,23 @@ class Slope(torch.autograd.Function):
         return torch.where(passed, scaled, closed), None
 
 
+class InPlace(torch.autograd.Function):
+    """y, written to x, which is no longer what it was: x's own gradient comes by way of y alone.
+
+    Of a copy PyTorch makes the gradient of x too, zeros in the contiguous order; their sum with the other is then in
+    that order, and so is every gradient before it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[None, Tensor]:
+        return None, g_y
+
+
 class Curve(torch.autograd.Function):
     """y = f(x); kept: x in the format, in rows along its last axis, along its channels where it is an image.
 

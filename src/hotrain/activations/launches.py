@@ -203,9 +203,7 @@ def channel_norm_gradient(
     """The same of batch norm over an image in channels-last, whose kernels a compiler is handed too."""
     if _unfused(g) is None or form != FORMATS["norm"] or g.dim() != 4 or not serves_norm(g):
         return None
-    g_x, sums, _ = torch.ops.hotrain.norm_gradient(
-        g, *kept, g.new_empty(0, dtype=torch.uint8), r.reshape(-1), w, "", False
-    )
+    g_x, sums, _ = _on(g, "norm_gradient")(g, *kept, g.new_empty(0, dtype=torch.uint8), r.reshape(-1), w, "", False)
     return g_x, sums
 
 

@@ -23,6 +23,7 @@ from ..saved import memory_order
 from . import launches, ops, origin, recipes, rest
 from .attention import backend, prepared_mask
 from .curves import ACTIVATIONS
+from .functions import InPlace
 from .origin import Origins, Unfinished, current_checkpoint
 from .policy import FORMATS, GROUPED, SMALL
 from .stack import Mode, aside
@@ -227,9 +228,11 @@ def _lies_alike(x: Tensor, other: Tensor) -> bool:
 
 def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
     """y, written to input: what a function in place returns."""
-    copy = input.copy_(y)
+    if not torch.compiler.is_dynamo_compiling():
+        return input.copy_(y) if input._is_view() else InPlace.apply(input, y)  # of a view more is left than itself
     # Through the copy a gradient passes as a sum with zeros, in an order of its own; a compiler drops an unused one.
-    return y if torch.compiler.is_dynamo_compiling() else copy
+    input.copy_(y)
+    return y
 
 
 def _is_image(t: Tensor) -> bool:

@@ -174,9 +174,11 @@ class Origins:
             kept = tuple([None if part is None else part.detach() for part in tensors])
         else:
             held = weakref.ref(t), t._version
-            # Parameters are copied: the layer behind reads them in backward before the norm does, when FSDP may not
-            # have gathered them yet.
-            kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
+            kept = tensors
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # Parameters are copied: the layer behind reads them in backward before the norm does, when FSDP may not
+                # have gathered them yet.
+                kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
         self.recent = ((held, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished) -> None:
