@@ -81,7 +81,8 @@ def ceilings(device: torch.device, tiny: bool = False) -> list[Op]:
 
     work = 2 * size**3
     found = [
-        Op("copy", "ceiling", buffers, lambda pair: pair[1].copy_(pair[0]), 4 * entries),
+        # By a kernel: PyTorch's own copy, in a graph, goes by the copy engine, at two thirds of the rate on an H200.
+        Op("copy", "ceiling", buffers, lambda pair: torch.neg(pair[0], out=pair[1]), 4 * entries),
         Op("bf16", "ceiling", noise, lambda pair: pair[0] @ pair[1], 6 * size**2, work),
         Op("int8", "ceiling", codes, lambda pair: torch._int_mm(*pair), 6 * size**2, work),
     ]
