@@ -210,7 +210,7 @@ def _conv_case(inplace: bool) -> tuple[Callable[[], nn.Module], tuple[int, ...],
         return Called(lambda m, x: m.conv(m.relu(m.norm(x * 1.0))), **layers)
 
     shape = (2, 32, 5, 5)
-    return build, shape, _kept(("norm", (2, 5, 5, 32))) + BITS.nbytes(shape) + 4 * 32 + 4 * 64, 1
+    return build, shape, _kept(("norm", (2, 5, 5, 32))) + BITS.nbytes(shape) + 4 * 32, 1
 
 
 def _kept(*rows: tuple[str, tuple[int, ...]]) -> int:
@@ -221,12 +221,12 @@ def linear(inputs: int = 48, outputs: int = 48) -> nn.Linear:
     return nn.Linear(inputs, outputs)
 
 
-# name → (model, shape, bytes of the codes, statistics, and copies of γ and β; layers)
+# name → (model, shape, bytes of the codes and statistics; layers)
 KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "norm, three Linears": (
         lambda: Called(_three, norm=nn.LayerNorm(48), q=linear(), k=linear(), v=linear()),
         (2, 8, 48),
-        _kept(("norm", (2, 8, 48))) + 4 * 16 + 4 * 96,
+        _kept(("norm", (2, 8, 48))) + 4 * 16,
         3,
     ),
     "silu, Linear": (
