@@ -255,26 +255,10 @@ def autocast(t: Tensor) -> Tensor:
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
-    # Casts are made by hand: autocast's cache must not get copies of weights that have no graph.
+    # Casts are made by hand: autocast's cache must not get copies of weights that have no graph. And not by its switch
+    # alone: a backward within autocast clears the cache, else casts of one stream would be met in a graph of another.
     kind = x.device.type
-    if autocast_to(kind) is None:
-        return nullcontext()
-    return torch.autocast(kind, enabled=False) if torch.compiler.is_compiling() else _Off(kind)
-
-
-class _Off:
-    """Autocast switched off and on again, without what `torch.autocast` looks after besides."""
-
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        torch.set_autocast_enabled(self.kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.kind, True)
+    return nullcontext() if autocast_to(kind) is None else torch.autocast(kind, enabled=False)
 
 
 class _SecondDerivative(torch.autograd.Function):
