@@ -36,6 +36,7 @@ def runs(device: torch.device, dtype: torch.dtype) -> bool:
 runs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
 
 
+@cache
 def _has_kernel(form: str, columns: int) -> bool:
     """Whether codes of that format are the kernel's: of four or eight bits to nearest, in groups that fill the rows."""
     spec = GROUPED[form]
@@ -96,9 +97,8 @@ def _unfused(t: Tensor, dtype: torch.dtype | None = None) -> Any:
 
 def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`recipes.restore` of a format of the policy."""
-    kernels, spec = _unfused(kept[0], dtype), GROUPED[form]
-    columns = int(shape[-1]) if kernels is not None else 0
-    if kernels is None or spec.bits not in (4, 8) or columns % group_size(columns, spec.whole) or columns > _ROW:
+    kernels, spec, columns = _unfused(kept[0], dtype), GROUPED[form], shape[-1]
+    if kernels is None or columns > _ROW or not _has_kernel(form, columns):
         return restore(spec, kept, shape, dtype)
     rows: Tensor = kernels.restore_rows(
         *kept, spec.bits, dtype, lambda: spec.restore(kept, shape, dtype).reshape(-1, columns)
@@ -154,7 +154,7 @@ def keep_normal(
         return GROUPED[form].keep(definition())
 
     kernels, by_row = _unfused(x), kind != "batch"
-    if kernels is None or form != "int4 nearest/row" or kind == "group":
+    if kernels is None or form != FORMATS["norm"] or kind == "group":
         return defined()
     lying = x if by_row else x.movedim(1, -1)
     columns = lying.shape[-1]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -240,11 +239,10 @@ def _reason(names: set[str]) -> str:
     return "there is no rule for it"
 
 
-@dataclass
 class _Account:
     """What became of the kept tensors, for the reports."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.rows: dict[tuple[str, tuple[str, ...], str, str], int] = {}
 
     def add(self, node: Node, names: set[str], form: str, why: str) -> None:

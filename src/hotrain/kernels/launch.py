@@ -57,7 +57,7 @@ def launch(
     if not is_current(device):
         with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)
-    place = (kernel.__name__, case)
+    place = (id(kernel), case)  # names are not unique, and kernels live as long as their modules
     found = _compiled.get(place)
     if found is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
