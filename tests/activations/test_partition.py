@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrain
 from hotrain.activations import partition, uses
-from hotrain.activations.mode import UNCUT, Buffers
+from hotrain.activations.mode import EAGER, UNCUT, Buffers
 from hotrain.activations.wrap import wrap
 
 X = (4, 8, 48)
@@ -430,6 +431,21 @@ def test_what_was_not_seen_is_said_and_then_not_any_more() -> None:
     torch._dynamo.reset()
     gradients(torch.compile(model, backend=BACKEND), [rand(*X)])
     assert UNCUT not in str(buffers)
+
+
+def test_the_report_says_that_a_gpu_waits_for_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of training forwards, and until the model is compiled; on a CPU nothing waits."""
+    model, buffers = calling(torch.square, X)
+    gradients(model, [rand(*X)])
+    assert EAGER not in str(buffers)
+    monkeypatch.setattr(sys.modules["hotrain.activations.wrap"], "_is_on_gpu", lambda *_: True)
+    model.eval()
+    model(rand(*X))
+    assert EAGER not in str(buffers)
+    gradients(model.train(), [rand(*X)])
+    assert EAGER in str(buffers)
+    gradients(torch.compile(model, backend=BACKEND), [rand(*X)])
+    assert EAGER not in str(buffers)
 
 
 class Theirs(CustomPartitionerFn):

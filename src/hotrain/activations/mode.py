@@ -37,6 +37,7 @@ def _operators() -> Any:
 
 
 _numbers = itertools.count()
+EAGER = 'a GPU waits for the host: torch.compile the model, as CUDA graphs (mode="reduce-overhead") if it can be'
 UNCUT = "compiled: found in Inductor's cache, or by another backend, so that what is kept of it was not seen"
 KEY = "hotrain"  # under which a tracer writes on nodes whose they are
 ATTRIBUTE = "_hotrain_buffers"  # of a module: where it writes down what was served
@@ -52,6 +53,7 @@ class Buffers:
     looked_at: set[str] = field(default_factory=set, repr=False, compare=False)  # by `rest`
     passing: set[Any] = field(default_factory=set, repr=False, compare=False)  # functions with neither handler nor rule
     uncut: bool = field(default=False, repr=False, compare=False)  # traced, and no graph of it seen by `partition`
+    waits: bool = field(default=False, repr=False, compare=False)  # ran in eager mode on a GPU
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Buffers:
     def __str__(self) -> str:
         rows = [(what, form) for what, form in self.served.items()]
         rows += [(what, f"full: {why}") for what, why in self.full.items()]
-        rows += [("the rest", UNCUT)] * self.uncut
+        rows += [("the rest", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
         if not rows:
             return "  between the layers: known after a training forward"
         width = max(len(what) for what, _ in rows)
@@ -76,6 +78,7 @@ class Buffers:
         """For a tracer to write on the nodes of this model."""
         from . import partition
 
+        self.waits = False
         return partition.region(self)
 
     # A tracer runs them once and records nothing.

@@ -33,6 +33,7 @@ class Wrapped(Mixin):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
+        buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with nullcontext() if stands else Compressed(buffers):
@@ -45,6 +46,10 @@ class Wrapped(Mixin):
         torch.ops.hotrain.region()
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_on_gpu(*inputs: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.is_cuda for t in inputs)
 
 
 class WrappedNorm(Mixin, ComposedRMSNorm):
