@@ -131,7 +131,7 @@ class Draws:
         self.counter: Tensor | None = None
         self.tag: Tensor | None = None
         self._salt: int | None = None  # the one written to `counter`
-        self._mixed: tuple[tuple[int, int] | None, int] = None, 0  # seed and rank, and the salt that they make
+        self._known_salt: tuple[tuple[int, int] | None, int] = None, 0  # seed and rank, and the salt that they make
         _live.add(self)
 
     @classmethod
@@ -160,9 +160,9 @@ class Draws:
 
     def _current_salt(self) -> int:
         now = current_seed(), _rank()
-        if self._mixed[0] != now:
-            self._mixed = now, mix(*now, self.layer)
-        return self._mixed[1]
+        if self._known_salt[0] != now:
+            self._known_salt = now, mix(*now, self.layer)
+        return self._known_salt[1]
 
     def _key(self, step: int) -> int:
         return _mixed(self._current_salt(), step)

@@ -19,6 +19,7 @@ from hotrain.activations.functions import Norm, Slope
 from hotrain.activations.mode import Buffers
 from hotrain.activations.policy import BITS, GROUPED
 from hotrain.kernels import buffers as B
+from hotrain.kernels import serve
 from hotrain.kernels import unfused as U
 from hotrain.saved import Grouped, group_size
 
@@ -336,6 +337,26 @@ def test_attention_in_eager_mode_is_the_kernels(
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.35 * b.norm()  # v and the output in int4 (docs/numerics.md: a quarter of g_q, g_k)
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_formula(
+    served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose callers have it: of a norm's gradients, slopes and bits."""
+    x = torch.randn(6, 48, device=device, requires_grad=True)
+    w, g = torch.randn(48, device=device, requires_grad=True), torch.randn(6, 48, device=device)
+    calls: list[tuple[Any, tuple[Tensor, ...]]] = [
+        (lambda: Norm.apply(x, w, None, "layer", 1, 1e-5, "int4 nearest/row", None, None, 0.1)[0], (x, w)),
+        (lambda: Slope.apply(x, "gelu"), (x,)),
+        (lambda: Slope.apply(x, "relu"), (x,)),
+    ]
+    for call, inputs in calls:
+        want = torch.autograd.grad(call(), inputs, g)
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "_broken", {"row norm gradient", "slope gradient", "open bits", "bits gradient"})
+            got = torch.autograd.grad(call(), inputs, g)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 class Block(nn.Module):

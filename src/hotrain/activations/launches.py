@@ -19,7 +19,7 @@ from .. import autograd
 from ..kernels import FUNCTIONS
 from ..saved import Bits, Grouped, Levels, group_size
 from .curves import ACTIVATIONS
-from .policy import BITS, FORMATS, GROUPED
+from .policy import FORMATS, GROUPED
 from .recipes import in_backward, is_image, make, parsed, restore, wide
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
@@ -46,9 +46,14 @@ def _has_kernel(form: str, columns: int) -> bool:
 _BEHIND: dict[str, Callable[..., Any]] = {}  # the functions behind the operators of this file
 
 
+def _is_eager(t: Tensor) -> bool:
+    """Whether that is a tensor itself, and none of a tracer's."""
+    return type(t) is Tensor and not torch.compiler.is_compiling()
+
+
 def _on(t: Tensor, name: str) -> Callable[..., Any]:
     """The operator of that name for t; the function behind it where nothing stands between the two."""
-    if type(t) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+    if _is_eager(t) and not torch._C._len_torch_dispatch_stack():
         return _BEHIND[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]
 
@@ -90,9 +95,11 @@ _ROW = 8192  # entries at most of a row that a program holds
 
 def _unfused(t: Tensor, dtype: torch.dtype | None = None) -> Any:
     """The kernels, where t is a tensor of eager mode that they serve.  dtype: of its values, if it holds codes."""
-    if type(t) is not Tensor or torch.compiler.is_compiling() or not runs(t.device, dtype or t.dtype):
-        return None
-    return autograd.kernels_for(t.device)
+    return autograd.kernels_for(t.device) if _is_eager(t) and runs(t.device, dtype or t.dtype) else None
+
+
+def _nothing() -> None:
+    """What is left of a kernel that does not compile, where the caller has the formula."""
 
 
 def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -180,21 +187,11 @@ def row_norm_gradient(
     kernels, columns = _unfused(g), g.shape[-1]
     if kernels is None or kind not in ("layer", "rms", "rms_cast") or dims != 1 or columns % 4 or columns > _CHANNELS:
         return None
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if form != FORMATS["norm"] or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
-    lines, factor = g.contiguous().view(-1, columns), r.reshape(-1)
-
-    def definition() -> tuple[Tensor, Tensor]:
-        lifted = wide(lines)
-        normal = GROUPED[form].restore(kept, lines.shape, lifted.dtype)
-        scaled = lifted if w is None else lifted * wide(w)
-        inner = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
-        if kind == "layer":
-            inner = inner - scaled.mean(-1, keepdim=True)
-        return (inner * factor[:, None]).to(dtype), torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
-
-    g_x, sums = kernels.row_norm_gradient(lines, *kept, factor, w, dtype, kind == "layer", definition)
-    return g_x.view(g.shape), sums
+    lines = g.contiguous().view(-1, columns)
+    found = kernels.row_norm_gradient(lines, *kept, r.reshape(-1), w, dtype, kind == "layer", _nothing)
+    return None if found is None else (found[0].view(g.shape), found[1])
 
 
 def channel_norm_gradient(
@@ -212,13 +209,8 @@ def slope_gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels | Grouped, 
     kernels, columns = _unfused(g), g.shape[-1] if g.dim() else 1
     if kernels is None or not isinstance(levels, Levels) or levels.bits != 4 or columns % 2 or not g.is_contiguous():
         return None
-    lines, places, (marks,) = g.view(-1, columns), (levels.first, levels.per_one), kept
-
-    def definition() -> Tensor:
-        return lines * (levels.restore((marks,), lines.shape, lines.dtype) * factor)
-
-    found: Tensor = kernels.slope_gradient(lines, marks, places, factor, definition)
-    return found.view(g.shape)
+    found = kernels.slope_gradient(g.view(-1, columns), *kept, (levels.first, levels.per_one), factor, _nothing)
+    return None if found is None else found.view(g.shape)
 
 
 _SHUT = ("relu", "relu6")  # functions whose slope is a bit, that the kernel knows
@@ -229,8 +221,7 @@ def open_bits(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
     kernels = _unfused(t)
     if kernels is None or name not in _SHUT or t.numel() % 8 or not t.is_contiguous():
         return None
-    kind = ACTIVATIONS[name]
-    found: tuple[Tensor, Tensor] = kernels.open_bits(t, name, lambda: (kind.f(t), *BITS.keep(kind.slope(t))))
+    found: tuple[Tensor, Tensor] | None = kernels.open_bits(t, name, _nothing)
     return found
 
 
@@ -239,7 +230,7 @@ def bits_gradient(g: Tensor, bits: Tensor, name: str) -> Tensor | None:
     kernels = None if torch.is_grad_enabled() else _unfused(g)
     if kernels is None or name not in _SHUT or g.numel() % 8 or not g.is_contiguous():
         return None
-    found: Tensor = kernels.bits_gradient(g, bits, lambda: torch.where(BITS.restore((bits,), g.shape), g, 0.0))
+    found: Tensor | None = kernels.bits_gradient(g, bits, _nothing)
     return found
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ..activations.attention import backend
 from .saved_bytes import SavedBytes, saved_bytes
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -47,7 +48,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if query.dim() != 4 or dropout_p or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+    if enable_gqa or backend(query, key, value, attn_mask, dropout_p, is_causal) is None:
         return None
     found: Tensor = _flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return found

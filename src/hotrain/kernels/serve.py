@@ -541,6 +541,11 @@ def _room(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{name}")
 
 
+def _served(label: str, room: str, name: str, *args: Any) -> Any:
+    """What that function of that room makes of all but the last argument, or, where it does not compile here, that."""
+    return _or_definition(label, lambda: getattr(_room(room), name)(*args[:-1]), args[-1])
+
+
 def lies_in_rows(t: Tensor) -> bool:
     """Whether `keep_codes` reads t as it lies."""
     return _room("buffers").side_by_side(t) is not None
@@ -577,67 +582,59 @@ def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition
 
 def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`buffers.normalize` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _or_definition(
-        "normalize", lambda: _room("buffers").normalize(*args[:-1]), args[-1]
-    )
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _served("normalize", "buffers", "normalize", *args)
     return found
 
 
 def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`buffers.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor] = _or_definition(
-        "norm gradient", lambda: _room("buffers").norm_gradient(*args[:-1]), args[-1]
-    )
+    found: tuple[Tensor, Tensor, Tensor] = _served("norm gradient", "buffers", "norm_gradient", *args)
     return found
 
 
 def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
     """`unfused.keep_normal` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] = _or_definition(
-        "keep normal", lambda: _room("unfused").keep_normal(*args[:-1]), args[-1]
-    )
+    found: tuple[Tensor, Tensor] = _served("keep normal", "unfused", "keep_normal", *args)
     return found
 
 
-def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor]:
+def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor] | None:
     """`unfused.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] = _or_definition(
-        "row norm gradient", lambda: _room("unfused").norm_gradient(*args[:-1]), args[-1]
-    )
+    found: tuple[Tensor, Tensor] | None = _served("row norm gradient", "unfused", "norm_gradient", *args)
     return found
 
 
-def slope_gradient(*args: Any) -> Tensor:
+def slope_gradient(*args: Any) -> Tensor | None:
     """`unfused.slope_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor = _or_definition("slope gradient", lambda: _room("unfused").slope_gradient(*args[:-1]), args[-1])
+    found: Tensor | None = _served("slope gradient", "unfused", "slope_gradient", *args)
     return found
 
 
 def restore_rows(*args: Any) -> Tensor:
     """`unfused.restore` of all but the last argument, or that, the definition."""
-    found: Tensor = _or_definition("restore of rows", lambda: _room("unfused").restore(*args[:-1]), args[-1])
+    found: Tensor = _served("restore of rows", "unfused", "restore", *args)
     return found
 
 
 def keep_four(*args: Any) -> list[Tensor]:
     """`unfused.keep_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _or_definition("keep four", lambda: _room("unfused").keep_four(*args[:-1]), args[-1])
+    found: list[Tensor] = _served("keep four", "unfused", "keep_four", *args)
     return found
 
 
 def restore_four(*args: Any) -> list[Tensor]:
     """`unfused.restore_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _or_definition("restore four", lambda: _room("unfused").restore_four(*args[:-1]), args[-1])
+    found: list[Tensor] = _served("restore four", "unfused", "restore_four", *args)
     return found
 
 
-def open_bits(*args: Any) -> tuple[Tensor, Tensor]:
+def open_bits(*args: Any) -> tuple[Tensor, Tensor] | None:
     """`unfused.open_bits` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] = _or_definition("open bits", lambda: _room("unfused").open_bits(*args[:-1]), args[-1])
+    found: tuple[Tensor, Tensor] | None = _served("open bits", "unfused", "open_bits", *args)
     return found
 
 
-def bits_gradient(*args: Any) -> Tensor:
+def bits_gradient(*args: Any) -> Tensor | None:
     """`unfused.bits_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor = _or_definition("bits gradient", lambda: _room("unfused").bits_gradient(*args[:-1]), args[-1])
+    found: Tensor | None = _served("bits gradient", "unfused", "bits_gradient", *args)
     return found

@@ -289,7 +289,7 @@ def _restore_kernel(
     _restore_groups(tl.program_id(0), codes, scale, out, groups, BITS, HALF, BLOCK, ROWS, WIDE)
 
 
-def _room(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+def _output(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
     """(what codes are restored to, half of a group, how many groups there are)."""
     rows, groups, width = codes.shape
     group = width * 8 // bits
@@ -301,7 +301,7 @@ def restore(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tens
 
     codes: uint8 (rows, groups, bytes).  scale: bfloat16 (rows, groups, 1).
     """
-    out, half, number = _room(codes, bits, dtype)
+    out, half, number = _output(codes, bits, dtype)
     block, each, warps = _lines(half)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": _is_wide(out.numel())}
     case = (codes.device, number, dtype, aligned(codes, scale, out), tuple(constants.values()))
@@ -372,11 +372,11 @@ def _restore_four_kernel(
 
 def restore_four(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """`restore` of what `keep_four` left: (rows, C) each."""
-    rooms = [_room(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
-    half, numbers = rooms[0][1], [number for _, _, number in rooms]
+    outputs = [_output(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
+    half, numbers = outputs[0][1], [number for _, _, number in outputs]
     block, each, warps = _lines(half)
     blocks = cdiv(max(numbers), each)
-    out = [room[0] for room in rooms]
+    out = [output[0] for output in outputs]
     constants = {
         "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
         "WIDE": any(_is_wide(t.numel()) for t in out),
