@@ -81,8 +81,15 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     torch.testing.assert_close(proj_scale, kept.scale, rtol=2**-20, atol=0)
     moved = (rot.int() - want.codes.int()).abs()
     assert moved.max() <= 1
-    # Three channels in a block of 16 have four sums, each of which stands in four entries.
-    assert few(moved > 0, MOVED, 16 // min(16, 1 << (channels - 1).bit_length()))
+    if noisy:
+        # Three channels in a block of 16 have four sums, each of which stands in four entries.
+        assert few(moved > 0, MOVED, 16 // min(16, 1 << (channels - 1).bit_length()))
+    else:
+        # Sums of a few bfloat16 numbers lie halfway between two codes more often than that (three: 6 in 10,000), so
+        # each entry that moved is asked whether it does, within what float32 may err: four additions of 2⁻²⁴ of
+        # Σ|t|/4 ≤ 28 scales each, twice, and two divisions of 7.
+        exact = rotate(t.double()) / want.scale.double()
+        assert ((exact - exact.floor() - 0.5).abs()[moved > 0] <= 2**-15).all()
     moved = (proj[:channels, : lay.rows].t().int() - kept.codes.int()).abs()
     assert moved.max() <= 1
     assert few(moved > 0, MOVED * 16)
@@ -97,7 +104,11 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
 @pytest.mark.parametrize(("lead", "grid", "rank", "sampled"), cases())
 @pytest.mark.usefixtures("poison")
 def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sampled, channels, dtype, number, device):
-    """Without a guess, with a right one, after a sudden growth and after a sudden fall of the gradient."""
+    """Without a guess, with a right one, after a sudden growth and after a sudden fall of the gradient.
+
+    e5m2 reaches 2⁻³² of its largest number, below what float32 leaves of a sum that cancels: four additions in two
+    orders, each 2⁻²⁴ of Σ|t|/4 ≤ 4 max|t|, are 2⁻¹⁹ of the largest entry that was mixed.
+    """
     lay = layout_of(lead, grid, rank, sampled)
     key, hint = key_on(device), C.Hints(device)
     rows = kept_rows(lay, key)
@@ -108,9 +119,15 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
     for growth in (1.0, 1.0, 200.0, 2.0**-8):
         t = (base.float() * growth).to(dtype)
         rot, rot_scale, proj, proj_scale, sums = C.compress(t, lay, rows, key, output, output, sums=True, hint=hint)
-        for codes, scale, exact in (
-            (rot, rot_scale, rotate(t.float())),
-            (proj[:channels, : lay.rows].t(), proj_scale, project(t.float().view(*lead, channels), lay, KEY)),
+        tokenwise, channelwise = (t.double().abs().amax(axis, keepdim=True) for axis in (1, 0))
+        for codes, scale, exact, mixed in (
+            (rot, rot_scale, rotate(t.float()), tokenwise),
+            (
+                proj[:channels, : lay.rows].t(),
+                proj_scale,
+                project(t.float().view(*lead, channels), lay, KEY),
+                channelwise,
+            ),
         ):
             want, want_scale = fp8(exact, dtype8)
             assert torch.frexp(scale.double())[0] == 0.5, "a power of two"
@@ -118,8 +135,8 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
             error = (codes.double() * scale.double() - want.double() * want_scale).abs()
             # Equal but for underflow below the kernel's scale, and a few neighbours where float32 sums differ.
             near = error <= 0.5 * step * scale.double() * 1.001
-            neighbour = error <= 2 * torch.finfo(dtype8).eps * exact.double().abs() + step * scale.double()
-            assert neighbour.all()
+            neighbour = 2 * torch.finfo(dtype8).eps * exact.double().abs() + step * scale.double() + 2**-19 * mixed
+            assert (error <= neighbour).all()
             assert few(~near, 16 * MOVED)
         assert not proj[:, lay.rows :].float().any()
         assert not proj[channels:].float().any()
