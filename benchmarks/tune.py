@@ -20,7 +20,7 @@ import torch
 
 from hotrain.kernels import compress as C
 from hotrain.kernels import product as P
-from hotrain.kernels.rows import kept_rows
+from hotrain.kernels.definition import kept_rows
 from hotrain.transform.tokens import Grid, Layout, layout
 
 LAYERS = {  # tokens, grid, outputs, inputs

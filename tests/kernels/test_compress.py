@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 from hotrain import draws
 from hotrain.kernels import compress as C
-from hotrain.kernels.rows import kept_rows
+from hotrain.kernels.definition import kept_rows
 from hotrain.method import GradInput
 from hotrain.quantize.integer import quantize
 from hotrain.transform.hadamard import rotate
-from hotrain.transform.tokens import project, row_indices
+from hotrain.transform.tokens import project
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHANNELS = [
@@ -52,10 +52,19 @@ def fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("lead", "grid", "rank", "sampled"), cases())
-def test_rows_are_those_of_the_layout(lead, grid, rank, sampled, device):
+@pytest.mark.parametrize("tiling", [C.Tiling(1, 16, 1), C.Tiling(4, 16, 4), C.Tiling(8, 16, 4, 1)], ids=str)
+@pytest.mark.usefixtures("poison")
+def test_drawn_rows_are_those_of_the_layout(lead, grid, rank, sampled, tiling, device):
+    """Also with several programs for a tile, which must draw alike, and where the last block has fewer tiles."""
     lay = layout_of(lead, grid, rank, sampled)
+    t = torch.randn(lay.samples * lay.tokens, 80, device=device)
     for key in (0, 5, KEY):
-        assert torch.equal(kept_rows(lay, key_on(device, key)).long(), row_indices(lay, key, device))
+        word, output = key_on(device, key), C.Output(C.COPY)
+        want = kept_rows(lay, word)
+        rows = torch.full_like(want, 255)
+        drawn = C.compress(t, lay, rows, word, projected=output, draw=True, tiling=tiling)[2]
+        assert torch.equal(rows, want)
+        assert torch.equal(drawn, C.compress(t, lay, want, word, projected=output, tiling=tiling)[2])
 
 
 @pytest.mark.parametrize("each", [True, False], ids=["token", "tensor"])
@@ -70,11 +79,13 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     t = matrix(lay.samples * lay.tokens, channels, dtype, device)
     key = key_on(device)
     noisy = rounding == "stochastic"
+    rows = torch.empty_like(kept_rows(lay, key))
     rot, rot_scale, proj, proj_scale, sums = C.compress(
-        t, lay, kept_rows(lay, key), key,
+        t, lay, rows, key,
         C.Output(C.INT, 7.0, noisy, draws.GRAD_INPUT, each), C.Output(C.INT, 127.0, noisy, draws.GRAD_WEIGHT),
-        sums=True,
+        sums=True, draw=True,
     )  # fmt: skip
+    assert torch.equal(rows, kept_rows(lay, key))
     want = quantize(rotate(t.float()), 4, "token" if each else "tensor", rounding, KEY, draws.GRAD_INPUT)
     kept = quantize(project(t.float().view(*lead, channels), lay, KEY), 8, "tensor", rounding, KEY, draws.GRAD_WEIGHT)
     torch.testing.assert_close(rot_scale.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)

@@ -188,10 +188,10 @@ def _as_if_on_a_gpu(question):
 def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkeypatch):
     """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then."""
     from hotrain import planning
-    from hotrain.kernels import compress, rows, serve
+    from hotrain.kernels import compress, serve
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    caches = (compress._index, compress.natural_rows, rows._orders, serve._no_key)
+    caches = (compress._index, compress.natural_rows, serve._no_key)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(compress, "_plans", {})

@@ -14,7 +14,8 @@ without any rounding but float32's.
 **Scales without another pass.** An fp8 scale is a power of two, so a code times its scale does not depend on it while
 the code is a normal number. The kernel takes the scale from the last step's largest magnitude and finds this step's on
 the way; `_settle_kernel` then looks whether the guess was right within a few binades, and only if not writes the codes
-anew. An integer scale is the exact one of the definition: a first pass finds it, the second writes codes.
+anew. Where the hardware can, it is launched while the first still runs, and waits for it (OVERLAP). An integer scale is
+the exact one of the definition: a first pass finds it, the second writes codes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
-from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, power_of_2
+from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, overlaps, power_of_2
 from .noise import noise16, round_nearest, round_stochastic, stream_words
+from .rows import kept_rows, of_layout
 
 # What an output holds.
 NONE, INT, E4M3, E5M2, COPY = range(5)
@@ -45,6 +48,7 @@ _BINS = tl.constexpr(BINS)
 _HEADROOM = tl.constexpr(2)  # binades above the guess: a gradient may grow fourfold without a second writing
 _SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written anew
 _DERIVED = tl.constexpr(3)
+_FILLING = 5  # halves of a program for each multiprocessor: at least so many, if the matrix has them
 
 
 @triton.jit
@@ -121,22 +125,15 @@ def hadamard16():
 
 @triton.jit
 def _walsh_rows(
-    b,
-    table,
-    s,
-    j,
-    k,
-    total,
-    singles,
-    tile_blocks,
-    ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKP: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, write,
+    ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr,
+    DRAW: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    SQUARE: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
     """P of block b as ±1 and 0, (ROWS, SLOTS), and which of its rows there are.
 
-    Row j is place k of tile j // RANKP, or, in a dense block, the token of slot j itself.
+    Row j is place k of tile j // RANKP, or, in a dense block, the token of slot j itself. DRAW: the rows of the tiles
+    are drawn, and written to the table where `write`; else they are read from it.
     """
     if b >= tile_blocks:
         p = (j[:, None] == s[None, :]).to(tl.float32)
@@ -144,7 +141,14 @@ def _walsh_rows(
     else:
         tile = b * TILES + j // RANKP
         real = (tile < total) & (k < RANK)
-        natural = tl.load(table + tile * RANK + k, mask=real, other=0).to(tl.int32)
+        if DRAW:
+            here, places = b * TILES + tl.arange(0, TILES), tl.arange(0, RANKP)
+            natural = tl.reshape(
+                kept_rows(here, places, key, tiles, square, line, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE), (ROWS,)
+            )
+            tl.store(table + tile * RANK + k, natural.to(tl.uint8), mask=real & write)
+        else:
+            natural = tl.load(table + tile * RANK + k, mask=real, other=0).to(tl.int32)
         own = real[:, None] & ((j // RANKP)[:, None] == (s // 16)[None, :])
         p = tl.where(own, parity_sign(natural[:, None] & (s % 16)[None, :]), 0.0)
     return p, real
@@ -159,13 +163,15 @@ def _within_threads(v, M: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr):
 @triton.jit
 def _block(
     b, first, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale,
-    proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+    proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, chunks,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
     PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
@@ -193,7 +199,10 @@ def _block(
     if PROJ or SUMS:
         j = tl.arange(0, ROWS)
         k = j % RANKP
-        p, real = _walsh_rows(b, table, s, j, k, total, singles, tile_blocks, ROWS, RANK, RANKP, TILES)
+        p, real = _walsh_rows(
+            b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, WRITE and first == 0,
+            ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE,
+        )  # fmt: skip
         p = p.to(DTYPE)
         factor = tl.where(is_dense, 1.0, tl.where(k < FIXED, 0.25, 0.25 * GAIN))
         if RANK == RANKP:
@@ -300,15 +309,20 @@ def derived_exponent(exponent):
 @triton.jit
 def _compress_kernel(
     t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_hint, proj_hint,
-    rot_scale, proj_scale, C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
     PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     # Neighbours in time are GROUP blocks of tokens by all channels: whole rows are read, whole lines written.
     pid = tl.program_id(0)
     group = pid // (GROUP * slices)
@@ -334,10 +348,11 @@ def _compress_kernel(
             proj_inverse = power(254 - guessed_exponent(tl.load(proj_hint), PROJ))
     _block(
         b, piece * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max,
-        rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows, chunks,
+        rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles, tile_blocks,
+        dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
-        MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC, LOOP,
-        STAGES, UPCAST,
+        MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
+        SAMPLED, WALK, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
     )  # fmt: skip
 
 
@@ -386,14 +401,19 @@ def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
 @triton.jit
 def _settle_kernel(
     t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint,
-    rot_scale, proj_scale, C, CP, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write the codes anew where a guess was off. Integers are passed as NONE."""
+    if OVERLAP:
+        gdc_wait()
     me, count = tl.program_id(0), tl.num_programs(0)
     if SUMS:
         _add_columns(partial, total_sums, me, count, blocks, C, 128)
@@ -426,10 +446,11 @@ def _settle_kernel(
         for i in range(me, blocks * slices, count):
             _block(
                 i // slices, i % slices * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, t, t, t,
-                rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, total, singles, tile_blocks, dense_rows,
-                chunks, ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0,
-                False, True, False, False, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, BC,
-                LOOP, 1, UPCAST,
+                rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
+                tile_blocks, dense_rows, chunks,
+                ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
+                FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, WALK, STREAM,
+                SQUARE, LINE, BC, LOOP, 1, UPCAST,
             )  # fmt: skip
 
 
@@ -459,9 +480,9 @@ DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 class Tiling:
     """How a launch is cut.
 
-    tiles, channels: of one block.  warps: a program.  loop: blocks along the channels a program walks through, with
-    that many stages of loads in flight.  group: blocks of tokens that run side by side.  registers: at most, a thread
-    (None: as many as the compiler likes); fewer let more programs run beside each other.
+    tiles, channels: of one block.  warps: a program.  loop: how many blocks along the channels a program walks through
+    at most, with that many stages of loads in flight.  group: blocks of tokens that run side by side.  registers: at
+    most, a thread (None: as many as the compiler likes); fewer let more programs run beside each other.
     """
 
     tiles: int = 4
@@ -532,7 +553,7 @@ _plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
 
 def _plan(
     tokens: int, channels: int, stride: int, lay: Layout, rotated: Output, projected: Output, rotate: bool, sums: bool,
-    tiling: Tiling, device: torch.device,
+    draw: bool, tiling: Tiling, device: torch.device,
 ) -> _Plan:  # fmt: skip
     rank, rows_of = lay.lines.rank, lay.lines
     wide, kept = padded(channels), padded(lay.rows)
@@ -541,16 +562,18 @@ def _plan(
     index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
-    loop = min(tiling.loop, chunks)
-    slices = cdiv(chunks, loop)
+    # Long walks, but enough programs to fill the GPU, and none much shorter than the others.
+    wanted = cdiv(_FILLING * multiprocessors(device) // 2, max(1, blocks))
+    slices = cdiv(chunks, max(1, min(tiling.loop, chunks // wanted)))
+    loop = cdiv(chunks, slices)
     # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
     derived = rotated.is_fp8 and projected.number == rotated.number and not rotate and rows_of.gain <= 2
     shape = {
         "FULL": full and rank == rankp, "WHOLE": channels % bc == 0,
         "ALIGNED": total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
         "DERIVED": derived, "WIDE": max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
-        "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "FIXED": rows_of.fixed, "GAIN": rows_of.gain, "BC": bc,
-        "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED,
+        "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "GAIN": rows_of.gain, **of_layout(lay), "BC": bc,
+        "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED, "OVERLAP": overlaps(device),
     }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
@@ -560,7 +583,7 @@ def _plan(
             "ROT_NOISE": rotated.stochastic, "PROJ": projected.number, "PROJ_LIMIT": projected.limit,
             "PROJ_EACH": projected.each, "PROJ_NOISE": projected.stochastic, "PROJ_STREAM": projected.stream,
             "ROT_STREAM": rotated.stream, "MEASURE": measure, "WRITE": write, "SUMS": sums, "EVEN": channels % 2 == 0,
-            "GROUP": tiling.group, **shape,
+            "GROUP": tiling.group, "DRAW": draw, **shape,
         }  # fmt: skip
 
     def only(output: Output, wanted: bool) -> Output:
@@ -568,12 +591,14 @@ def _plan(
 
     settling = {
         "ROT": only(rotated, rotated.is_fp8).number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
-        "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums, **shape,
+        "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums,
+        "DRAW": False, **shape,
     }  # fmt: skip
     measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
     return _Plan(
         wide, kept, index, blocks, blocks * slices,
-        (channels, wide, total, singles, tile_blocks, total * rank, blocks, chunks, slices),
+        (channels, wide, lay.tiles, lay.square, lay.line, total, singles, tile_blocks, total * rank, blocks, chunks,
+         slices),
         constants(rotated, projected, fp8, True, sums), constants(*measured, True, False, False), settling, fp8,
         INT in (rotated.number, projected.number),
     )  # fmt: skip
@@ -589,6 +614,7 @@ def compress(
     *,
     rotate: bool = True,
     sums: bool = False,
+    draw: bool = False,
     hint: Hints | None = None,
     quantities: tuple[int, int] = (ROTATED, PROJECTED),
     scale_to: Tensor | None = None,
@@ -596,7 +622,8 @@ def compress(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes of t H, (T, C'), and of P t, transposed (C', R'), with their scales, and t's column sums, (C,) float32.
 
-    t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: `kept_rows(lay, key)`, needed for P.
+    t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: the natural rows of P, uint8,
+    (samples·tiles, rank) in memory, needed for P: what `draw` left there; with `draw` they are drawn and written.
     rotate: False leaves out H (the plain cast of a forward operand).  hint: the layer's; needed for fp8, where
     `quantities` says which of its rows serve.  scale_to: float32, (1,): where to write the scale of P t.
     Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked. A scale is
@@ -608,10 +635,10 @@ def compress(
     if tokens >= 1 << 31:
         raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
     device = t.device
-    case = (id(lay), tokens, channels, t.stride(0), t.dtype, rotated, projected, rotate, sums, tiling, device)
+    case = (id(lay), tokens, channels, t.stride(0), t.dtype, rotated, projected, rotate, sums, draw, tiling, device)
     found = _plans.get(case)
     if found is None:
-        plan = _plan(tokens, channels, t.stride(0), lay, rotated, projected, rotate, sums, tiling, device)
+        plan = _plan(tokens, channels, t.stride(0), lay, rotated, projected, rotate, sums, draw, tiling, device)
         _plans[case] = found = plan, lay  # the layout with it: its id must stay its own
     plan = found[0]
     rot = proj = None
@@ -662,6 +689,8 @@ def compress(
             proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * multiprocessors(device))
+        if plan.settle["OVERLAP"]:
+            options["launch_pdl"] = True
         launch(_settle_kernel, programs, launched, args, plan.settle, **options)
     elif sums:
         launch(_sums_kernel, cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128})

@@ -36,6 +36,14 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it runs, and wait for that: `griddepcontrol` of sm_90."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether all of them start on a boundary of 16 bytes, as Triton asks for its wide loads."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)

@@ -1,4 +1,4 @@
-"""The natural Walsh rows that every tile keeps, `transform.tokens.row_indices`, as one small kernel."""
+"""The natural Walsh rows that a tile keeps, `transform.tokens.row_indices`, drawn inside of a kernel, and their key."""
 
 from __future__ import annotations
 
@@ -13,82 +13,71 @@ from torch import Tensor
 from .. import draws
 from ..transform.rows import order
 from ..transform.tokens import Layout
-from .launch import aligned, cdiv, launch
+from .launch import launch
 from .noise import hash_bits, mix, stream_words
-
-_BLOCK = 16  # tiles a program
 
 
 @triton.jit
-def _rows_kernel(
-    out, key, orders, tiles, total, square, line,
-    RANK: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, DRAWN_FROM: tl.constexpr, WALK: tl.constexpr,
-    STREAM: tl.constexpr, BLOCK: tl.constexpr,
+def _named(place, is_square, SQUARE: tl.constexpr, LINE: tl.constexpr):
+    """The natural row at a place of a tile's order; `packed` orders. int32."""
+    both = tl.where(is_square, tl.full((), SQUARE, tl.uint64), tl.full((), LINE, tl.uint64))
+    return ((both >> (4 * place).to(tl.uint64)) & 15).to(tl.int32)
+
+
+@triton.jit
+def kept_rows(
+    tile, k, key, tiles, square, line,
+    FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    SQUARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = t < total
-    sample, tile = t // tiles, t % tiles
-    is_square = tile < square
-    place = tl.arange(0, 16)
-    # Fixed rows: the table has the square tiles' order first, then the line tiles'.
-    natural = tl.load(orders + tl.where(is_square, 0, 16)[:, None] + place[None, :])
-    fixed = inside[:, None] & (place < FIXED)[None, :]
-    tl.store(out + t[:, None] * RANK + place[None, :], natural.to(tl.uint8), mask=fixed)
-    if SAMPLED:
-        # Number of the tile among its kind, which says its group and its steps in the group's permutation.
-        number = tl.where(is_square, sample * square + tile, sample * line + tile - square)
-        group, first = number // WALK, (number % WALK) * SAMPLED
-        k = tl.load(key).to(tl.uint64, bitcast=True)
-        own = mix(mix(k * 0, k), k * 0 + 1).to(tl.int64, bitcast=True)
-        s0, s1 = stream_words(own, STREAM)
-        l0, l1 = stream_words(k.to(tl.int64, bitcast=True), STREAM)
-        k0, k1 = tl.where(is_square, s0, l0), tl.where(is_square, s1, l1)
-        index = (group[:, None] * DRAWN_FROM + place[None, :]).to(tl.uint32)
-        mine = hash_bits(index, k0[:, None], k1[:, None]).to(tl.int32, bitcast=True)
-        # A stable argsort: the rank of entry e is how many entries come before it.
-        position = tl.zeros((BLOCK, 16), tl.int32)
-        for other in tl.static_range(DRAWN_FROM):
-            theirs = hash_bits((group * DRAWN_FROM + other).to(tl.uint32), k0, k1).to(tl.int32, bitcast=True)
-            before = (theirs[:, None] < mine) | ((theirs[:, None] == mine) & (place > other)[None, :])
-            position += before.to(tl.int32)
-        # The natural row of entry e; entry e is drawn at step (position − first) mod DRAWN_FROM when that is < SAMPLED.
-        entry = tl.load(
-            orders + tl.where(is_square, 0, 16)[:, None] + (place + FIXED)[None, :],
-            mask=(place < DRAWN_FROM)[None, :] & inside[:, None],
-            other=0,
-        )
-        start = first % DRAWN_FROM
-        step = (position - start[:, None] + DRAWN_FROM) % DRAWN_FROM
-        drawn = inside[:, None] & (place < DRAWN_FROM)[None, :] & (step < SAMPLED)
-        tl.store(out + t[:, None] * RANK + FIXED + step, entry.to(tl.uint8), mask=drawn)
+    """The natural rows that each tile keeps at its places k, int32, (TILES, PLACES); beyond its rank any of the 16.
+
+    tile: (TILES,), over all samples.  k: (PLACES,).  tiles, square, line: of a sample.  WALK: how many tiles of a kind
+    walk through one permutation.
+    """
+    sample, own = tile // tiles, tile % tiles
+    is_square = own < square
+    if SAMPLED == 0:
+        return _named(k[None, :], is_square[:, None], SQUARE, LINE)
+    DRAWN_FROM: tl.constexpr = 16 - FIXED
+    # Number of the tile among its kind, which says its group and its steps in the group's permutation.
+    number = tl.where(is_square, sample * square + own, sample * line + own - square)
+    group, start = number // WALK, number % WALK * SAMPLED % DRAWN_FROM
+    word = tl.load(key).to(tl.uint64, bitcast=True)
+    s0, s1 = stream_words(mix(mix(word * 0, word), word * 0 + 1).to(tl.int64, bitcast=True), STREAM)
+    l0, l1 = stream_words(word.to(tl.int64, bitcast=True), STREAM)
+    k0, k1 = tl.where(is_square, s0, l0), tl.where(is_square, s1, l1)
+    entry = tl.arange(0, 16)
+    index = group * DRAWN_FROM
+    mine = hash_bits((index[:, None] + entry[None, :]).to(tl.uint32), k0[:, None], k1[:, None])
+    mine = mine.to(tl.int32, bitcast=True)
+    # A stable argsort: the position of an entry is how many others come before it.
+    position = mine * 0
+    for other in tl.static_range(DRAWN_FROM):
+        theirs = hash_bits((index + other).to(tl.uint32), k0, k1).to(tl.int32, bitcast=True)
+        before = (theirs[:, None] < mine) | ((theirs[:, None] == mine) & (entry > other)[None, :])
+        position += before.to(tl.int32)
+    position = tl.where((entry < DRAWN_FROM)[None, :], position, -1)
+    wanted = (start[:, None] + k[None, :] + (DRAWN_FROM - FIXED)) % DRAWN_FROM
+    found = tl.sum(tl.where(position[:, None, :] == wanted[:, :, None], entry[None, None, :], 0), axis=2)
+    place = tl.where((k < FIXED)[None, :], k[None, :], found + FIXED)
+    return _named(place, is_square[:, None], SQUARE, LINE)
 
 
 @functools.lru_cache(maxsize=64)
-def _orders(square: str, line: str, device: torch.device) -> Tensor:
-    """The two row orders one after the other, int32, (32,)."""
-    return torch.tensor(order(16, square) + order(16, line), dtype=torch.int32, device=device)
+def packed(kind: str) -> int:
+    """`transform.rows.order` of 16 rows, four bits a row, the first lowest."""
+    return sum(row << 4 * place for place, row in enumerate(order(16, kind)))
 
 
-def kept_rows(lay: Layout, key: Tensor, out: Tensor | None = None) -> Tensor:
-    """`transform.tokens.row_indices(lay, key)` as uint8, (samples·tiles, rank), written to `out` where it is given.
-
-    key: int64 on the device, () or (1,).
-    """
-    total = lay.samples * lay.tiles
+def of_layout(lay: Layout) -> dict[str, int]:
+    """The constants of `kept_rows`."""
     rows = lay.lines
-    if out is None:
-        out = torch.empty(total, rows.rank, dtype=torch.uint8, device=key.device)
-    drawn_from = rows.tile - rows.fixed
-    walk = drawn_from // math.gcd(drawn_from, rows.sampled) if rows.sampled else 1
-    if total:
-        args = (out, key, _orders(lay.squares.kind, rows.kind, key.device), lay.tiles, total, lay.square, lay.line)
-        case = (rows, lay.squares.kind, args[3:], aligned(out), key.dim(), key.device)
-        constants = {
-            "RANK": rows.rank, "FIXED": rows.fixed, "SAMPLED": rows.sampled, "DRAWN_FROM": drawn_from, "WALK": walk,
-            "STREAM": draws.ROWS, "BLOCK": _BLOCK,
-        }  # fmt: skip
-        launch(_rows_kernel, cdiv(total, _BLOCK), case, args, constants)
-    return out
+    return {
+        "FIXED": rows.fixed, "SAMPLED": rows.sampled, "STREAM": draws.ROWS,
+        "WALK": (rows.tile - rows.fixed) // math.gcd(rows.tile - rows.fixed, rows.sampled) if rows.sampled else 1,
+        "SQUARE": packed(lay.squares.kind), "LINE": packed(rows.kind),
+    }  # fmt: skip
 
 
 @triton.jit

@@ -260,7 +260,6 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
     """
     from .compress import ROTATED, X, compress
-    from .rows import kept_rows
 
     x = _contiguous_rows(x)
     output = _outputs(method)[0]
@@ -268,10 +267,9 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     side = _new_side(lay, x.device, output)
 
     def kernel() -> Tensor:
-        kept_rows(lay, key, _rows(lay, side))
         codes = compress(
-            x, lay, _rows(lay, side), key, projected=output, hint=_hint(handle, x.device), quantities=(ROTATED, X),
-            scale_to=side[:1], tiling=_tilings(x.dtype)[0],
+            x, lay, _rows(lay, side), key, projected=output, draw=True, hint=_hint(handle, x.device),
+            quantities=(ROTATED, X), scale_to=side[:1], tiling=_tilings(x.dtype)[0],
         )[2]  # fmt: skip
         assert codes is not None
         return codes
@@ -303,7 +301,6 @@ def forward(
     x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
     """
     from .compress import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
-    from .rows import kept_rows
 
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
     fp8 = method.forward == "fp8"
@@ -313,12 +310,9 @@ def forward(
     side = _new_side(lay, x.device, output) if keeps else None
 
     def kernel() -> tuple[Tensor | None, ...]:
-        rows = None
-        if side is not None:
-            rows = _rows(lay, side)
-            kept_rows(lay, key, rows)
+        rows = None if side is None else _rows(lay, side)
         return compress(
-            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, hint=hint,
+            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps, hint=hint,
             quantities=(FORWARD, X), scale_to=None if side is None else side[:1], tiling=_tilings(x.dtype)[1],
         )  # fmt: skip
 
@@ -367,15 +361,16 @@ def _key(key: Tensor | None, device: torch.device) -> Tensor:
 
 @functools.cache
 def _tilings(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """How launches over x, over g_y (or an operand of the forward product) and over w are cut.
+    """How launches over x, over g_y (or an operand of the forward product) and over a large w are cut.
 
-    Measured on an H200 (benchmarks/tune.py).
+    Measured on an H200 (benchmarks/tune.py): a program of x's walks far, because it draws its rows first; g_y's are
+    many, so that the last of them leave few multiprocessors idle.
     """
     from .compress import Tiling
 
     if dtype == torch.float32:
-        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 2, 3)
-    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), Tiling(2, 128, 4, 2, 3)
+        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3)
+    return Tiling(4, 128, 4, 28, 3), Tiling(8, 64, 4, 4, 3, 8), Tiling(2, 128, 4, 8, 3)
 
 
 def grad_codes(
