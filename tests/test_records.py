@@ -155,7 +155,7 @@ def test_a_note_stands_below_its_run_and_in_the_target(records: ModuleType, tmp_
     )
     assert records.steps(tmp_path).endswith("\n\nNote: `hotrain`: every layer was left exact.")
     cells = targets_of(records, tmp_path)[f"step, {subject}", "compiled bf16"]
-    assert cells[2:] == ["1.004 (hotrain; every layer was left exact)", "missed"]
+    assert cells[2:] == ["1.004 (hotrain; every layer was left exact)", "missed", "0123456789"]
 
 
 def test_kernels_are_printed_with_what_they_reach(records: ModuleType, tmp_path: Path) -> None:
@@ -209,24 +209,36 @@ def test_targets_are_met_by_the_latest_run_that_measured_them(records: ModuleTyp
         bench("step", llama, "torchao-float8-tensorwise", 50.0),
         bench("step", llama, "hotrain-fp8fwd", 45.0),
     )
+    write(
+        tmp_path / "step_without_compiler.jsonl",  # eager mode is not what the goals are of, nor is it faster
+        bench("step", vit, "exact+compile", 100.0, run_id="eager"),
+        bench("step", vit, "hotrain-default-eager", 50.0, run_id="eager"),
+    )
     shares = {"x": 0.93, "y": 0.86}
     common = {"tb_s": 1.0, "tflop_s": 0.0, "operations": 0, "ceiling": "copy"}
     write(
         tmp_path / "z_ops.jsonl", *(bench("ops", f"{n}/keep", "hot", 1.0, share=s, **common) for n, s in shares.items())
     )
     rows = targets_of(records, tmp_path)
-    assert rows[layers, "bf16 cuBLAS, both products"] == ["≥ 1.50×", "≥ 1.80×", "1.70× (hot)", "met"]
+    assert rows[layers, "bf16 cuBLAS, both products"] == ["≥ 1.50×", "≥ 1.80×", "1.70× (hot)", "met", "0123456789"]
     assert rows[layers, "TF32"][2] == "not recorded yet"
-    assert rows["x kernel", "copy bandwidth"] == ["≥ 85%", "≥ 92%", "86% (hot, slowest layer)", "met"]
+    assert rows["x kernel", "copy bandwidth"] == ["≥ 85%", "≥ 92%", "86% (hot, slowest layer)", "met", "0123456789"]
     assert rows[f"step, {vit}", "compiled bf16"] == [
         "≤ 0.92",
         "≤ 0.80",
         "0.93 (hotrain; exact as CUDA graphs: 0.98)",
         "missed",
+        "0123456789",
     ]
-    assert rows[f"step, {llama}", "compiled bf16"] == ["≤ 0.72", "≤ 0.65", "0.64 (hotrain)", "met, stretch too"]
+    assert rows[f"step, {llama}", "compiled bf16"] == [
+        "≤ 0.72",
+        "≤ 0.65",
+        "0.64 (hotrain)",
+        "met, stretch too",
+        "0123456789",
+    ]
     fp8 = rows[f"step, {llama}, forward in fp8", "torchao float8 tensorwise, compiled"]
-    assert fp8 == ["≤ 0.92", "≤ 0.85", "0.90 (hotrain-fp8fwd)", "met"]
+    assert fp8 == ["≤ 0.92", "≤ 0.85", "0.90 (hotrain-fp8fwd)", "met", "0123456789"]
 
 
 def memory_targets_of(records: ModuleType, folder: Path) -> dict[tuple[str, str], list[str]]:
@@ -238,7 +250,7 @@ def memory_targets_of(records: ModuleType, folder: Path) -> dict[tuple[str, str]
 def test_memory_targets_without_records_are_open(records: ModuleType, tmp_path: Path) -> None:
     rows = memory_targets_of(records, tmp_path)
     assert len(rows) == 13
-    assert {tuple(cells[2:]) for cells in rows.values()} == {("", "", "not recorded yet", "", "", "")}
+    assert {tuple(cells[2:]) for cells in rows.values()} == {("", "", "not recorded yet", "", "", "", "")}
 
 
 def test_memory_and_time_are_those_of_one_variant_in_one_run(records: ModuleType, tmp_path: Path) -> None:
@@ -260,7 +272,7 @@ def test_memory_and_time_are_those_of_one_variant_in_one_run(records: ModuleType
         bench("step", llama, "hotrain-memory", 10.0, run_id="two", peak_bytes=gib, above_bytes=gib),
     )
     rows = memory_targets_of(records, tmp_path)
-    shown = ["9.00 GiB", "3.50 GiB", "3.50 GiB", "met", "3.00 GiB", "–"]
+    shown = ["9.00 GiB", "3.50 GiB", "3.50 GiB", "met", "3.00 GiB", "–", "0123456789"]
     assert rows[vit, "peak"] == ["≤ 3.90 GiB", "≤ 3.00 GiB", *shown]
     assert rows[vit, "activations"][1:6] == ["", "8.00 GiB", "2.25 GiB", "2.25 GiB", "missed"]
     assert rows[vit, "step time"][:6] == ["≤ 1.00 ×", "≤ 0.92 ×", "41.00 ms", "41.00 ms", "1.00 ×", "met"]

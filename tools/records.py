@@ -89,7 +89,7 @@ def _ratio(row: dict[str, Any], control: dict[str, Any], field: str) -> str:
 def _conditions(row: dict[str, Any]) -> str:
     torch = row.get("torch") or row.get("versions", {}).get("torch", "?")
     threads = f", {row['threads']} threads" if row.get("threads") else ""
-    return f"{row['device']}{threads}, PyTorch {torch}, commit {str(row['commit'])[:10]}: `{row['command'].strip()}`"
+    return f"{row['device']}{threads}, PyTorch {torch}, commit {_commit(row)}: `{row['command'].strip()}`"
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
@@ -104,6 +104,10 @@ def _notes(rows: list[dict[str, Any]]) -> str:
         names = "" if set(variants) == everything else ", ".join(f"`{name}`" for name in dict.fromkeys(variants)) + ": "
         lines.append(f"\n\nNote: {names}{note}.")
     return "".join(lines)
+
+
+def _commit(row: dict[str, Any]) -> str:
+    return str(row["commit"])[:10]
 
 
 def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -303,15 +307,14 @@ class Target:
     measure: Callable[[list[dict[str, Any]]], tuple[float, str] | None]
 
     def cells(self, runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-        """The latest run that measured it."""
-        reached = None
-        for rows in runs.values():
-            reached = self.measure(rows) or reached
+        """The latest run that measured it, and its commit."""
         cells = [self.work, self.baseline, *self.goal.asked()]
-        if reached is None:
-            return [*cells, NOT_YET, ""]
-        value, who = reached
-        return [*cells, f"{self.goal.text(value)} ({who})", self.goal.verdict(value)]
+        for rows in reversed(runs.values()):
+            reached = self.measure(rows)
+            if reached is not None:
+                value, who = reached
+                return [*cells, f"{self.goal.text(value)} ({who})", self.goal.verdict(value), _commit(rows[0])]
+        return [*cells, NOT_YET, "", ""]
 
 
 NOT_YET = "not recorded yet"
@@ -352,8 +355,8 @@ def _kernel_target(ending: str) -> Callable[[list[dict[str, Any]]], tuple[float,
 
 
 def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
-    """Step time of the fastest hotrain variant over the baseline's; the note that its records carry, and exact's ratio
-    as CUDA graphs, which most of hotrain's variants run as.
+    """Step time of the fastest compiled hotrain variant over the baseline's; the note that its records carry, and
+    exact's ratio as CUDA graphs, which most of hotrain's variants run as.
 
     kind: ``exact`` or ``fp8``, of its forward.
     """
@@ -364,8 +367,8 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
         beside = [] if graphs is None or base is None else [f"exact as CUDA graphs: {graphs / base:.2f}"]
         ratios = []
         for variant in dict.fromkeys(row["variant"] for row in rows):
-            same_optimizer = not variant.endswith(EIGHT_BIT)
-            if variant.startswith("hotrain") and same_optimizer and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
+            alike = not variant.endswith((EIGHT_BIT, EAGER))  # the optimizer and the compiler of the baseline
+            if variant.startswith("hotrain") and alike and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
                 mine = _step_mean(rows, subject, variant)
                 if mine is not None and base is not None:
                     notes = dict.fromkeys(row["note"] for row in rows if row["variant"] == variant and row.get("note"))
@@ -413,11 +416,12 @@ def targets(folder: Path = RESULTS) -> str:
     """What was asked for, what the latest run that measured it reached, and whether that is enough."""
     runs = {kind: _by_run(_of_bench(kind, folder)) for kind in ("layers", "step", "ops")}
     rows = [target.cells(runs[target.bench]) for target in TARGETS]
-    return _markdown(["work", "baseline", "goal", "stretch", "reached", ""], rows)
+    return _markdown(["work", "baseline", "goal", "stretch", "reached", "", "commit"], rows)
 
 
 CHECKPOINT = "+checkpoint"
 EIGHT_BIT = "+adamw8bit"
+EAGER = "-eager"
 SMALLER = "hotrain-memory"
 
 
@@ -452,8 +456,9 @@ class MemoryTarget:
                     goal.text(value),
                     goal.verdict(value),
                     *shown[2:],
+                    _commit(rows[0]),
                 ]
-        return [self.subject, self.what, *goal.asked(), "", "", NOT_YET, "", "", ""]
+        return [self.subject, self.what, *goal.asked(), "", "", NOT_YET, "", "", "", ""]
 
 
 MEMORY_VARIANTS = (STEP_BASELINE, SMALLER, STEP_BASELINE + CHECKPOINT, SMALLER + CHECKPOINT)
@@ -483,7 +488,7 @@ def memory_targets(folder: Path = RESULTS) -> str:
     """The whole model's memory: what was asked for, and what `SMALLER` reached in the latest run that measured it."""
     runs = _by_run(_of_bench("step", folder))
     headers = ["model", "what", "goal", "stretch", f"`{STEP_BASELINE}`", f"`{SMALLER}`", "reached", ""]
-    headers += [f"`{variant}`" for variant in MEMORY_VARIANTS[2:]]
+    headers += [*(f"`{variant}`" for variant in MEMORY_VARIANTS[2:]), "commit"]
     return _markdown(headers, [target.cells(runs) for target in MEMORY_TARGETS])
 
 
