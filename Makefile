@@ -47,8 +47,11 @@ format: $(STAMP)  ## rewrite the layout of the code
 test: $(STAMP)  ## every test that needs no GPU (at most 10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu"
 
-test-gpu:  ## the tests that need a CUDA device, in the environment that has its PyTorch
-	$(GPU_PY) -m pytest -m gpu
+# Compiling kernels takes most of the time: where pytest-xdist is installed, eight processes share the work and the GPU.
+WITH_XDIST = $(shell $(GPU_PY) -c 'import importlib.util as u; print("-p no:benchmark -n 8 --dist worksteal" if u.find_spec("xdist") else "")')
+
+test-gpu:  ## the tests that need a CUDA device, in the environment that has its PyTorch (a quarter of an hour)
+	$(GPU_PY) -m pytest -m gpu $(WITH_XDIST)
 
 demo: $(STAMP)  ## train two small models seven ways on real digits; writes runs/demo/report.html (at most 5 minutes)
 	$(PY) -m hotrain.cli.main demo

@@ -17,6 +17,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test-gpu` without a device is told so once, not by a hundred tests."""
+    if config.getoption("markexpr") == "gpu" and not torch.cuda.is_available():
+        pytest.exit("-m gpu needs a CUDA device that PyTorch finds; `make test` runs what needs none", returncode=2)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
