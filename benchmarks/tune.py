@@ -2,21 +2,26 @@
 
     python benchmarks/tune.py --out tune.jsonl
 
-Compiles first, in parallel processes that fill Triton's cache, then times each variant by CUDA graphs on random data.
+Compiles first, in parallel processes that fill Triton's cache, then times each variant by CUDA graphs that go through
+several random inputs, together larger than the cache: one that waits there makes a small kernel look a third faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hotrain.kernels import compress as C
 from hotrain.kernels import product as P
@@ -33,6 +38,8 @@ LAYERS = {  # tokens, grid, outputs, inputs
     "llama.down": ((4, 2048), 4096, 14336),
 }
 FP8 = C.Output(C.E4M3, 448.0)
+DEVICE = torch.device("cuda")
+SETS = 128 << 20  # bytes of the inputs of one variant: more than twice an H200's cache
 
 
 def of(name: str) -> Layout:
@@ -40,15 +47,26 @@ def of(name: str) -> Layout:
     return layout(lead, 16, 8, 4, "auto", Grid(14, 14, 1) if lead[1] == 197 else None, True)
 
 
-def graphed(run: Callable[..., object], repeats: int = 20) -> float:
-    """Median µs of one call, by replays of a graph of several calls."""
-    run()
+@dataclass
+class Variant:
+    """work: bytes or operations of a call.  inputs: `call` is timed on each in turn: none may wait in the cache."""
+
+    subject: str
+    name: str
+    work: float
+    call: Callable[[Tensor], object]
+    inputs: list[Tensor] = field(default_factory=lambda: [torch.empty(0)])
+
+
+def graphed(variant: Variant, repeats: int = 25) -> float:
+    """Median µs of one call, by replays of a graph that goes through the inputs."""
+    for t in variant.inputs:
+        variant.call(t)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    inner = 4
+    each = variant.inputs * (4 if len(variant.inputs) == 1 else 1)
     with torch.cuda.graph(graph):
-        for _ in range(inner):
-            run()
+        made = [variant.call(t) for t in each]
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -57,222 +75,192 @@ def graphed(run: Callable[..., object], repeats: int = 20) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / inner)
+        times.append(start.elapsed_time(end) * 1e3 / len(made))
     return sorted(times)[len(times) // 2]
 
 
-def tilings() -> list[C.Tiling]:
-    # Capped at 128 registers the large tiles spill nothing and twice as many programs fit beside each other.
-    capped = [(8, 64, 4, 128), (4, 128, 4, 128), (4, 128, 4, 96), (8, 128, 8, 128), (4, 64, 4, 96)]
-    shapes = [(8, 64, 4, None), (4, 128, 4, None), *capped]
-    return [
-        C.Tiling(*shape[:3], loop, stages, registers=shape[3])
-        for shape in shapes
-        for loop, stages in ((6, 2), (12, 2), (12, 3), (12, 4))
-    ]
+def sets(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """Random matrices, together more than twice the cache."""
+    count = min(24, max(2, -(-SETS // (rows * columns * dtype.itemsize))))
+    return [torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(count)]
 
 
 def label(kind: str, t: C.Tiling) -> str:
-    return f"{kind} {t.tiles}x{t.channels}w{t.warps} loop={t.loop} stages={t.stages} registers={t.registers}"
+    cut = f"{kind} {t.tiles}x{t.channels}w{t.warps} loop={t.loop} stages={t.stages} group={t.group}"
+    return cut if t.registers is None else f"{cut} registers={t.registers}"
 
 
-def variants(which: str) -> list[tuple[str, str, Callable[..., object], float]]:
-    """(subject, variant, call, bytes or operations)."""
-    found: list[tuple[str, str, Callable[..., object], float]] = []
-    key, one = torch.tensor(12345, device="cuda"), torch.ones((), device="cuda")
-    bf, loop6 = torch.bfloat16, C.Tiling(loop=6)
+G, X, W = C.Tiling(8, 64, 4, 4, 3, 8), C.Tiling(4, 128, 4, 28, 3), C.Tiling(2, 128, 4, 8, 3)  # those in use, in fp8
+G_TILINGS = [
+    *(replace(G, loop=loop, stages=stages) for loop in (1, 2, 3, 4, 6, 12) for stages in (3, 4)),
+    *(replace(G, group=group) for group in (2, 4, 16, 32)),
+    *(replace(G, registers=registers) for registers in (96, 128)),
+    *(C.Tiling(*shape, loop, 3) for shape in ((4, 128, 4), (4, 64, 4), (8, 128, 8), (8, 32, 4)) for loop in (2, 4)),
+]
+X_TILINGS = [
+    *(replace(X, loop=loop, stages=stages) for loop in (3, 6, 14, 28) for stages in (3, 4)),
+    *(C.Tiling(*shape, 28, 3) for shape in ((8, 64, 4), (4, 64, 2), (2, 128, 4))),
+]
+W_TILINGS = [*(replace(W, loop=loop) for loop in (1, 2, 4, 8)), C.Tiling(1, 128, 4, 8, 3), C.Tiling(4, 64, 4, 8, 3)]
 
-    def add(subject: str, variant: str, call: Callable[..., object], work: float) -> None:
-        found.append((subject, variant, call, work))
 
-    if which in ("ceilings", "all"):
-        a, b = (torch.randn(1 << 29, device="cuda", dtype=bf) for _ in range(2))
-        add("ceiling", "copy", lambda: torch.neg(b, out=a), 4.0 * 2**29)
-        x, y = (torch.randn(8192, 8192, device="cuda", dtype=bf) for _ in range(2))
-        add("ceiling", "bf16", lambda: x @ y.t(), 2 * 8192.0**3)
-        xq, yq = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
-        add("ceiling", "fp8", lambda: P.fp8_product(xq, yq, one, one, bf), 2 * 8192.0**3)
-        xi, yi = (torch.randint(-127, 128, (8192, 8192), device="cuda", dtype=torch.int8) for _ in range(2))
-        for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 8, 4)):
-            add(
-                "ceiling",
-                f"int8 {blocks}",
-                lambda blocks=blocks: P.int8_product(xi, yi, one, one, bf, blocks),
-                2 * 8192.0**3,
-            )
-    for name, (lead, outputs, inputs) in LAYERS.items():
-        tokens = lead[0] * lead[1]
-        lay = of(name)
-        rows = kept_rows(lay, key)
-        if which in ("g", "all") and name in ("vitb.proj", "vitb.fc1"):
-            g = torch.randn(tokens, outputs, device="cuda").to(bf)
-            hint = C.Hints(g.device)
-            for tiling in tilings():
-                add(
-                    name,
-                    label("g", tiling),
-                    lambda t=tiling, g=g, r=rows, lay=lay, h=hint: C.compress(
-                        g, lay, r, key, FP8, FP8, sums=True, rotate=False, hint=h, tiling=t
-                    ),
-                    3.5 * g.numel(),
+def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
+    """The kernels that make codes: of g_y, of x and of w, one layer's."""
+    lead, outputs, inputs = LAYERS[name]
+    tokens, lay = lead[0] * lead[1], of(name)
+    rows, bf = kept_rows(lay, key), torch.bfloat16
+    nothing = C.NOTHING
+
+    def variant(
+        kind: str, t: list[Tensor], share: float, tiling: C.Tiling, *outputs: C.Output, **options: Any
+    ) -> Variant:
+        hint = C.Hints(DEVICE)
+
+        def call(t: Tensor) -> object:
+            return C.compress(t, lay, rows, key, *outputs, hint=hint, tiling=tiling, **options)
+
+        return Variant(name, label(kind, tiling), share * t[0].numel(), call, t)
+
+    if which in ("g", "all"):
+        g = sets(tokens, outputs, bf)
+        for tiling in G_TILINGS:
+            yield variant("g", g, 3.5, tiling, FP8, FP8, rotate=False)
+        for loop in (4, 12):
+            tiling = replace(G, loop=loop)
+            yield variant("g with sums", g, 3.5, tiling, FP8, FP8, rotate=False, sums=True)
+            yield variant("g rotated", g, 3.5, tiling, FP8, FP8)
+            yield variant("g cast only", g, 3.0, tiling, FP8, nothing, rotate=False)
+            int4, int8 = C.Output(C.INT, 7.0, True, 2, True), C.Output(C.INT, 127.0, False, 2, True)
+            yield variant("g int4 a token and int8, stochastic", g, 3.5, tiling, int4, C.Output(C.INT, 127.0, True, 3))
+            yield variant("g int8 a token and int8, nearest", g, 3.5, tiling, int8, C.Output(C.INT, 127.0, False, 3))
+    if which in ("x", "all"):
+        x = sets(tokens, inputs, bf)
+        for tiling in X_TILINGS:
+            yield variant("x", x, 2.5, tiling, nothing, FP8, draw=True)
+        yield variant("x of given rows", x, 2.5, X, nothing, FP8)
+        yield variant("x int8", x, 2.5, replace(X, loop=6), nothing, C.Output(C.INT, 127.0), draw=True)
+    if which in ("w", "all"):
+        for dtype in (bf, torch.float32):
+            w = sets(outputs, inputs, dtype)
+            for tiling in W_TILINGS:
+                hint = C.Hints(DEVICE)
+
+                def call(w: Tensor, tiling: C.Tiling = tiling, hint: C.Hints = hint) -> object:
+                    return C.compress_weight(w, key, FP8, hint, False, tiling)
+
+                yield Variant(
+                    name, label(f"w {str(dtype)[6:]}", tiling), w[0].numel() * (dtype.itemsize + 1.0), call, w
                 )
-        if which in ("x2", "all") and name in ("vitb.fc1", "vitb.fc2"):
-            x = torch.randn(tokens, inputs, device="cuda").to(bf)
-            hint = C.Hints(x.device)
-            for tiling in tilings():
-                add(
-                    name,
-                    label("x", tiling),
-                    lambda t=tiling, x=x, r=rows, lay=lay, h=hint: C.compress(
-                        x, lay, r, key, C.NOTHING, FP8, hint=h, tiling=t
-                    ),
-                    2.5 * x.numel(),
-                )
-        if which in ("g", "all") and name == "vitb.fc1":
-            g = torch.randn(tokens, outputs, device="cuda").to(bf)
-            hint = C.Hints(g.device)
+
+
+def ceilings(one: Tensor) -> list[Variant]:
+    """What a copy and large products reach."""
+    bf = torch.bfloat16
+    found: list[Variant] = []
+
+    def add(variant: str, call: Callable[..., object], work: float) -> None:
+        found.append(Variant("ceiling", variant, work, call))
+
+    a, b = (torch.randn(1 << 29, device=DEVICE, dtype=bf) for _ in range(2))
+    add("copy", lambda _: torch.neg(b, out=a), 4.0 * 2**29)
+    x, y = (torch.randn(8192, 8192, device=DEVICE, dtype=bf) for _ in range(2))
+    add("bf16", lambda _: x @ y.t(), 2 * 8192.0**3)
+    xq, yq = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
+    add("fp8", lambda _: P.fp8_product(xq, yq, one, one, bf), 2 * 8192.0**3)
+    xi, yi = (torch.randint(-127, 128, (8192, 8192), device=DEVICE, dtype=torch.int8) for _ in range(2))
+    for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 8, 4)):
+        add(
+            f"int8 {blocks}",
+            lambda _, blocks=blocks: P.int8_product(xi, yi, one, one, bf, blocks),
+            2 * 8192.0**3,
+        )
+    return found
+
+
+def products_of(name: str, one: Tensor, bf: torch.dtype) -> list[Variant]:
+    """One layer's products, each of one set of operands."""
+    lead, outputs, inputs = LAYERS[name]
+    tokens, lay = lead[0] * lead[1], of(name)
+    found: list[Variant] = []
+
+    def add(variant: str, call: Callable[..., object], work: float) -> None:
+        found.append(Variant(name, variant, work, call))
+
+    r16 = C.padded(lay.rows)
+    e4 = torch.float8_e4m3fn
+    gx_a, gx_b = (
+        torch.randn(tokens, outputs, device=DEVICE).to(e4),
+        torch.randn(inputs, outputs, device=DEVICE).to(e4),
+    )
+    gw_a, gw_b = torch.randn(outputs, r16, device=DEVICE).to(e4), torch.randn(inputs, r16, device=DEVICE).to(e4)
+    gb, xb, wb = (
+        torch.randn(tokens, outputs, device=DEVICE).to(bf),
+        torch.randn(tokens, inputs, device=DEVICE).to(bf),
+        torch.randn(outputs, inputs, device=DEVICE).to(bf),
+    )
+    ox, ow = 2.0 * tokens * outputs * inputs, 2.0 * r16 * outputs * inputs
+    add("mm gx bf16", lambda _, a=gb, b=wb: a @ b, ox)
+    add("mm gw bf16", lambda _, a=gb, b=xb: a.t() @ b, ox)
+    for fast in (False, True):
+        add(
+            f"mm gx fp8 tensor fast={fast}",
+            lambda _, a=gx_a, b=gx_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
+            ox,
+        )
+        add(
+            f"mm gw fp8 tensor fast={fast}",
+            lambda _, a=gw_a, b=gw_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
+            ow,
+        )
+    sa, sb = torch.ones(tokens, 1, device=DEVICE), torch.ones(1, inputs, device=DEVICE)
+    add(
+        "mm gx fp8 rowwise",
+        lambda _, a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=False),
+        ox,
+    )
+    add(
+        "mm gx fp8 rowwise fast",
+        lambda _, a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=True),
+        ox,
+    )
+    add(
+        "mm gw fp8 float32 out",
+        lambda _, a=gw_a, b=gw_b: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False),
+        ow,
+    )
+    for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 4, 3)):
+        for split in (1, None) if name.startswith("vitb") else (None,):
+            size = f"{blocks.m}x{blocks.n}x{blocks.k}w{blocks.warps}s{blocks.stages}"
             add(
-                name,
-                "g rotated",
-                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
-                    g, lay, r, key, FP8, FP8, sums=True, hint=h, tiling=loop6
-                ),
-                3.5 * g.numel(),
-            )
-            add(
-                name,
-                "g no sums",
-                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
-                    g, lay, r, key, FP8, FP8, rotate=False, hint=h, tiling=loop6
-                ),
-                3.5 * g.numel(),
-            )
-            add(
-                name,
-                "g cast only",
-                lambda g=g, r=rows, lay=lay, h=hint: C.compress(
-                    g, lay, r, key, FP8, C.NOTHING, rotate=False, hint=h, tiling=loop6
-                ),
-                3.0 * g.numel(),
-            )
-            add(
-                name,
-                "g int8 token + int8, nearest",
-                lambda g=g, r=rows, lay=lay: C.compress(
-                    g,
-                    lay,
-                    r,
-                    key,
-                    C.Output(C.INT, 127.0, False, 2, True),
-                    C.Output(C.INT, 127.0, False, 3),
-                    tiling=loop6,
-                ),
-                3.5 * g.numel(),
-            )
-            add(
-                name,
-                "g int4 token + int8, stochastic",
-                lambda g=g, r=rows, lay=lay: C.compress(
-                    g, lay, r, key, C.Output(C.INT, 7.0, True, 2, True), C.Output(C.INT, 127.0, True, 3), tiling=loop6
-                ),
-                3.5 * g.numel(),
-            )
-        if which in ("w", "all") and name in ("vitb.fc1", "vitb.fc2", "llama.up"):
-            for dtype in (torch.float32, bf) if name.startswith("vitb") else (bf,):
-                w = torch.randn(outputs, inputs, device="cuda").to(dtype)
-                hint = C.Hints(w.device)
-                for tiling in (
-                    C.Tiling(1, 128, 4, 2),
-                    C.Tiling(2, 128, 4, 2),
-                    C.Tiling(2, 128, 4, 1, 1),
-                    C.Tiling(4, 128, 4, 1, 1),
-                    C.Tiling(2, 256, 4, 1, 1),
-                ):
-                    add(
-                        name,
-                        label(f"w {str(dtype)[6:]}", tiling),
-                        lambda t=tiling, w=w, h=hint: C.compress_weight(w, key, FP8, h, False, t),
-                        w.numel() * (w.itemsize + 1.0),
-                    )
-        if which in ("mm", "all"):
-            r16 = C.padded(lay.rows)
-            e4 = torch.float8_e4m3fn
-            gx_a, gx_b = (
-                torch.randn(tokens, outputs, device="cuda").to(e4),
-                torch.randn(inputs, outputs, device="cuda").to(e4),
-            )
-            gw_a, gw_b = torch.randn(outputs, r16, device="cuda").to(e4), torch.randn(inputs, r16, device="cuda").to(e4)
-            gb, xb, wb = (
-                torch.randn(tokens, outputs, device="cuda").to(bf),
-                torch.randn(tokens, inputs, device="cuda").to(bf),
-                torch.randn(outputs, inputs, device="cuda").to(bf),
-            )
-            ox, ow = 2.0 * tokens * outputs * inputs, 2.0 * r16 * outputs * inputs
-            add(name, "mm gx bf16", lambda a=gb, b=wb: a @ b, ox)
-            add(name, "mm gw bf16", lambda a=gb, b=xb: a.t() @ b, ox)
-            for fast in (False, True):
-                add(
-                    name,
-                    f"mm gx fp8 tensor fast={fast}",
-                    lambda a=gx_a, b=gx_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
-                    ox,
-                )
-                add(
-                    name,
-                    f"mm gw fp8 tensor fast={fast}",
-                    lambda a=gw_a, b=gw_b, f=fast: torch._scaled_mm(a, b.t(), one, one, out_dtype=bf, use_fast_accum=f),
-                    ow,
-                )
-            sa, sb = torch.ones(tokens, 1, device="cuda"), torch.ones(1, inputs, device="cuda")
-            add(
-                name,
-                "mm gx fp8 rowwise",
-                lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(
-                    a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=False
-                ),
-                ox,
-            )
-            add(
-                name,
-                "mm gx fp8 rowwise fast",
-                lambda a=gx_a, b=gx_b, sa=sa, sb=sb: torch._scaled_mm(
-                    a, b.t(), sa, sb, out_dtype=bf, use_fast_accum=True
-                ),
-                ox,
-            )
-            add(
-                name,
-                "mm gw fp8 float32 out",
-                lambda a=gw_a, b=gw_b: torch._scaled_mm(
-                    a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=False
-                ),
+                f"mm gw triton fp8 {size} split={split}",
+                lambda _, a=gw_a, b=gw_b, bl=blocks, s=split: P.int8_product(a, b, one, one, bf, bl, s),
                 ow,
             )
-            for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3), P.Blocks(128, 128, 128, 4, 3)):
-                for split in (1, None) if name.startswith("vitb") else (None,):
-                    size = f"{blocks.m}x{blocks.n}x{blocks.k}w{blocks.warps}s{blocks.stages}"
-                    add(
-                        name,
-                        f"mm gw triton fp8 {size} split={split}",
-                        lambda a=gw_a, b=gw_b, bl=blocks, s=split: P.int8_product(a, b, one, one, bf, bl, s),
-                        ow,
-                    )
-            codes = [torch.randint(-7, 8, t.shape, device="cuda", dtype=torch.int8) for t in (gx_a, gx_b, gw_a, gw_b)]
-            st = torch.ones(tokens, device="cuda")
-            for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3)):
-                add(
-                    name,
-                    f"mm gx int8 {blocks.m}x{blocks.n}x{blocks.k}",
-                    lambda a=codes[0], b=codes[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl),
-                    ox,
-                )
-                add(
-                    name,
-                    f"mm gw int8 {blocks.m}x{blocks.n}x{blocks.k}",
-                    lambda a=codes[2], b=codes[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl),
-                    ow,
-                )
+    codes = [torch.randint(-7, 8, t.shape, device=DEVICE, dtype=torch.int8) for t in (gx_a, gx_b, gw_a, gw_b)]
+    st = torch.ones(tokens, device=DEVICE)
+    for blocks in (P.Blocks(), P.Blocks(128, 256, 128, 8, 3)):
+        add(
+            f"mm gx int8 {blocks.m}x{blocks.n}x{blocks.k}",
+            lambda _, a=codes[0], b=codes[1], bl=blocks, st=st: P.int8_product(a, b, st, one, bf, bl),
+            ox,
+        )
+        add(
+            f"mm gw int8 {blocks.m}x{blocks.n}x{blocks.k}",
+            lambda _, a=codes[2], b=codes[3], bl=blocks: P.int8_product(a, b, one, one, bf, bl),
+            ow,
+        )
     return found
+
+
+def variants(which: str) -> Iterator[Variant]:
+    """All of a part: ceilings, g, x, w, mm (products) or all. Inputs live as long as their variants are asked for."""
+    key, one, bf = torch.tensor(12345, device=DEVICE), torch.ones((), device=DEVICE), torch.bfloat16
+    if which in ("ceilings", "all"):
+        yield from ceilings(one)
+    for name in LAYERS:
+        yield from codes_of(which, name, key)
+        if which in ("mm", "all"):
+            yield from products_of(name, one, bf)
 
 
 def accumulation() -> list[dict[str, object]]:
@@ -296,19 +284,20 @@ def breakdown() -> None:
     """Each kernel's own time within one call, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    calls = [
-        v for v in variants("g") + variants("x") if v[1] in (label("g", C.Tiling(loop=6)), label("x", C.Tiling(loop=6)))
-    ]
-    for subject, variant, call, _ in calls:
-        call()
+    for variant in (v for part in "gx" for v in variants(part) if v.name in (label("g", G), label("x", X))):
+        variant.call(variant.inputs[0])
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-            for _ in range(5):
-                call()
+            for t in variant.inputs:
+                variant.call(t)
             torch.cuda.synchronize()
         for event in found.key_averages():
             if event.self_device_time_total > 0:
                 print(
-                    subject, variant, event.key[:60], f"{event.self_device_time_total / event.count:.1f} µs", flush=True
+                    variant.subject,
+                    variant.name,
+                    event.key[:60],
+                    f"{event.self_device_time_total / event.count:.1f} µs",
+                    flush=True,
                 )
 
 
@@ -321,10 +310,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.warm:
         i, n = map(int, args.warm.split("/"))
-        for _, variant, call, _ in [v for part in args.which.split(",") for v in variants(part)][i::n]:
-            if variant.startswith(("g ", "x ", "w ", "rows")) or "triton" in variant or "int8" in variant:
+        for variant in itertools.islice((v for part in args.which.split(",") for v in variants(part)), i, None, n):
+            if variant.name.startswith(("g ", "x ", "w ")) or "triton" in variant.name or "int8" in variant.name:
                 try:
-                    call()
+                    variant.call(variant.inputs[0])
                 except Exception:
                     continue  # the timing run, which calls it again, prints why
         return
@@ -337,14 +326,15 @@ def main() -> None:
         worker.wait()
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     rows = accumulation() if "all" in args.which or "mm" in args.which else []
-    for subject, variant, call, work in (v for part in args.which.split(",") for v in variants(part)):
+    for variant in (v for part in args.which.split(",") for v in variants(part)):
+        subject, name = variant.subject, variant.name
         try:
-            us = graphed(call)
+            us = graphed(variant)
         except Exception as error:
-            print(subject, variant, type(error).__name__, str(error).splitlines()[0][:150], flush=True)
+            print(subject, name, type(error).__name__, str(error).splitlines()[0][:150], flush=True)
             continue
-        rows.append({"subject": subject, "variant": variant, "us": us, "per_s": work / us * 1e6})
-        print(f"{subject:11} {variant:48} {us:8.1f} µs  {work / us / 1e6:8.2f} T/s", flush=True)
+        rows.append({"subject": subject, "variant": name, "us": us, "per_s": variant.work / us * 1e6})
+        print(f"{subject:11} {name:56} {us:8.1f} µs  {variant.work / us / 1e6:8.2f} T/s", flush=True)
     if "g" in args.which:
         breakdown()
     if args.out:
