@@ -67,6 +67,24 @@ def test_drawn_rows_are_those_of_the_layout(lead, grid, rank, sampled, tiling, d
         assert torch.equal(drawn, C.compress(t, lay, want, word, projected=output, tiling=tiling)[2])
 
 
+@pytest.mark.parametrize("projected", [C.INT, C.E4M3], ids=["int8", "e4m3"])
+@pytest.mark.parametrize("rotated", [C.NONE, C.INT, C.E4M3], ids=["alone", "int8", "e4m3"])
+@pytest.mark.usefixtures("poison")
+def test_rows_are_drawn_in_whichever_pass_is_first(rotated, projected, device):
+    """One pass in fp8, two for integers, of which the first may be of the other output alone (`forward="int8"`)."""
+    lay = layout_of((2, 50), None, 8, 4)
+    t, key = torch.randn(100, 48, device=device), key_on(device)
+    want = kept_rows(lay, key)
+    rows = torch.full_like(want, 255)
+    limits = {C.NONE: 0.0, C.INT: 127.0, C.E4M3: 448.0}
+    outputs = C.Output(rotated, limits[rotated], each=rotated == C.INT), C.Output(projected, limits[projected])
+    drawn = C.compress(t, lay, rows, key, *outputs, draw=True, hint=C.Hints(device))
+    given = C.compress(t, lay, want, key, *outputs, hint=C.Hints(device))
+    assert torch.equal(rows, want)
+    for a, b in zip(drawn, given, strict=True):
+        assert (a is None and b is None) or torch.equal(a.float(), b.float())
+
+
 @pytest.mark.parametrize("each", [True, False], ids=["token", "tensor"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

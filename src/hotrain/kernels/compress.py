@@ -48,7 +48,6 @@ _BINS = tl.constexpr(BINS)
 _HEADROOM = tl.constexpr(2)  # binades above the guess: a gradient may grow fourfold without a second writing
 _SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written anew
 _DERIVED = tl.constexpr(3)
-_FILLING = 5  # halves of a program for each multiprocessor: at least so many, if the matrix has them
 
 
 @triton.jit
@@ -200,7 +199,7 @@ def _block(
         j = tl.arange(0, ROWS)
         k = j % RANKP
         p, real = _walsh_rows(
-            b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, WRITE and first == 0,
+            b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, first == 0,
             ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE,
         )  # fmt: skip
         p = p.to(DTYPE)
@@ -482,7 +481,8 @@ class Tiling:
 
     tiles, channels: of one block.  warps: a program.  loop: how many blocks along the channels a program walks through
     at most, with that many stages of loads in flight.  group: blocks of tokens that run side by side.  registers: at
-    most, a thread (None: as many as the compiler likes); fewer let more programs run beside each other.
+    most, a thread (None: as many as the compiler likes); fewer let more programs run beside each other.  programs: at
+    least so many for each multiprocessor, if the matrix has them; walks are shorter where it takes that.
     """
 
     tiles: int = 4
@@ -492,6 +492,7 @@ class Tiling:
     stages: int = 3
     group: int = 16
     registers: int | None = None
+    programs: float = 1.0
 
 
 @functools.lru_cache(maxsize=256)
@@ -562,8 +563,8 @@ def _plan(
     index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
-    # Long walks, but enough programs to fill the GPU, and none much shorter than the others.
-    wanted = cdiv(_FILLING * multiprocessors(device) // 2, max(1, blocks))
+    # No walk much shorter than the others.
+    wanted = cdiv(int(tiling.programs * multiprocessors(device)), max(1, blocks))
     slices = cdiv(chunks, max(1, min(tiling.loop, chunks // wanted)))
     loop = cdiv(chunks, slices)
     # 4·gain·max|t| bounds P t; with a gain above 2 it would take another binade.
@@ -577,7 +578,9 @@ def _plan(
     }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
-    def constants(rotated: Output, projected: Output, measure: bool, write: bool, sums: bool) -> dict[str, Any]:
+    def constants(
+        rotated: Output, projected: Output, measure: bool, write: bool, sums: bool, draw: bool
+    ) -> dict[str, Any]:
         return {
             "ROT": rotated.number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit, "ROT_EACH": rotated.each,
             "ROT_NOISE": rotated.stochastic, "PROJ": projected.number, "PROJ_LIMIT": projected.limit,
@@ -599,8 +602,9 @@ def _plan(
         wide, kept, index, blocks, blocks * slices,
         (channels, wide, lay.tiles, lay.square, lay.line, total, singles, tile_blocks, total * rank, blocks, chunks,
          slices),
-        constants(rotated, projected, fp8, True, sums), constants(*measured, True, False, False), settling, fp8,
-        INT in (rotated.number, projected.number),
+        # Of two passes with P the first draws its rows, the second reads them.
+        constants(rotated, projected, fp8, True, sums, draw and projected.number != INT),
+        constants(*measured, True, False, False, draw), settling, fp8, INT in (rotated.number, projected.number),
     )  # fmt: skip
 
 

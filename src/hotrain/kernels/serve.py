@@ -259,7 +259,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     Returns codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile
     keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
     """
-    from .compress import INT, ROTATED, X, compress
+    from .compress import ROTATED, X, compress
 
     x = _contiguous_rows(x)
     output = _outputs(method)[0]
@@ -269,7 +269,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     def kernel() -> Tensor:
         codes = compress(
             x, lay, _rows(lay, side), key, projected=output, draw=True, hint=_hint(handle, x.device),
-            quantities=(ROTATED, X), scale_to=side[:1], tiling=_tilings(x.dtype, output.number == INT)[0],
+            quantities=(ROTATED, X), scale_to=side[:1], tiling=_tilings(x.dtype, _few_rows(lay, output))[0],
         )[2]  # fmt: skip
         assert codes is not None
         return codes
@@ -313,7 +313,8 @@ def forward(
         rows = None if side is None else _rows(lay, side)
         return compress(
             x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps, hint=hint,
-            quantities=(FORWARD, X), scale_to=None if side is None else side[:1], tiling=_tilings(x.dtype, not fp8)[1],
+            quantities=(FORWARD, X), scale_to=None if side is None else side[:1],
+            tiling=_tilings(x.dtype, _few_rows(lay, operand))[1],
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
@@ -329,7 +330,7 @@ def forward(
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
             w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X),
-            tiling=_tilings(w.dtype, not fp8)[1],
+            tiling=_tilings(w.dtype, fp8)[1],
         )  # fmt: skip
 
     def weight_definition() -> tuple[Tensor | None, ...]:
@@ -360,20 +361,26 @@ def _key(key: Tensor | None, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _tilings(dtype: torch.dtype, integers: bool) -> tuple[Any, Any, Any]:
-    """How launches over x, over g_y (or an operand of the forward product) and over a large w are cut, by what is read
-    and whether integers are written.
+def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
+    """How launches over x, over g_y (or an operand of the forward product) and over w are cut.
 
-    Measured on an H200 (benchmarks/tune.py). In fp8 a program of x's walks far, because it draws its rows first; g_y's
-    are many, so that the last of them leave few multiprocessors idle. Integers are bound by instructions.
+    dtype: of what is read.  few_rows: whether fp8 is written and at most half the rows of a tile are kept. Measured on
+    an H200 (benchmarks/tune.py): there a program of x's walks far, because it draws its rows first, and g_y's are many,
+    so that the last of them leave few multiprocessors idle. Integers, and all rows, are bound by instructions.
     """
     from .compress import Tiling
 
     if dtype == torch.float32:
-        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3)
-    if integers:
-        return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), Tiling(2, 128, 4, 8, 3)
-    return Tiling(4, 128, 4, 28, 3), Tiling(8, 64, 4, 4, 3, 8), Tiling(2, 128, 4, 8, 3)
+        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
+    w = Tiling(2, 128, 4, 8, 3, programs=2.5)
+    if few_rows:
+        return Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), w
+    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
+
+
+def _few_rows(lay: Layout, *outputs: Output) -> bool:
+    """What `_tilings` asks of a launch over tokens."""
+    return any(output.is_fp8 for output in outputs) and 2 * lay.lines.rank <= lay.lines.tile
 
 
 def grad_codes(
@@ -383,7 +390,7 @@ def grad_codes(
 
     side: the rows of P that `keep` left; None where P is not needed.  needs: which of the three.
     """
-    from .compress import INT, NOTHING, compress, whole
+    from .compress import NOTHING, compress, whole
 
     _, rotated, projected, _ = _outputs(method)
     rotated = rotated if needs[0] else NOTHING
@@ -398,7 +405,7 @@ def grad_codes(
     def kernel() -> tuple[Tensor | None, ...]:
         return compress(
             g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2], hint=_hint(handle, g_y.device),
-            tiling=_tilings(g_y.dtype, INT in (rotated.number, projected.number))[1],
+            tiling=_tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
@@ -442,15 +449,13 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> 
 
 
 def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    from .compress import INT, compress_weight
+    from .compress import compress_weight
 
     w, key = _contiguous_rows(w), _key(key, w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(
-            w, key, output, _hint(handle, w.device), rotates, _tilings(w.dtype, output.number == INT)[2]
-        )
+        return compress_weight(w, key, output, _hint(handle, w.device), rotates, _tilings(w.dtype, False)[2])
 
     def definition() -> tuple[Tensor, Tensor]:
         from .definition import compress_weight
