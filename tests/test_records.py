@@ -241,6 +241,36 @@ def test_targets_are_met_by_the_latest_run_that_measured_them(records: ModuleTyp
     assert fp8 == ["≤ 0.92", "≤ 0.85", "0.90 (hotrain-fp8fwd)", "met", "0123456789"]
 
 
+def test_the_floor_is_of_the_rates_that_the_same_commit_measured(records: ModuleType, tmp_path: Path) -> None:
+    """qkv by hand: 2·(25216 + 12928)·2304·768 operations at 1000 TFLOP/s are 135 µs, its bytes at 4 TB/s 64.5."""
+    assert "Nothing is recorded yet" in records.floor(tmp_path)
+    method, subject = "hot-unbiased:number=e4m3", "vit_b/qkv/b128"
+    parts = {"keep": 0.02, "g_y": 0.06, "w": 0.01, "g_x and g_w": 0.07 + 0.15}
+    write(
+        tmp_path / "layers.jsonl",
+        bench("layers", subject, "bf16", 0.3),
+        bench("layers", subject, method, 0.25, role="method"),
+        *(bench("layers", subject, f"{method}/{name}", ms, role="part") for name, ms in parts.items()),
+    )
+    assert "Nothing is recorded yet" in records.floor(tmp_path), "no rates of this commit"
+    rates = {"copy": (4.0, 0.0), "fp8": (0.3, 1000.0), "fp8 fast": (0.3, 900.0)}
+    write(
+        tmp_path / "ops.jsonl",
+        *(
+            bench("ops", name, "ceiling", 1.0, tb_s=tb, tflop_s=tflop, ceiling=None, share=None)
+            for name, (tb, tflop) in rates.items()
+        ),
+    )
+    text = records.floor(tmp_path)
+    line = next(line for line in text.splitlines() if line.startswith("| vit_b/qkv"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    # The layer's own products ran at 900 TFLOP/s: 150 µs, and nothing of them is above the floor.
+    assert cells[1:7] == ["150.0", "51.0", "12.2", "1.3", "215", "250"]
+    assert cells[7] == "0, 9, 8, 9"
+    assert cells[8:] == ["300", "1.50", "1.40", "1.20"]
+    assert "1.5 for vit_b is 107% of the floor's speed-up, 100% of the square's" in text
+
+
 def memory_targets_of(records: ModuleType, folder: Path) -> dict[tuple[str, str], list[str]]:
     """The cells of the table of memory by (model, what)."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in records.memory_targets(folder).splitlines()]

@@ -311,6 +311,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "layers": records.layers,
     "targets": records.targets,
     "gpu-layers": records.gpu_layers,
+    "floor": records.floor,
     "kernels": records.kernels,
     "memory-targets": records.memory_targets,
     "steps": records.steps,

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hotrain
+from hotrain.bench.layers import Shape, shapes
+
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 FIELDS = (
     "subject",
@@ -378,8 +381,105 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
     return measure
 
 
+FLOOR_METHOD = "hot-unbiased:number=e4m3"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a layer's backward and save must do at least, with what they took. T tokens, of which K rows are kept, O
+    outputs, I inputs; times in µs.
+    """
+
+    shape: Shape
+    kept: int
+    copy: float  # bytes a µs
+    times: dict[str, float]  # variant → µs
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * (self.shape.tokens + self.kept) * self.shape.outputs * self.shape.inputs
+
+    def moved(self) -> dict[str, float]:
+        """µs of each kernel's bytes at the copy's rate, everything read and written once, in bf16 and fp8."""
+        t, k, o, i = self.shape.tokens, self.kept, self.shape.outputs, self.shape.inputs
+        return {"keep": (2 * t + k) * i / self.copy, "g_y": (3 * t + k) * o / self.copy, "w": 3 * o * i / self.copy}
+
+    def part(self, name: str) -> float:
+        return self.times[f"{FLOOR_METHOD}/{name}"]
+
+    @property
+    def products(self) -> float:
+        """µs that both products took."""
+        return self.part("g_x and g_w") - self.part("g_y") - self.part("w")
+
+    def at(self, rate: float) -> float:
+        """The floor, with products at that many operations a µs."""
+        return self.operations / rate + sum(self.moved().values())
+
+    def speed_up(self, took: float) -> float:
+        return self.times["bf16"] / took
+
+
+def floor(folder: Path = RESULTS) -> str:
+    """Operations and bytes of the latest run of layers over the rates that the run of ops of its commit measured."""
+    runs = [rows for rows in _by_run(_of_bench("layers", folder)).values() if rows[0]["device"] != "cpu"]
+    rates = {_commit(rows[0]): rows for rows in _by_run(_of_bench("ops", folder)).values()}
+    runs = [rows for rows in runs if _commit(rows[0]) in rates]
+    if not runs:
+        return _none_yet("layers")
+    rows, method = runs[-1], hotrain.preset("hot-unbiased").override(number="e4m3")
+    ceilings = {row["subject"]: row for row in rates[_commit(rows[0])] if row["variant"] == "ceiling"}
+    copy = ceilings["copy"]["tb_s"] * 1e6
+    square = max(row["tflop_s"] for name, row in ceilings.items() if name.startswith("fp8")) * 1e6
+    models: dict[str, list[Bounds]] = {}
+    for shape in shapes(("vit_b", "llama")):
+        times = {row["variant"]: row["median_ms"] * 1e3 for row in rows if row["subject"] == shape.subject}
+        if times:
+            bounds = Bounds(shape, shape.layout(method).rows, copy, times)
+            models.setdefault(shape.subject.partition("/")[0], []).append(bounds)
+    every = [bounds for each in models.values() for bounds in each]
+    fastest = max(bounds.operations / bounds.products for bounds in every)
+    lines, sums = [], []
+    for model, each in models.items():
+        for b in each:
+            moved, shape, took = b.moved(), b.shape, b.times[FLOOR_METHOD]
+            over = [b.products - b.operations / fastest, *(b.part(name) - moved[name] for name in ("g_y", "keep", "w"))]
+            lines.append([
+                f"{shape.subject.rpartition('/')[0]} ({shape.tokens}, {b.kept}, {shape.outputs}, {shape.inputs})",
+                f"{b.operations / fastest:.1f}", *(f"{moved[name]:.1f}" for name in ("g_y", "keep", "w")),
+                f"{b.at(fastest):.0f}", f"{took:.0f}", ", ".join(str(round(part)) for part in over),
+                f"{b.times['bf16']:.0f}", f"{b.speed_up(b.at(square)):.2f}", f"{b.speed_up(b.at(fastest)):.2f}",
+                f"{b.speed_up(took):.2f}",
+            ])  # fmt: skip
+        means = [
+            statistics.fmean(b.speed_up(took(b)) for b in each)
+            for took in (lambda b: b.at(square), lambda b: b.at(fastest), lambda b: b.times[FLOOR_METHOD])
+        ]
+        lines.append([f"*mean of {model}*", *[""] * 8, *(f"{mean:.2f}" for mean in means)])
+        goal = next(target.goal.goal for target in TARGETS if target.work == FLOOR_GOALS[model])
+        of_floor, of_square = goal / means[1], goal / means[0]
+        sums.append(f"{goal} for {model} is {of_floor:.0%} of the floor's speed-up, {of_square:.0%} of the square's")
+    headers = [
+        "layer (T, K, O, I)",
+        "products",
+        "g_y",
+        "x",
+        "w",
+        "floor",
+        "measured",
+        "above the floor: products, g_y, x, w",
+    ]
+    headers += ["bf16", "floor's speed-up, square", "floor's speed-up", "measured speed-up"]
+    about = (
+        f"Roofs: a copy {copy / 1e6:.2f} TB/s; fp8 products {square / 1e6:.0f} TFLOP/s for the square of 8192, "
+        f"{fastest / 1e6:.0f} for the fastest of these layers. The floor takes the second."
+    )
+    return "\n\n".join((_conditions(rows[0]), about, _markdown(headers, lines), "The goals: " + "; ".join(sums) + "."))
+
+
 TORCHAO = "torchao-float8-tensorwise"
 VIT, LLAMA = "backward + save, ViT-B layers, batch 128", "backward + save, Llama-3-8B q/up/down, 8192 tokens"
+FLOOR_GOALS = {"vit_b": VIT, "llama8b": LLAMA}
 TARGETS = (
     Target(VIT, "bf16 cuBLAS, both products", Goal(1.5, 1.8, unit="×"), "layers", _layers_target("vit_b", "bf16")),
     Target(LLAMA, "bf16 cuBLAS, both products", Goal(2.2, 2.5, unit="×"), "layers", _layers_target("llama8b", "bf16")),
