@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hotrain.kernels import compress as C
 from hotrain.kernels import product as P
+from hotrain.kernels import serve
 from hotrain.kernels.definition import kept_rows
 from hotrain.transform.tokens import Grid, Layout, layout
 
@@ -90,7 +91,7 @@ def label(kind: str, t: C.Tiling) -> str:
     return cut if t.registers is None else f"{cut} registers={t.registers}"
 
 
-G, X, W = C.Tiling(8, 64, 4, 4, 3, 8), C.Tiling(4, 128, 4, 28, 3), C.Tiling(2, 128, 4, 8, 3)  # those in use, in fp8
+X, G, W = serve._tilings(torch.bfloat16, few_rows=True)  # those in use, in fp8
 G_TILINGS = [
     *(replace(G, loop=loop, stages=stages) for loop in (1, 2, 3, 4, 6, 12) for stages in (3, 4)),
     *(replace(G, group=group) for group in (2, 4, 16, 32)),
@@ -108,8 +109,7 @@ def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
     """The kernels that make codes: of g_y, of x and of w, one layer's."""
     lead, outputs, inputs = LAYERS[name]
     tokens, lay = lead[0] * lead[1], of(name)
-    rows, bf = kept_rows(lay, key), torch.bfloat16
-    nothing = C.NOTHING
+    rows, bf, nothing = kept_rows(lay, key), torch.bfloat16, C.NOTHING
 
     def variant(
         kind: str, t: list[Tensor], share: float, tiling: C.Tiling, *outputs: C.Output, **options: Any

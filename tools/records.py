@@ -17,6 +17,7 @@ from typing import Any
 
 import hotrain
 from hotrain.bench.layers import Shape, shapes
+from hotrain.train.run import parse_method
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 FIELDS = (
@@ -422,12 +423,12 @@ class Bounds:
 
 def floor(folder: Path = RESULTS) -> str:
     """Operations and bytes of the latest run of layers over the rates that the run of ops of its commit measured."""
-    runs = [rows for rows in _by_run(_of_bench("layers", folder)).values() if rows[0]["device"] != "cpu"]
     rates = {_commit(rows[0]): rows for rows in _by_run(_of_bench("ops", folder)).values()}
-    runs = [rows for rows in runs if _commit(rows[0]) in rates]
+    runs = [rows for rows in _by_run(_of_bench("layers", folder)).values() if _commit(rows[0]) in rates]
     if not runs:
         return _none_yet("layers")
-    rows, method = runs[-1], hotrain.preset("hot-unbiased").override(number="e4m3")
+    rows, (name, overrides) = runs[-1], parse_method(FLOOR_METHOD)
+    method = hotrain.preset(name).override(**overrides)
     ceilings = {row["subject"]: row for row in rates[_commit(rows[0])] if row["variant"] == "ceiling"}
     copy = ceilings["copy"]["tb_s"] * 1e6
     square = max(row["tflop_s"] for name, row in ceilings.items() if name.startswith("fp8")) * 1e6
@@ -459,17 +460,9 @@ def floor(folder: Path = RESULTS) -> str:
         goal = next(target.goal.goal for target in TARGETS if target.work == FLOOR_GOALS[model])
         of_floor, of_square = goal / means[1], goal / means[0]
         sums.append(f"{goal} for {model} is {of_floor:.0%} of the floor's speed-up, {of_square:.0%} of the square's")
-    headers = [
-        "layer (T, K, O, I)",
-        "products",
-        "g_y",
-        "x",
-        "w",
-        "floor",
-        "measured",
-        "above the floor: products, g_y, x, w",
-    ]
-    headers += ["bf16", "floor's speed-up, square", "floor's speed-up", "measured speed-up"]
+    headers = ["layer (T, K, O, I)", "products", "g_y", "x", "w", "floor", "measured"]
+    headers += ["above the floor: products, g_y, x, w", "bf16"]
+    headers += ["floor's speed-up, square", "floor's speed-up", "measured speed-up"]
     about = (
         f"Roofs: a copy {copy / 1e6:.2f} TB/s; fp8 products {square / 1e6:.0f} TFLOP/s for the square of 8192, "
         f"{fastest / 1e6:.0f} for the fastest of these layers. The floor takes the second."

@@ -405,10 +405,8 @@ def _settle_kernel(
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
-    LINE: tl.constexpr,
-    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write the codes anew where a guess was off. Integers are passed as NONE."""
     if OVERLAP:
@@ -594,8 +592,7 @@ def _plan(
 
     settling = {
         "ROT": only(rotated, rotated.is_fp8).number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
-        "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums,
-        "DRAW": False, **shape,
+        "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums, **shape,
     }  # fmt: skip
     measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
     return _Plan(

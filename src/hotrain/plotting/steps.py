@@ -22,6 +22,8 @@ SLOWEST = 2.0
 LEAST_RANGE = 0.3
 """Of the fastest step's time: what the axis of times spans at least."""
 
+SLIVER = 0.02
+"""Of a label: so much may be covered before it goes to a place that is less plainly its mark's."""
 _PLACES = ((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8), (6, 17), (6, -17), (-6, 17), (-6, -17))
 """Where a label may stand, in points from its mark; earlier places are better."""
 
@@ -88,7 +90,8 @@ def _arrange(axes: Axes, labels: Sequence[Text], places: Sequence[Place], front:
             _put(label, offset)
             box = label.get_window_extent()
             covered = sum(_area(Bbox.intersection(box, other)) for other in taken)
-            return covered + box.width * box.height - _area(Bbox.intersection(box, inside))
+            outside = _area(box) - _area(Bbox.intersection(box, inside))
+            return max(0.0, covered + outside - SLIVER * _area(box))
 
         _put(label, min(_PLACES, key=cost))
         taken.append(label.get_window_extent())
