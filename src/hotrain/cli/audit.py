@@ -65,8 +65,8 @@ def memory(
     import hotrain
     from hotrain.analysis.fit import parse_bytes
     from hotrain.analysis.full import full_table, still_full
-    from hotrain.analysis.tables import bytes_text
     from hotrain.cli.workbench import exact_with_images, shown
+    from hotrain.tables import bytes_text
     from hotrain.train import replace
     from hotrain.train.setup import autocast
 
@@ -193,7 +193,7 @@ def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
 
 def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedBytes | None, modules: bool) -> str:
     """By module or by operator, the largest first; predicted is of the converted model."""
-    from hotrain.analysis.tables import bytes_text, table
+    from hotrain.tables import bytes_text, table
 
     def of(audit: SavedBytes | None) -> dict[str, int]:
         return {} if audit is None else audit.by_module if modules else audit.by_operator

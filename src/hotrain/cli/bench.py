@@ -61,9 +61,9 @@ def layers(
 
     Gradients are checked first; a wrong one ends with exit code 1 and no times.
     """
-    from hotrain.analysis.tables import table
     from hotrain.bench import layers as library
     from hotrain.bench.conditions import device_named
+    from hotrain.tables import table
 
     where = device_named(device)
     rows = library.run(split_names(models, "--models"), batch, split_names(methods, "--methods"), where, repeats, tiny)
@@ -111,11 +111,11 @@ def step(
 
     A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
     """
-    from hotrain.analysis.tables import table
     from hotrain.bench import step as library
     from hotrain.bench import turns
     from hotrain.bench.conditions import device_named
     from hotrain.bench.subjects import SUBJECTS
+    from hotrain.tables import table
 
     where = device_named(device)
     chosen = None if variants is None else split_names(variants, "--variants")
@@ -152,10 +152,10 @@ def ops(
     out: OutOption = None,
 ) -> None:
     """Kernels against the GPU's copy bandwidth and product rates, measured in the same run."""
-    from hotrain.analysis.tables import table
     from hotrain.bench import ops as library
     from hotrain.bench.conditions import device_named
     from hotrain.bench.layers import Wrong
+    from hotrain.tables import table
 
     where = device_named(device)
     rows = library.run(split_names(methods, "--methods"), batch, where, repeats, tiny)

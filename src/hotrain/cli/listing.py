@@ -16,7 +16,7 @@ def recipes(
     """List the recipes by family."""
     import hotrain_recipes
 
-    from hotrain.analysis.tables import table
+    from hotrain.tables import table
 
     found = hotrain_recipes.all()
     families = sorted({recipe.family for recipe in found.values()})

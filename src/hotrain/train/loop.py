@@ -61,6 +61,7 @@ class Result:
         bit_ops: bit operations of one forward and backward of one batch (``audit``).
         step_ms: median milliseconds of an update, from its batches on the device to the optimizer's step.
         peak_bytes: PyTorch's peak on a CUDA device, else None.
+        layers: what the layers did in the last step, read off the model (`hotrain.ConversionReport.ran`); None: exact.
         finished: False after ``stop_after``.
         record_path: the ``runs.jsonl`` that holds the run's record.
         model: the trained model, with its converted layers.
@@ -80,6 +81,7 @@ class Result:
     finished: bool
     record_path: Path
     checkpoint_path: Path
+    layers: list[dict[str, Any]] | None = None
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
@@ -237,7 +239,8 @@ class Training:
 
         self.net: nn.Module = self.model
         if run.compile:
-            self.net = torch.compile(self.model)  # type: ignore[assignment]
+            graphs = run.plan == "graphs" and self.device.type == "cuda"
+            self.net = torch.compile(self.model, mode="reduce-overhead" if graphs else None)  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = nn.parallel.DistributedDataParallel(self.net)
         if self.device.type == "cuda":
@@ -476,6 +479,7 @@ class Training:
             finished=finished,
             record_path=Path(self.run.out_dir) / record.RUNS,
             checkpoint_path=self.checkpoint_path,
+            layers=None if self.setup.report is None else self.setup.report.ran(),
             model=self.model,
         )
 
@@ -498,6 +502,7 @@ class Training:
                 for name in ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
             },
             "peak_bytes": result.peak_bytes,
+            "layers": result.layers,
             "seconds": result.seconds,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **record.conditions(self.device),

@@ -97,7 +97,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     if run.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     method = run.resolve_method()
-    report = None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
+    report = None if method.is_plain else hotrain.convert(model, method, plan=run.plan)
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)
