@@ -4,6 +4,7 @@ forward under `mode.Compressed`. Blocks have their own, for a checkpointed block
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +35,8 @@ class Wrapped(Mixin):
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
+        if buffers.example is None and buffers.root is not None and buffers.root() is self:
+            buffers.see(self, args, kwargs)
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with nullcontext() if stands else Compressed(buffers):
@@ -81,7 +84,7 @@ def wrap(model: nn.Module) -> Buffers:
     A model that is wrapped already keeps its wraps and gets new records.
     """
     buffers = Buffers()
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, which calls that one's class
+    buffers.root = weakref.ref(model)
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
         buffers.leave("what no block calls", why)

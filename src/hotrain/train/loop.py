@@ -239,7 +239,7 @@ class Training:
 
         self.net: nn.Module = self.model
         if run.compile:
-            graphs = run.plan == "graphs" and self.device.type == "cuda"
+            graphs = run.plan != "speed" and self.device.type == "cuda"
             self.net = torch.compile(self.model, mode="reduce-overhead" if graphs else None)  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = nn.parallel.DistributedDataParallel(self.net)
