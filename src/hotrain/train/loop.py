@@ -395,8 +395,8 @@ class Training:
         if self.device.type == "cuda" and self.update % WATCH:
             return
         # The scale as a tensor: get_scale() would wait for it.
-        scale = self.scaler._scale if self.scaler.is_enabled() else self.loss_sum.new_ones(())
-        seen = self.watched.look(self.loss_sum, scale)
+        scale = self.scaler._scale if self.scaler.is_enabled() else None
+        seen = self.watched.look(self.loss_sum, self.loss_sum.new_ones(()) if scale is None else scale)
         if not math.isfinite(seen[0]) and self.run.amp != "fp16":
             raise self._diverged(f"the training loss is {seen[0]}")
         if seen[1] < SCALE_FLOOR:
