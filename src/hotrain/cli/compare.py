@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json as json_format
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,11 +24,10 @@ from hotrain.cli.options import (
 from hotrain.cli.terminal import print_lines, working
 
 if TYPE_CHECKING:
-    from hotrain.plotting.records import Records
-    from hotrain.train import Comparison, Result, TrainRun
+    from hotrain.train import Result, TrainRun
 
 PLAN = "comparison.json"
-"""What is compared: the run, the methods, the seeds. Written first, so that ``--resume`` needs nothing else."""
+"""What is compared: the run, the methods, the seeds. With it ``--resume`` needs nothing else."""
 
 EXAMPLES = """Examples:
   hotrain compare demo_vit --methods exact,hq8,hot --seeds 0,1,2
@@ -63,64 +61,54 @@ def compare(
         from hotrain import train as library
         from hotrain.cli.workbench import labels
 
-        if resume is not None:
-            if recipe is not None or methods is not None:
-                raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE, --methods")
-            folder, (run, chosen, numbers) = resume, _planned(resume)
-        else:
+        if resume is None:
             folder = out or Path("runs") / f"compare-{recipe}"
             run, chosen, numbers = _asked(recipe, methods, seeds, data, settings, device, folder)
-        done, curves = _recorded(folder) if resume is not None else (library.Comparison(), [])
-        library.build(library.replace(run, method="exact", method_overrides={}))  # data, model: before the first cell
-        if resume is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            plan = {"run": run.to_dict(), "methods": chosen, "seeds": numbers}
-            (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")
-    before = len(done.rows)
-    cells = len(chosen) * len(numbers)
-    note(f"{run.name}: {len(chosen)} methods × {len(numbers)} seeds, {before} of {cells} recorded; into {folder}")
+            finished = {}
+        elif recipe is not None or methods is not None:
+            raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
+        else:
+            folder, (run, chosen, numbers) = resume, _planned(resume)
+            wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
+            finished = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
+        if len(finished) < len(chosen) * len(numbers):
+            library.build(library.replace(run, method="exact", method_overrides={}))  # are data and model there?
+    cells, done = len(chosen) * len(numbers), len(finished)
+    note(f"{run.name}: {len(chosen)} methods × {len(numbers)} seeds, {done} of {cells} runs recorded; into {folder}")
 
-    def records() -> Records:
-        from hotrain.cli.outcome import conditions, records_of
-
-        meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
-        found = records_of([done], meta)
-        return replace(found, curves=curves + found.curves)
-
-    def keep_result(result: Result) -> None:
-        from hotrain.cli.outcome import MEASURED, progress_line
-
-        row = {"model": result.run.model, "method": result.run.method_label, "seed": result.run.seed}
-        done.rows.append(row | {name: getattr(result, name) for name in MEASURED})
-        done.results.append(replace(result, model=None))
-        records().save(folder)
+    def came(result: Result) -> None:
+        nonlocal done
+        done += 1
+        _write_plan(folder, run, chosen, numbers)
         note(progress_line(result))
 
-    finished = {(row["method"], row["seed"]): row for row in done.rows}
-    options: dict[str, Any] = {"finished": finished} if finished else {}
+    from hotrain.cli.outcome import conditions, keep, progress_line, records_of
+
     try:
         outcome = library.compare(
             run,
             chosen,
             numbers,
+            finished=finished,
             on_progress=library.silent if quiet or json else None,
-            on_result=keep_result,
-            **options,
+            on_result=came,
         )
     except KeyboardInterrupt as stop:
+        _write_plan(folder, run, chosen, numbers)
         command = shlex.join(["hotrain", "compare", "--resume", str(folder)])
-        told = f"interrupted; {len(done.rows)} of {cells} runs are recorded. Go on with: {command}"
-        raise interrupted(stop, told) from stop
-    done.failures = outcome.failures
-    order = labels(run, chosen)
-    done.rows.sort(key=lambda row: (numbers.index(row["seed"]), order.index(row["method"])))
-    if json:
-        print_json({"rows": done.rows, "failures": done.failures, "summary": done.summary()})
-    for failure in done.failures:
+        raise interrupted(stop, f"{done} of {cells} runs are recorded. Go on with: {command}") from stop
+    for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
-    if done.rows:
-        _show(records(), folder, json)
-    if done.failures:
+    if json:
+        print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": outcome.summary()})
+    if outcome.rows:  # there is no report of nothing
+        meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
+        records = records_of([outcome], meta)
+        report = keep(records, folder)
+        if not json:
+            print_lines(records)
+            typer.echo(f"wrote {folder / 'summary.json'}" + (f" and {report}" if report else ""))
+    if outcome.failures:
         raise typer.Exit(1)
 
 
@@ -162,22 +150,8 @@ def _planned(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
     return replace(run, out_dir=str(folder)), methods, seeds
 
 
-def _recorded(folder: Path) -> tuple[Comparison, list[dict[str, Any]]]:
-    """The finished cells of a folder, rows and curves; what failed is tried again."""
-    from hotrain.plotting.records import SUMMARY, load_records
-    from hotrain.train import Comparison
-
-    if not (folder / SUMMARY).is_file():
-        return Comparison(), []
-    records = load_records(folder)
-    rows = [row for row in records.rows if row["accuracy"] is not None]
-    return Comparison(rows=rows), records.curves
-
-
-def _show(records: Records, folder: Path, json: bool) -> None:
-    from hotrain.cli.outcome import keep
-
-    report = keep(records, folder)
-    if not json:
-        print_lines(records)
-        typer.echo(f"wrote {folder / 'summary.json'}" + (f" and {report}" if report else ""))
+def _write_plan(folder: Path, run: TrainRun, methods: list[str], seeds: list[int]) -> None:
+    """When there is something to go on with; a comparison that was refused leaves nothing behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = {"run": run.to_dict(), "methods": methods, "seeds": seeds}
+    (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")

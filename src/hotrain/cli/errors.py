@@ -26,7 +26,7 @@ class HotrainGroup(PlainFlags, TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             typer.echo(" ".join(str(interrupt).split()) or "interrupted", err=True)
-            raise typer.Exit(128 + getattr(interrupt, "signal", signal.SIGINT)) from interrupt
+            raise typer.Exit(128 + getattr(interrupt, "number", signal.SIGINT)) from interrupt
         except Exception as error:
             if ctx.params.get("traceback") or not is_mistake(error):
                 raise
@@ -48,9 +48,9 @@ def is_mistake(error: Exception) -> bool:
 
 
 def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
-    """``stop`` with other words, and the signal it came from."""
+    """``stop`` with other words, and the number of the signal that it came from."""
     told = KeyboardInterrupt(text)
-    told.signal = getattr(stop, "signal", signal.SIGINT)  # type: ignore[attr-defined]
+    told.number = getattr(stop, "number", signal.SIGINT)  # type: ignore[attr-defined]
     return told
 
 

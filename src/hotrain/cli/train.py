@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,28 +54,27 @@ def train(
     Ctrl-C finishes the update, writes a checkpoint and says how to go on.
     """
     main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
-    with working(f"{recipe or resume}: loading"):
+    built: list[Setup] = []
+    with ExitStack() as stack:
+        if main:
+            stack.enter_context(working(f"{recipe or resume}: loading"))
         from hotrain import train as library
         from hotrain.cli.workbench import configure
 
         run = configure(
             recipe, resume=resume, method=method, data=data, settings=settings, seed=seed, device=device, out=out
         )
-        if resume is not None:
-            library.saved_run(resume)  # refused before anything is said
-    built: list[Setup] = []
 
-    def started(setup: Setup) -> None:
-        built.append(setup)
-        note(_built(setup))
+        def started(setup: Setup) -> None:
+            built.append(setup)
+            stack.close()
+            note(_planned(run, resume))
+            note(_built(setup))
 
-    if main:
-        note(_planned(run, resume))
-    try:
-        result = library.train(run, resume=resume, on_progress=library.silent if quiet else None, on_start=started)
-    except library.Interrupted as stop:
-        command = shlex.join(["hotrain", "train", "--resume", str(stop.checkpoint.parent)])
-        raise interrupted(stop, f"interrupted; nothing is lost. Go on with: {command}") from stop
+        try:
+            result = library.train(run, resume=resume, on_progress=library.silent if quiet else None, on_start=started)
+        except library.Interrupted as stop:
+            raise interrupted(stop, str(stop).replace("--resume", "hotrain train --resume")) from stop
     if not main:
         return
     if json:
