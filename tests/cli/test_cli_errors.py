@@ -64,10 +64,9 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_draw_is_refused_by_its_option() -> None:
-    """Its help says x>=2."""
     result = CliRunner().invoke(app, ["fidelity", "demo_vit", "--draws", "1"])
     assert result.exit_code == 2
-    assert "1 is not in the range x>=2" in result.stderr
+    assert "greater than or equal to 2" in result.stderr
 
 
 def test_an_unknown_verb_is_refused_with_the_nearest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import signal
@@ -195,25 +196,25 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     """What is recorded is not trained again, and the table is that of an uninterrupted comparison."""
     from hotrain import train as library
 
-    words = ["compare", "demo_vit", "-m", "exact,hot", "--seeds", "0,1", *ONE_STEP]
+    words = ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP]
     whole = answer(*words, "-o", tmp_path / "whole", "-q")
     trained: list[tuple[str, int]] = []
     real = library.loop.train
 
     def counted(cell: Any, **options: Any) -> Any:
-        if len(trained) == 3:
+        if len(trained) == 1:
             raise KeyboardInterrupt
         trained.append((cell.method_label, cell.seed))
         return real(cell, **options)
 
-    monkeypatch.setattr("hotrain.train.compare.train", counted)
+    monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", counted)
     stopped = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "parts"), "-q"])
     assert stopped.exit_code == 130
     said = stopped.stderr.splitlines()[-1]
-    assert said == f"3 of 4 runs are recorded. Go on with: hotrain compare --resume {tmp_path / 'parts'}"
+    assert said == f"1 of 2 runs are recorded. Go on with: hotrain compare --resume {tmp_path / 'parts'}"
     trained.clear()
     rest = answer(*said.partition("with: hotrain ")[2].split(), "-q")
-    assert trained == [("hot", 1)]
+    assert trained == [("hot", 0)]
 
     def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**row, "step_ms": None} for row in rows]
@@ -232,7 +233,7 @@ def test_a_comparison_of_failures_shows_every_error_whole_and_writes_no_report(
     def fails(cell: Any, **_: Any) -> None:
         raise RuntimeError("pip install 'hotrain[demo]' [/x]")
 
-    monkeypatch.setattr("hotrain.train.compare.train", fails)
+    monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", fails)
     done = CliRunner().invoke(app, ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP, "-o", str(tmp_path / "c")])
     assert done.exit_code == 1
     assert done.stderr.count("RuntimeError: pip install 'hotrain[demo]' [/x]") == 2
@@ -267,9 +268,9 @@ def test_memory_says_what_stays_full_and_why() -> None:
 
 def test_memory_of_a_timm_model_and_of_linear_layers_alone() -> None:
     """No recipe, no data: the name and a size are enough."""
-    words = ("memory", "test_vit", "--image-size", "32", "-b", "2", "--classes", "5", "--device", "cpu")
+    words = ("memory", "test_vit", "--image-size", "96", "-b", "8", "--classes", "5", "--device", "cpu")
     everything, layers = answer(*words), answer(*words, "--memory", "linear")
-    assert everything["batch_size"] == 2
+    assert everything["batch_size"] == 8
     assert everything["method"] == DEFAULT
     assert layers["method"] == f"{DEFAULT}:memory=linear", "a label says what differs from the preset"
     assert everything["ratio"] < layers["ratio"] < 1
