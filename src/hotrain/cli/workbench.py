@@ -126,7 +126,7 @@ def converted(run: TrainRun, weights: Path | None = None) -> Setup:
     setup = build(run if weights is None else replace(run, pretrained=False))
     if weights is not None:
         state = checkpoint.load(weights)["model"]
-        checkpoint.check_same_keys(setup.model, state)
+        checkpoint.check_same_weights(setup.model, state)
         setup.model.load_state_dict(state)
     setup.model.train()
     return setup
