@@ -133,7 +133,7 @@ def start(
 
 
 def summary_row(record: dict[str, Any]) -> dict[str, Any]:
-    keys = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops")
+    keys = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "layers")
     losses = [row["train_loss"] for row in record["history"]]
     return {**{key: record[key] for key in keys}, "step_ms": None, "epochs": len(losses), "train_loss": losses[-1]}
 

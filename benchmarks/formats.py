@@ -564,7 +564,7 @@ def measured(model: Model, call_batches: int, only: str = "") -> Iterator[dict[s
     for name, (preset, overrides, formats) in METHODS.items():
         module = copy.deepcopy(model.module)
         hotrain.manual_seed(0)
-        hotrain.convert(module, hotrain.preset(preset).override(**overrides), number=None, plan="memory")
+        hotrain.convert(module, hotrain.preset(preset).override(**overrides), plan="memory")
         within = partial(chosen, formats)
         yield {"subject": f"{model.name}/methods", "variant": name, "model": model.errors(within, module)}
 

@@ -98,7 +98,7 @@ def measure(what: Configuration, device: str, args: argparse.Namespace) -> dict[
             pattern = re.compile(what.layers)
             method = hotrain.preset("hot-unbiased", grad_input_bits=None, rank=what.rows[0], sampled=what.rows[1])
             hotrain.convert(
-                setup.model, method, number=None, plan="memory", filter_fn=lambda _, name: bool(pattern.search(name))
+                setup.model, method, number="int", plan="memory", filter_fn=lambda _, name: bool(pattern.search(name))
             )
         training = Training(run, setup, ranks, None)
         losses: list[float] = []

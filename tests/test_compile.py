@@ -393,14 +393,23 @@ def test_evaluation_is_one_graph() -> None:
         torch.testing.assert_close(compiled(model)(IMAGES), model(IMAGES))
 
 
-def test_a_compiled_model_converts_as_the_model_inside() -> None:
-    """The wrapper's `_orig_mod` does not hide which layer is the head."""
-    inner = nn.Sequential()
-    inner.add_module("body", nn.Linear(64, 64))
-    inner.add_module("head", nn.Linear(64, 64))
-    report = hotrain.convert(torch.compile(inner))
-    assert [row.name for row in report.converted] == ["_orig_mod.body"]
-    assert [(row.name, row.reason) for row in report.kept] == [("_orig_mod.head", "head")]
+def test_what_is_compiled_already_is_refused() -> None:
+    """Its traced code would go on with the exact layers until a guard fails: the message says in which order."""
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64)))
+    with pytest.raises(ValueError, match="the model is compiled already"):
+        hotrain.convert(torch.compile(inner))
+    inner[1].compile()
+    with pytest.raises(ValueError, match="'1' is compiled already"):
+        hotrain.convert(inner)
+    assert not list(hotrain.converted_layers(inner))
+
+
+def test_one_plan_a_model() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    hotrain.convert(net, filter_fn=lambda _, name: name == "0", plan="memory")
+    with pytest.raises(ValueError, match="'0' was converted with plan='memory' and stays so"):
+        hotrain.convert(net, filter_fn=lambda _, name: name == "1")
+    hotrain.convert(net, "hot", filter_fn=lambda *_: True)  # names all of them anew
 
 
 def test_tracing_for_export_meets_no_checks_of_ours() -> None:

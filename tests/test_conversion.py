@@ -58,7 +58,9 @@ def test_one_call_reports_every_layer() -> None:
     report = hotrain.convert(Net())
     assert converted(report) == {"stem", "mlp.0", "mlp.2"}
     assert reasons(report) == {"narrow": "too small: 48 → 8 channels, under 32", "head": "head"}
-    assert all(row.method == hotrain.preset(DEFAULT) for row in report.converted)
+    chosen = hotrain.preset(DEFAULT).on_device(fp8=False)
+    assert all(row.method == chosen for row in report.converted)
+    assert all(state.method == hotrain.preset(DEFAULT) for _, state in report.layers), "never changed"
     assert report.method.memory == "block"
     assert report.buffers is not None
 

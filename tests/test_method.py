@@ -37,7 +37,7 @@ def test_it_prints_in_one_short_line(name: str) -> None:
     text = str(hotrain.preset(name))
     assert text.startswith(name)
     assert "\n" not in text
-    assert len(text) <= 80
+    assert len(text) <= 90
 
 
 def test_prints_say_what_differs() -> None:
@@ -45,7 +45,8 @@ def test_prints_say_what_differs() -> None:
     texts = [str(hotrain.preset(name)).removeprefix(name) for name in NAMES]
     assert len(set(texts)) == len(texts)
     assert (
-        str(hotrain.preset("hot-unbiased")) == "hot-unbiased  g_x:H16·int4/auto  g_w:P4+4of16·int8  saved:int8/tensor"
+        str(hotrain.preset("hot-unbiased"))
+        == "hot-unbiased  g_x:H16·int4/auto  g_w:P4+4of16·int8  saved:int8/tensor  number:auto"
     )
 
 
@@ -114,7 +115,47 @@ def test_fp8_in_place_of_integers(name: str, rows: str, number: str) -> None:
     assert method.grad_input.scale_axis == "tensor"
     assert method.compresses
     assert not method.is_exact
-    assert hotrain.preset(name, number="int") == hotrain.preset(name)
+    assert hotrain.preset(name, number="int").grad_weight.number == "int"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hq8", "hot-unbiased")])
+def test_what_was_published_is_the_same_on_every_device(name: str) -> None:
+    method = hotrain.preset(name)
+    assert not method.automatic
+    assert method.on_device(fp8=True) is method
+
+
+@pytest.mark.parametrize("name", ["hq8", "hot-unbiased"])
+def test_our_own_methods_take_the_numbers_of_the_device(name: str) -> None:
+    method = hotrain.preset(name)
+    assert method.on_device(fp8=True) == hotrain.preset(name, number="e4m3")
+    assert method.on_device(fp8=False) == hotrain.preset(name, number="int")
+    assert hotrain.preset(name, number="int").on_device(fp8=True) == hotrain.preset(name, number="int")
+    assert hotrain.preset(name, number="int").override(number="auto") == method
+    assert hotrain.preset("hot", number="auto").on_device(fp8=True) == hotrain.preset("hot", number="e4m3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chooses"),
+    [
+        ({"rank": 4}, True),  # both numbers have rows
+        ({"scale": "token"}, True),  # a calibration's; fp8 has one scale anyway
+        ({"grad_input_bits": 4}, False),  # fp8 has eight
+        ({"rounding": "nearest"}, False),
+        ({"saved_bits": 4}, False),
+    ],
+)
+def test_who_sets_bits_means_integers(overrides: dict[str, object], chooses: bool) -> None:
+    method = hotrain.preset("hq8", **overrides)
+    assert method.automatic == chooses
+    assert (method.on_device(fp8=True).grad_weight.number == "e4m3") == chooses
+
+
+def test_the_choice_needs_something_to_choose() -> None:
+    with pytest.raises(ValueError, match="hla: number='auto' does not concern it"):
+        hotrain.preset("hla", number="auto")
+    with pytest.raises(ValueError, match="number='auto' chooses between integers and fp8"):
+        hotrain.preset("hot", saved_bits=4, number="auto")
 
 
 def test_fp8_draws_its_rows_and_nothing_else() -> None:
@@ -231,7 +272,7 @@ def test_overriding_with_a_methods_own_values_changes_nothing(name: str) -> None
         "grad_weight_bits": method.grad_weight.bits,
         "saved_bits": method.saved.bits,
         "scale": method.grad_input.scale,
-        "number": method.grad_weight.number,
+        "number": "auto" if method.automatic else method.grad_weight.number,
     }
     for knob in own.keys() & method.knobs:
         assert method.override(**{knob: own[knob]}) == method, knob

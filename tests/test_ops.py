@@ -66,7 +66,7 @@ def test_fakes_promise_what_linear_operators_return(method: Method, shape: tuple
     for needs in ([True, True, True], [False, True, False], [True, False, True]):
         kept = (codes, scale) if needs[1] else (None, None)
         weight = w if needs[0] else None
-        args = (g_y, weight, *kept, draw, tag, spec, torch.float32, False, False, shape[-1], needs)
+        args = (g_y, weight, *kept, draw, tag, spec, "", torch.float32, False, False, shape[-1], needs)
         torch.library.opcheck(torch.ops.hotrain.linear_gradients, args, test_utils=checks)
 
 
@@ -77,7 +77,7 @@ def test_fakes_promise_what_convolution_operators_return(method: Method) -> None
     x, w, g_y = torch.randn(2, 32, 9, 9), torch.randn(48, 16, 3, 3), torch.randn(2, 48, 5, 5)
     codes, scale = torch.ops.hotrain.keep(x.permute(0, 2, 3, 1).clone(), draw, tag, spec, False)
     geometry = ([3, 3], [2, 2], [1, 1], [1, 1], "", 2, "zeros")
-    args = (g_y, w, codes, scale, draw, spec, torch.float32, list(x.shape), *geometry, [True, True, True])
+    args = (g_y, w, codes, scale, draw, tag, spec, "", torch.float32, list(x.shape), *geometry, [True, True, True])
     torch.library.opcheck(torch.ops.hotrain.conv2d_gradients, args, test_utils=("test_schema", "test_faketensor"))
 
 

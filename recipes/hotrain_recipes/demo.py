@@ -1,5 +1,6 @@
 """The demo: scikit-learn's digits (1,797 real images), offline, seconds a run on two CPU cores."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
 from hotrain_recipes.registry import recipe
 
@@ -17,7 +18,7 @@ def demo_vit() -> TrainRun:
     return TrainRun(
         model="demo_vit",
         data="digits",
-        method="hot-unbiased",
+        method=DEFAULT,
         epochs=16,
         batch_size=32,
         lr=1e-3,
@@ -41,7 +42,7 @@ def demo_resnet() -> TrainRun:
     return TrainRun(
         model="demo_resnet",
         data="digits",
-        method="hot-unbiased",
+        method=DEFAULT,
         epochs=10,
         batch_size=32,
         lr=3e-3,

@@ -1,5 +1,6 @@
 """EfficientFormer-L1, -L3, -L7 and EfficientNetV2-S."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
 from hotrain_recipes.registry import CIFAR, FOLDERS, recipe
 
@@ -20,7 +21,7 @@ def efficientformer_scratch(model: str, data: str) -> TrainRun:
         model=model,
         data={**CIFAR, **FOLDERS}[data],
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         bit_warmup_epochs=25,
         calibrate_batches=4,
         calibrate_at=25,
@@ -46,7 +47,7 @@ def efficientformer_finetune(model: str, data: str) -> TrainRun:
         pretrained=True,
         data=data,
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         calibrate_batches=4,
         epochs=50,
         batch_size=128,
@@ -71,7 +72,7 @@ def efficientnetv2_finetune(data: str) -> TrainRun:
         pretrained=True,
         data={**CIFAR, **FOLDERS}[data],
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         calibrate_batches=4,
         epochs=50,
         batch_size=64,

@@ -1,5 +1,6 @@
 """LoRA fine-tuning of a ViT: frozen layers get the g_x path and keep nothing, adapters stay exact."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import Lora, TrainRun
 from hotrain_recipes.registry import CIFAR, recipe
 
@@ -23,7 +24,7 @@ def vit_lora(adapters: str, data: str) -> TrainRun:
         lora=Lora(targets=TARGETS[adapters]),
         data=data,
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         calibrate_batches=4,
         epochs=50,
         batch_size=128,

@@ -1,5 +1,6 @@
 """ResNet-18, -34 and -50 from scratch, as the HOT paper pre-trains them."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
 from hotrain_recipes.registry import CIFAR, FOLDERS, recipe
 
@@ -25,7 +26,7 @@ def resnet(model: str, data: str) -> TrainRun:
         model=model,
         data={**CIFAR, **FOLDERS}[data],
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         bit_warmup_epochs=25,
         calibrate_batches=4,
         calibrate_at=25,

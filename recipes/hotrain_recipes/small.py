@@ -1,5 +1,6 @@
 """From scratch at 32 pixels: the two networks of the accuracy study. Minutes on a GPU."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
 from hotrain_recipes.registry import CIFAR, recipe
 
@@ -19,7 +20,7 @@ def small_vit(data: str) -> TrainRun:
     return TrainRun(
         model="small_vit",
         data=data,
-        method="hot-unbiased",
+        method=DEFAULT,
         epochs=50,
         batch_size=128,
         lr=5e-4,
@@ -43,7 +44,7 @@ def small_resnet18(data: str) -> TrainRun:
     return TrainRun(
         model="small_resnet18",
         data=data,
-        method="hot-unbiased",
+        method=DEFAULT,
         epochs=50,
         batch_size=128,
         optimizer="momentum",

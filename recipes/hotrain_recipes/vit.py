@@ -1,5 +1,6 @@
 """ViT and DeiT: fine-tuned on CIFAR, trained from scratch on image folders."""
 
+from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
 from hotrain_recipes.registry import CIFAR, FOLDERS, recipe
 
@@ -27,7 +28,7 @@ def finetune(model: str, data: str) -> TrainRun:
         pretrained=True,
         data=data,
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         calibrate_batches=4,
         epochs=50,
         batch_size=128,
@@ -56,7 +57,7 @@ def vit_scratch(model: str, data: str) -> TrainRun:
         model=TIMM[model],
         data=FOLDERS[data],
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         bit_warmup_epochs=25,
         calibrate_batches=4,
         calibrate_at=25,
@@ -84,7 +85,7 @@ def deit_scratch(model: str, data: str) -> TrainRun:
         model_args={"drop_path_rate": 0.1},
         data=FOLDERS[data],
         image_size=224,
-        method="hot-unbiased",
+        method=DEFAULT,
         epochs=90,
         batch_size=256,
         lr=5e-4,

@@ -3,7 +3,8 @@
 ::
 
     import hotrain
-    report = hotrain.convert(model)   # then train as before
+    fast = hotrain.compile(model)     # on a GPU: converts, and compiles for CUDA graphs; train `fast` as before
+    report = hotrain.convert(model)   # or convert alone, and compile or not as you like
     print(report)
 
 The two gradient paths stand in `hotrain.backward`; methods are data (`hotrain.preset`).
@@ -15,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .compiling import compile
 from .conversion import ConversionReport, convert, converted_layers, revert
 from .draws import manual_seed
 from .kernels import accumulation
@@ -59,6 +61,7 @@ __all__ = [
     "accumulation",
     "calibrate",
     "checkpoint_blocks",
+    "compile",
     "convert",
     "converted_layers",
     "cost",

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from . import backward, convolution, draws, forward
 from .convolution import Geometry, channels_last
 from .method import Method
+from .ran import Ran
 from .saved import Format
 from .transform.tokens import Grid, Layout, layout, project
 
@@ -49,9 +50,12 @@ _kernels: ModuleType | None = None
 class Origin(Protocol):
     """Where a layer's input comes from: backward makes it again, and the layer keeps nothing of it.
 
-    tensors: of which; an operator before the layer keeps them.  remake: makes it of them, as autograd gives them back,
-    in a shape and a dtype (`hotrain.activations.origin`).
+    recipe: how (`hotrain.activations.recipes`).  tensors: of which; an operator before the layer keeps them.
+    remake: makes it of them, as autograd gives them back, in a shape and a dtype (`hotrain.activations.origin`).
     """
+
+    @property
+    def recipe(self) -> str: ...
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]: ...
@@ -67,7 +71,7 @@ class Step:
     key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
     grid: of its tokens, where known.  transposed: w is (I, O), as in transformers' Conv1D.  name: of the layer, for
     messages.  handle: of the layer, for the kernels.  served: by the kernels (`on` decides).  origin: of x, where
-    backward can make it again.
+    backward can make it again.  ran: the layer's record of what it did.
     """
 
     method: Method
@@ -79,6 +83,7 @@ class Step:
     word: int | None = None
     served: bool = False
     origin: Origin | None = None
+    ran: Ran | None = None
 
     def layout(self, lead: tuple[int, ...]) -> Layout:
         """Where the tiles of an input of shape (*lead, C) lie."""
@@ -140,6 +145,13 @@ class Step:
         assert isinstance(self.key, int)
         wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
         return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
+
+    def note(self, x: Tensor, kept: tuple[Tensor, ...], trained: bool) -> None:
+        """Write down what this forward does and keeps of x, for the report.  trained: whether w wants a gradient."""
+        if self.ran is not None:
+            self.ran.kept(x, *kept[self.method.draws :])
+            source = "" if self.origin is None or not trained else self.origin.recipe
+            self.ran.step(self.method, self.served, source, not trained)
 
     def keep_again(self, kept: tuple[Tensor, ...], x: Tensor, lay: Layout) -> tuple[Tensor, ...]:
         """What `keep` would have left of x, in backward: with the key that it left alone, `kept`."""
@@ -306,6 +318,7 @@ class Linear(torch.autograd.Function):
                 kept = step.keep(x_cast if keeps else None, lay)
             else:
                 y, kept = step.forward(x_cast, w, b_cast, lay, keeps)
+            step.note(x_cast, kept, ctx.needs_input_grad[1])
             # Of three axes it is a view, which autograd would not let the next layer change in place.
             y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
         _save(ctx, step, w, kept)
@@ -364,6 +377,7 @@ class Conv2d(torch.autograd.Function):
             lay = step.layout(tokens.shape[:-1])
             step = step.on(x_cast, lay if geometry.is_patches else None)
             kept = step.keep(tokens if ctx.needs_input_grad[1] and step.origin is None else None, lay)
+            step.note(x_cast, kept, ctx.needs_input_grad[1])
         _save(ctx, step, w, kept)
         ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = lay, geometry, x.dtype, w.dtype
         ctx.shape, ctx.w_shape, ctx.dtype = x.shape, w.shape, x_cast.dtype

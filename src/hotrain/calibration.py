@@ -26,10 +26,10 @@ from . import draws
 from .analysis.as_found import as_found
 from .analysis.capture import exact_calls
 from .analysis.loss import LossFn
-from .analysis.tables import table
 from .backward import rotated_grad, wide
 from .method import GradInput
 from .nn.state import LayerState, layer_states
+from .tables import table
 from .transform.hadamard import rotate
 
 VERSION = 1
@@ -176,7 +176,7 @@ def calibrate(
         for batch in islice(batches, max_batches):
             for call in exact_calls(model, batch, loss_fn, names):
                 key = draws.mix(draws.current_seed(), zlib.crc32(call.name.encode()), seen)
-                pair = scale_errors(call.token_gradient(), call.state.method.grad_input, key, statistic)
+                pair = scale_errors(call.token_gradient(), call.state.running.grad_input, key, statistic)
                 if not all(map(math.isfinite, pair)):
                     raise ValueError(f"calibrate: {call.name}: batch {seen} has a gradient that is not finite")
                 errors[call.name].append(pair)
@@ -217,7 +217,7 @@ def _quantized(model: nn.Module) -> dict[str, LayerState]:
     return {
         name: state
         for name, state in layer_states(model)
-        if state.method.grad_input.bits is not None and "scale" in state.method.knobs
+        if state.running.grad_input.bits is not None and "scale" in state.running.knobs
     }
 
 
@@ -252,7 +252,7 @@ class BitSchedule:
         """
         changed = []
         for name, state in layer_states(model):
-            if state.method.grad_input.bits is not None and "grad_input_bits" in state.method.knobs:
+            if state.running.grad_input.bits is not None and "grad_input_bits" in state.running.knobs:
                 state.method = state.method.override(grad_input_bits=self.at(epoch))
                 changed.append(name)
         return changed

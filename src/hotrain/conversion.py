@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .activations.mode import Buffers, serve_layer
+from .activations.recipes import describe
 from .activations.recompute import keep_all
 from .activations.wrap import unwrap, wrap
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
-from .method import FLOATS as NUMBERS
-from .method import Method
+from .method import NUMBERS, Method
 from .nn import HadamardLinear
 from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
-from .nn.state import ATTRIBUTE, LayerState, layer_state, layer_states
+from .nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state, layer_states
 from .presets import DEFAULT
+from .ran import Ran
+from .tables import bytes_text
 from .transform.tokens import Grid
 
 for _operator in (torch.ops.hotrain.linear, torch.ops.hotrain.conv2d):
@@ -43,12 +46,25 @@ _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "h
 
 @dataclass(frozen=True)
 class ConvertedRow:
+    """A converted layer.  method: its numbers are chosen for the device of its weight.  ran: what its last step did."""
+
     name: str
     method: Method
+    ran: Ran = field(compare=False)
+
+    def __str__(self) -> str:
+        if self.ran.method is None:
+            return str(self.method)
+        g_x, g_w, x = formats(self.ran)
+        kept = "" if not self.ran.shapes else f", {bytes_text(self.ran.own_bytes)}"
+        of = "" if not self.ran.exact_bytes or self.ran.frozen else f" of {bytes_text(self.ran.exact_bytes)}"
+        return f"{self.method.name}  g_x:{g_x}  g_w:{g_w}  x:{x}{kept or ', 0 B'}{of}"
 
 
 @dataclass(frozen=True)
 class KeptRow:
+    """A layer that stays exact."""
+
     name: str
     reason: str
 
@@ -56,13 +72,18 @@ class KeptRow:
 @dataclass
 class ConversionReport:
     """What happened to each layer. `converted` and `kept` are up to date: a layer that a training forward found
-    unsuited, or did not call, moves from one to the other, with its reason."""
+    unsuited, or did not call, moves from one to the other, with its reason.
+
+    method: as it was asked for.  plan: of `convert`.  times: of `hotrain.compile`.
+    """
 
     method: Method
     kept_rows: list[KeptRow] = field(default_factory=list)
     layers: list[tuple[str, LayerState]] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)  # names of the ReLUs that keep bits, with their exact gradient
     buffers: Buffers | None = None  # what became of all else that is kept, from the first training forward on
+    plan: str = "speed"
+    times: tuple[float, float] | None = None  # ms of forward and backward, exact and converted (`hotrain.compile`)
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
         trained = any(state.reached for _, state in self.layers)
@@ -72,7 +93,7 @@ class ConversionReport:
             elif trained and not state.reached:
                 yield KeptRow(name, _UNCALLED)
             else:
-                yield ConvertedRow(name, state.method)
+                yield ConvertedRow(name, state.running, state.ran)
 
     @property
     def converted(self) -> list[ConvertedRow]:
@@ -82,17 +103,77 @@ class ConversionReport:
     def kept(self) -> list[KeptRow]:
         return self.kept_rows + [row for row in self._rows() if isinstance(row, KeptRow)]
 
+    def ran(self) -> list[dict[str, Any]]:
+        """What the layers did in their last training step, read off the layers themselves: one dict for those that did
+        the same.
+
+        layers: how many.  method, g_x, g_w: the preset and the formats in force; ``exact`` for layers that stay exact.
+        x: what is kept of the input; ``shared: …`` where backward makes it again from codes of the operator before.
+        kernels: whether Triton kernels ran, else the reference in plain PyTorch.  bytes: kept by the layers themselves
+        of their inputs, for one call of each; exact_bytes: of the same inputs without hotrain. Both are None for exact
+        layers. Layers that no step has reached have ``g_x=None``.
+        """
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        rows: list[ConvertedRow | KeptRow] = [*self.converted, *self.kept]
+        for row in rows:
+            sizes: tuple[int | None, int | None] = (None, None)
+            if isinstance(row, KeptRow):
+                what: tuple[Any, ...] = ("exact", "exact", "exact", "exact", False)
+            elif row.ran.method is None:
+                what = (row.method.name, None, None, None, False)
+            else:
+                what = (row.method.name, *formats(row.ran), row.ran.kernels)
+                sizes = row.ran.own_bytes, row.ran.exact_bytes
+            names = ("method", "g_x", "g_w", "x", "kernels")
+            first: dict[str, Any] = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None}
+            group = groups.setdefault(what, {**first, "exact_bytes": None})
+            group["layers"] += 1
+            for key, size in zip(("bytes", "exact_bytes"), sizes, strict=True):
+                if size is not None:
+                    group[key] = (group[key] or 0) + size
+        return list(groups.values())
+
     def __str__(self) -> str:
         converted, kept = self.converted, self.kept
-        rows = [(row.name, str(row.method)) for row in converted]
+        rows = [(row.name, str(row)) for row in converted]
         rows += [(row.name, f"exact: {row.reason}") for row in kept]
         width = max((len(name) for name, _ in rows), default=0)
         methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
         head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
         if self.activations:
             head += f", {len(self.activations)} ReLUs keep a bit an entry"
-        lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
+        if self.times is not None:
+            head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
+        lines = [head, *self._summary(), *(f"  {name:<{width}}  {what}" for name, what in rows)]
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
+
+    def _summary(self) -> list[str]:
+        """A line for those that did the same, once a step has run."""
+        return [f"  {line_of(group)}" for group in self.ran() if group["g_x"] not in (None, "exact")]
+
+
+def line_of(group: dict[str, Any]) -> str:
+    """A group of `ConversionReport.ran` in words."""
+    count = f"{group['layers']} layer{'s' if group['layers'] != 1 else ''}"
+    if group["g_x"] is None:
+        return f"{count}: {group['method']}, not run yet"
+    if group["g_x"] == "exact" and group["x"] == "exact":
+        return f"{count}: exact"
+    by = "Triton kernels" if group["kernels"] else "plain PyTorch"
+    size = f"{bytes_text(group['bytes'])} of {bytes_text(group['exact_bytes'])}"
+    return f"{count}: g_x {group['g_x']}, g_w {group['g_w']}, x {group['x']} ({size}), {by}"
+
+
+def formats(ran: Ran) -> tuple[str, str, str]:
+    """(g_x, g_w, x) of a step that ran, as methods print them."""
+    method = ran.method
+    assert method is not None
+    g_x = str(method.grad_input).removeprefix("g_x:")
+    if method.grad_input.number == "int" and method.grad_input.bits:
+        g_x = g_x.replace("/auto", f"/{method.grad_input.scale_axis}")
+    g_w = "none: the weight is frozen" if ran.frozen else str(method.grad_weight).removeprefix("g_w:")
+    x = "nothing" if ran.frozen else str(method.saved).removeprefix("saved:")
+    return g_x, g_w, f"shared: {describe(ran.source)}" if ran.source else x
 
 
 def convert(
@@ -103,7 +184,7 @@ def convert(
     grid: Grid | tuple[int, int] | None = None,
     prefix_tokens: int = 0,
     dense_prefix: bool = True,
-    number: str | None = "auto",
+    number: str | None = None,
     forward: str | None = None,
     plan: str = "speed",
     memory: str | None = None,
@@ -121,9 +202,9 @@ def convert(
     grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens
         precede them, for models that do not say so themselves (`hotrain.grids`).
     dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
-    number: of the codes: ``"int"`` as the presets have it, ``"e4m3"`` or ``"e5m2"`` (`Method.override`), or ``"auto"``:
-        e4m3 on a GPU with fp8 units, found at a layer's first forward there, where the method can be had in fp8.
-        None: as the method says, on every device.
+    number: of the codes: ``"int"``, ``"e4m3"``, ``"e5m2"`` or ``"auto"``: e4m3 where the device multiplies fp8, else
+        integers (`Method.override`). None: as the method says: ``"auto"`` for `hq8` and `hot-unbiased`, what was
+        published for the others. The report says which it took.
     forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None: as
         the method says; exact, as the presets have it.
     plan: ``"speed"`` leaves those layers exact that would lose time on a GPU, measured at their first forward there
@@ -134,19 +215,18 @@ def convert(
         what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
         (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
-    Raises ValueError for an unknown method, a bad grid, and when no layer matched.
+    Raises ValueError for an unknown method, a bad grid, a model that is compiled already, one with layers that were
+    converted under another plan, and when no layer matched.
     """
     method = as_method(method)
-    if number not in (numbers := ("auto", None, "int", *NUMBERS)):
+    if number not in (numbers := ("auto", None, *NUMBERS)):
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
     if plan not in PLANS:
         raise ValueError(f"hotrain.convert: plan={plan!r} is not one of {', '.join(map(repr, PLANS))}")
-    asked = {"forward": forward, "memory": memory}
+    asked = {"forward": forward, "memory": memory, "number": number}
     method = method.override(**{name: value for name, value in asked.items() if value is not None})
-    if number not in ("auto", None, method.grad_weight.number):
-        method = method.override(number=number)
-    automatic = number == "auto" and has_fp8_form(method)
-    report = ConversionReport(method)
+    _refuse_compiled(model)
+    report = ConversionReport(method, plan=plan)
     if method.is_exact:
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in _layers(model)]
         revert(model)
@@ -167,6 +247,11 @@ def convert(
         state = layer_state(module)
         if reason is not None and state is not None:
             report.layers.append((name, state))  # an earlier call converted it: that still holds
+            if state.plan != plan:
+                raise ValueError(
+                    f"hotrain.convert: {name!r} was converted with plan={state.plan!r} and stays so, this call has "
+                    f"plan={plan!r}; hotrain.revert(model) first, or give the same plan"
+                )
         elif reason is not None or target is None:
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
@@ -191,7 +276,10 @@ def convert(
             state.name, state.method, state.grid = label, method, place
             state.chosen, state.fallback = filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
-        state.automatic, state.plan = automatic, plan
+        state.plan = plan
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        state.choose_numbers(weight.device)
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
@@ -209,15 +297,15 @@ def convert(
     return report
 
 
-def has_fp8_form(method: Method) -> bool:
-    """Whether a method of integers can be turned to fp8."""
-    if method.grad_weight.number != "int" or "number" not in method.knobs:
-        return False
-    try:
-        method.override(number="e4m3")
-    except ValueError:
-        return False
-    return True
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError for a model, or a part of one, that `torch.compile` has got already."""
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            where = f"{name!r} is" if name else "the model is"
+            raise ValueError(
+                f"hotrain.convert: {where} compiled already. Convert first and compile then: "
+                "fast = hotrain.compile(model) does both (of a compiled model, `._orig_mod` is the model itself)"
+            )
 
 
 def _convert_activations(model: nn.Module, near: list[str] | None, planned: bool) -> list[str]:
@@ -259,7 +347,7 @@ def revert(model: nn.Module) -> None:
     keep_all(model)
     _revert_activations(model)
     for _, module in layers:
-        module.__dict__.pop(ATTRIBUTE).fallback = "reverted"  # for reports of the conversion that are still read
+        module.__dict__.pop(ATTRIBUTE).fallback = REVERTED
         module.__class__ = next(c for c in type(module).__mro__ if not c.__module__.startswith(_ROOM))
 
 

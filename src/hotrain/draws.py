@@ -15,11 +15,13 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from .ran import Ran
 
 if TYPE_CHECKING:
     from torch import nn
@@ -118,6 +120,7 @@ class Draws:
     counter: [salt, step, key] on a device, once `place` put it there; the truth about the step from then on. It is no
         buffer: DistributedDataParallel would give every rank the first one's.
     tag: an int64 (), on the same device, whose address stands for `handle` in compiled graphs (`handle_of`).
+    ran: what the layer's last training step did.
     """
 
     def __init__(self, layer: int) -> None:
@@ -128,6 +131,8 @@ class Draws:
 
     def _start(self) -> None:
         self.handle = next(_handles)
+        self.ran = Ran()
+        _by_handle[self.handle] = self
         self.counter: Tensor | None = None
         self.tag: Tensor | None = None
         self._salt: int | None = None  # the one written to `counter`
@@ -140,11 +145,12 @@ class Draws:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy counts on from the same step, with a counter, a tag and a handle of its own."""
-        return {"layer": self.layer, "generation": self.generation, "step": self.step}
+        return {"layer": self.layer, "generation": self.generation, "step": self.step, "ran": replace(self.ran)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.layer, self.generation, self._host_step = state["layer"], state["generation"], state["step"]
         self._start()
+        self.ran = state["ran"]
 
     @property
     def step(self) -> int:
@@ -215,11 +221,18 @@ class Draws:
 
 
 _by_address: dict[int, int] = {}
+_by_handle: weakref.WeakValueDictionary[int, Draws] = weakref.WeakValueDictionary()
 
 
 def handle_of(tag: Tensor) -> int:
     """The handle that a `Draws.tag` stands for, 0 for a copy of one. Reads its address alone, never the device."""
     return _by_address.get(tag.data_ptr(), 0)
+
+
+def ran_of(tag: Tensor) -> Ran:
+    """The record of the layer that a `Draws.tag` stands for; one that nobody reads for a copy of a tag."""
+    layer = _by_handle.get(handle_of(tag))
+    return Ran() if layer is None else layer.ran
 
 
 def place_all(device: torch.device) -> list[Draws]:

@@ -21,6 +21,7 @@ SCALES = ("tensor", "token", "auto")
 ORDERS = ("lp_l1", "sequency", "auto")
 BITS = (4, 8, None)
 FLOATS = ("e4m3", "e5m2")
+NUMBERS = ("int", *FLOATS)
 TILES = (1, 16, 64)
 FORWARDS = ("exact", "fp8", "int8")
 MEMORIES = ("linear", "block")
@@ -226,6 +227,8 @@ class Method:
     forward: of Linear layers: the exact product, or one of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
     memory: what is compressed between forward and backward: ``"linear"``, what converted layers keep, or ``"block"``,
         what stands between them and the layers that stay exact as well (`hotrain.activations`).
+    automatic: whether a device chooses the numbers: e4m3 where it multiplies fp8, else the integers that are given
+        (`on_device`). Of our own methods; what was published stays what was published.
     """
 
     name: str
@@ -235,6 +238,7 @@ class Method:
     knobs: frozenset[str] = frozenset()
     forward: str = "exact"
     memory: str = "linear"
+    automatic: bool = False
 
     def __post_init__(self) -> None:
         _require(self.name, "forward", self.forward, FORWARDS)
@@ -247,6 +251,24 @@ class Method:
                 f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
                 "(e4m3, e5m2) for grad_weight with number='e4m3' for saved"
             )
+        if self.automatic and not self.has_fp8_form:
+            raise ValueError(
+                f"{self.name}: number='auto' chooses between integers and fp8; it needs integers on both paths and "
+                f"8 bits of what is kept, got {self.grad_input}, {g_w}, {saved}"
+            )
+
+    @property
+    def has_fp8_form(self) -> bool:
+        """Whether ``override(number="e4m3")`` turns the method from integers to fp8."""
+        g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
+        integers = g_x.number == g_w.number == saved.number == "int"
+        return "number" in self.knobs and integers and bool(g_x.bits and g_w.bits) and saved.bits == 8
+
+    def on_device(self, fp8: bool) -> Method:
+        """The method with its numbers chosen.  fp8: whether the device multiplies fp8 codes."""
+        if not self.automatic:
+            return self
+        return self.override(number="e4m3" if fp8 else "int")
 
     @property
     def is_exact(self) -> bool:
@@ -290,7 +312,8 @@ class Method:
         rounding: of g_y on both paths and of the kept x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
         number: ``"e4m3"`` or ``"e5m2"`` turns a method of integers to fp8: g_y of both paths in that number, w and the
             kept x in e4m3, 8 bits each, one scale, rounded to nearest. Bits, scale and rounding are then given, and
-            no longer its overrides. ``"int"`` is what the presets have.
+            no longer its overrides. ``"int"``: the integers of the preset, on every device. ``"auto"``: e4m3 where the
+            device multiplies fp8, else the integers; an override of bits or rounding fixes the integers.
 
         Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
         the message names the field, the value and what is allowed.
@@ -303,7 +326,10 @@ class Method:
                 known = ", ".join(sorted(KNOBS | {"forward", "memory"}))
                 raise ValueError(f"{self.name}: unknown override {name!r}; known: {known}")
         if "number" in self.knobs and "number" in overrides:
-            return self._in_number(overrides.pop("number")).override(**overrides)
+            number = overrides.pop("number")
+            if number == "auto":  # what it is to choose between has to be there
+                return self.override(**overrides)._in_number(number)
+            return self._in_number(number).override(**overrides)
         for name in overrides:
             if name not in self.knobs:
                 known = ", ".join(sorted(self.knobs)) or "none"
@@ -342,14 +368,17 @@ class Method:
             _require(self.name, "rounding", rounding, ROUNDINGS)
             g_x, g_w = replace(g_x, rounding=rounding), replace(g_w, rounding=rounding)
             saved = replace(saved, rounding=rounding)
-        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved)
+        # Whoever sets bits or rounding means the integers; a scale is the integers' own in any case.
+        unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
+        automatic = self.automatic and (unchanged or (FP8_KNOBS | {"scale"}).issuperset(overrides))
+        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, automatic=automatic)
 
     def _in_number(self, number: str) -> Method:
         """The override `number`."""
-        _require(self.name, "number", number, ("int", *FLOATS))
+        _require(self.name, "number", number, (*NUMBERS, "auto"))
         g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
-        if number == g_w.number:
-            return self
+        if number in (g_w.number, "auto"):
+            return replace(self, automatic=number == "auto")
         if number == "int":
             raise ValueError(
                 f"{self.name} in fp8: number='int' does not bring its bits and rounding back; "
@@ -365,14 +394,16 @@ class Method:
         g_x = replace(g_x, number=number, bits=8, transform=None, scale="tensor", rounding="nearest")
         g_w = replace(g_w, number=number, bits=8, rounding="nearest")
         saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")
-        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, knobs=self.knobs & FP8_KNOBS)
+        knobs = self.knobs & FP8_KNOBS
+        return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, knobs=knobs, automatic=False)
 
     def __str__(self) -> str:
         block = "" if self.memory == "linear" else f"  memory:{self.memory}"
         if self.is_exact:
             return self.name + ("" if self.name == "exact" else "  exact") + block
         forward = "" if self.forward == "exact" else f"y:{self.forward}  "
-        return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}{block}"
+        number = "  number:auto" if self.automatic else ""
+        return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}{block}{number}"
 
 
 KNOBS = frozenset(

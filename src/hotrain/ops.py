@@ -29,7 +29,7 @@ from .activations.origin import Origin
 from .autograd import Grads, Needs, Step
 from .backward import wide
 from .convolution import Geometry
-from .draws import Draws, handle_of, next_key
+from .draws import Draws, handle_of, next_key, ran_of
 from .method import GradInput, GradWeight, Method, Saved
 from .saved import Format
 from .transform.tokens import Grid, Layout
@@ -40,7 +40,7 @@ _lib = torch.library.Library("hotrain", "DEF")
 def encode(method: Method, grid: Grid | None) -> str:
     """What `decode` reads. The version is part of it: compiled code of another one must not be found in a cache."""
     fields = dataclasses.asdict(method)
-    del fields["knobs"]
+    del fields["knobs"], fields["automatic"]  # which steer nothing once the numbers are chosen
     return json.dumps([__version__, fields, None if grid is None else dataclasses.asdict(grid)])
 
 
@@ -56,12 +56,14 @@ def decode(spec: str) -> tuple[Method, Grid | None]:
 class TracedStep(Step):
     """A `Step` whose parts are operators.
 
-    tag: of the layer (`hotrain.draws.Draws`).  spec: of `encode`.  allowed: whether kernels may serve it.
+    tag: of the layer (`hotrain.draws.Draws`).  spec: of `encode`.  allowed: whether kernels may serve it.  source: the
+    recipe of x where backward makes it again, else "".
     """
 
     tag: Tensor | None = None
     spec: str = ""
     allowed: bool = False
+    source: str = ""
 
     def on(self, x: Tensor, lay: Layout | None) -> Step:
         return replace(self, served=self.allowed and self._is_served(x, lay))
@@ -105,8 +107,9 @@ class TracedStep(Step):
     ) -> Grads:
         key, codes, scale = self._take(kept)
         found = torch.ops.hotrain.linear_gradients(
-            g_y, w, codes, scale, key, self.tag, self.spec, w_dtype, self.transposed, self.served, columns, list(needs)
-        )
+            g_y, w, codes, scale, key, self.tag, self.spec, self.source, w_dtype, self.transposed, self.served, columns,
+            list(needs),
+        )  # fmt: skip
         return _where(needs, found)
 
     def conv_gradients(
@@ -122,8 +125,9 @@ class TracedStep(Step):
         key, codes, scale = self._take(kept)
         fields = (getattr(geometry, field.name) for field in dataclasses.fields(geometry))
         found = torch.ops.hotrain.conv2d_gradients(
-            g_y, w, codes, scale, key, self.spec, w_dtype, list(shape), *_flat(*fields), list(needs)
-        )
+            g_y, w, codes, scale, key, self.tag, self.spec, self.source, w_dtype, list(shape), *_flat(*fields),
+            list(needs),
+        )  # fmt: skip
         return _where(needs, found)
 
 
@@ -208,7 +212,9 @@ def _step(
     method, grid = decode(spec)
     key = 0 if counter is None else _pinned_key(counter)
     origin = Origin(recipe, tuple(given)) if recipe else None
-    return TracedStep(method, key, grid, transposed, name, origin=origin, tag=tag, spec=spec, allowed=kernels)
+    return TracedStep(
+        method, key, grid, transposed, name, origin=origin, tag=tag, spec=spec, allowed=kernels, source=recipe
+    )
 
 
 def _pinned_key(counter: Tensor) -> Tensor:
@@ -291,7 +297,9 @@ def _runtime_step(key: Tensor | None, tag: Tensor | None, spec: str, served: boo
 def _keep(x: Tensor, key: Tensor | None, tag: Tensor, spec: str, served: bool) -> tuple[Tensor, Tensor]:
     step = _runtime_step(key, tag, spec, served)
     kept = step.keep(x, step.layout(x.shape[:-1]))
-    return _as_pair(kept if key is None else kept[1:], x)
+    kept = kept if key is None else kept[1:]
+    ran_of(tag).kept(x, *kept)
+    return _as_pair(kept, x)
 
 
 def _keep_fake(x: Tensor, key: Tensor | None, tag: Tensor, spec: str, served: bool) -> tuple[Tensor, Tensor]:
@@ -318,9 +326,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     step = _runtime_step(key, tag, spec, served, transposed)
     y, kept = step.forward(x, w, b, step.layout(x.shape[:-1]), keeps)
-    if not keeps:
-        return y, x.new_empty(0), x.new_empty(0)
-    return y, *_as_pair(kept if key is None else kept[1:], x)
+    kept = kept if key is None else kept[1:]
+    ran_of(tag).kept(x, *kept)
+    return (y, *_as_pair(kept, x)) if keeps else (y, x.new_empty(0), x.new_empty(0))
 
 
 def _forward_fake(
@@ -333,11 +341,12 @@ def _forward_fake(
 
 _lib.define(
     "linear_gradients(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor tag, str spec, "
-    "ScalarType w_dtype, bool transposed, bool served, int columns, bool[] needs) -> (Tensor, Tensor, Tensor)"
+    "str source, ScalarType w_dtype, bool transposed, bool served, int columns, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 _lib.define(
-    "conv2d_gradients(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, str spec, "
-    "ScalarType w_dtype, int[] shape, "
+    "conv2d_gradients(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor tag, str spec, "
+    "str source, ScalarType w_dtype, int[] shape, "
     f"{_GEOMETRY}, bool[] needs) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -351,6 +360,14 @@ def _kept_of(key: Tensor | None, codes: Tensor | None, scale: Tensor | None, ste
     return kept
 
 
+def _note(step: Step, tag: Tensor, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
+    """Write down what this backward computes, for the report."""
+    ran = ran_of(tag)
+    if codes is not None and step.method.saved.bits is None and step.method.grad_weight.tile == 1:
+        ran.kept(codes, codes)  # x itself, which no operator kept
+    ran.step(step.method, step.served, source, not needs[1])
+
+
 def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Gradients as an operator returns them: contiguous, g_x as g_y is, the others as w is, empty if not asked for."""
     dtypes = (g_y.dtype, w_dtype, w_dtype)
@@ -361,17 +378,18 @@ def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _linear_gradients(
     g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, tag: Tensor,
-    spec: str, w_dtype: torch.dtype, transposed: bool, served: bool, columns: int, needs: list[bool],
+    spec: str, source: str, w_dtype: torch.dtype, transposed: bool, served: bool, columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     step = _runtime_step(key, tag, spec, served, transposed)
     kept, lay = _kept_of(key, codes, scale, step), step.layout(g_y.shape[:-1])
+    _note(step, tag, codes, source, needs)
     grads = step.gradients(g_y, w, kept, columns, lay, w_dtype, (needs[0], needs[1], needs[2]))
     return _out(grads, g_y, w_dtype)
 
 
 def _linear_gradients_fake(
     g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, tag: Tensor,
-    spec: str, w_dtype: torch.dtype, transposed: bool, served: bool, columns: int, needs: list[bool],
+    spec: str, source: str, w_dtype: torch.dtype, transposed: bool, served: bool, columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, outputs = math.prod(g_y.shape[:-1]), g_y.shape[-1]
     weight = g_y.new_empty((columns, outputs) if transposed else (outputs, columns))
@@ -380,11 +398,12 @@ def _linear_gradients_fake(
 
 
 def _conv2d_gradients(
-    g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, spec: str,
-    w_dtype: torch.dtype, shape: list[int], kernel: list[int], stride: list[int], dilation: list[int],
-    pads: list[int], padding: str, groups: int, padding_mode: str, needs: list[bool],
+    g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, tag: Tensor,
+    spec: str, source: str, w_dtype: torch.dtype, shape: list[int], kernel: list[int], stride: list[int],
+    dilation: list[int], pads: list[int], padding: str, groups: int, padding_mode: str, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     step = _runtime_step(key, None, spec, served=False)
+    _note(step, tag, codes, source, needs)
     geometry = _geometry(kernel, stride, dilation, pads, padding, groups, padding_mode)
     batch, channels, height, width = shape
     grads = step.conv_gradients(
@@ -395,9 +414,9 @@ def _conv2d_gradients(
 
 
 def _conv2d_gradients_fake(
-    g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, spec: str,
-    w_dtype: torch.dtype, shape: list[int], kernel: list[int], stride: list[int], dilation: list[int],
-    pads: list[int], padding: str, groups: int, padding_mode: str, needs: list[bool],
+    g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, tag: Tensor,
+    spec: str, source: str, w_dtype: torch.dtype, shape: list[int], kernel: list[int], stride: list[int],
+    dilation: list[int], pads: list[int], padding: str, groups: int, padding_mode: str, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     outputs = g_y.shape[1]
     weight = g_y.new_empty(outputs, shape[1] // groups, *kernel)

@@ -74,7 +74,8 @@ def hot_unbiased() -> Method:
 
     4 low-pass rows are fixed; 4 of the other 12 are drawn for every block of 16 tokens and scaled by √3, so that
     E[PᵀP] = I and E[g_w] is exact; w is rounded stochastically too, so that E[g_x] is exact. Same bytes and same
-    product sizes as HOT. In fp8 (``number="e4m3"``) all is rounded to nearest: unbiased in its low-rank step only.
+    product sizes as HOT. In fp8, which it takes where the device multiplies that, all is rounded to nearest: unbiased
+    in its low-rank step only; ``number="int"`` keeps it to integers.
     """
     return Method(
         "hot-unbiased",
@@ -82,6 +83,7 @@ def hot_unbiased() -> Method:
         GradWeight(tile=16, rank=8, sampled=4, bits=8),
         Saved(bits=8, rounding="stochastic"),
         KNOBS,
+        automatic=True,
     )
 
 
@@ -120,9 +122,10 @@ def hq() -> Method:
 def hq8() -> Method:
     """Ours, and what `hotrain.convert` does unless told otherwise: what saves memory and time at exact's accuracy.
 
-    Full rank and 8 bits on both paths, in fp8 where the GPU has it (``number="e4m3"``), and everything between the
-    layers compressed too (``memory="block"``). A low rank is faster and smaller still; its noise, without bias as with
-    it, costs as a smaller batch would (docs/maths.md).
+    Full rank and 8 bits on both paths: fp8 without a rotation where the device multiplies it, else rotated integers
+    (``number="int"`` or ``"e4m3"`` fixes it). Everything between the layers is compressed too (``memory="block"``). A
+    low rank is faster and smaller still; its noise, without bias as with it, costs as a smaller batch does
+    (docs/maths.md).
     """
     return Method(
         "hq8",
@@ -131,6 +134,7 @@ def hq8() -> Method:
         Saved(bits=8),
         KNOBS,
         memory="block",
+        automatic=True,
     )
 
 

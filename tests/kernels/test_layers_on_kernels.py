@@ -136,15 +136,15 @@ def test_accumulation_makes_a_weights_codes_once_a_step(device, monkeypatch):
 def test_numbers_are_chosen_by_the_device(device, monkeypatch):
     net, _ = pair("hot-unbiased", device)
     state = net[0]._hotrain
-    assert state.automatic
-    assert state.method.grad_weight.number == "int"
-    state._choose_number(torch.device("cpu"))
-    assert state.automatic, "a CPU decides nothing"
+    before = state.method
+    monkeypatch.setattr(kernels, "has_fp8", lambda _: False)
+    state.choose_numbers(device)
+    assert state.running.grad_weight.number == "int"
     monkeypatch.setattr(kernels, "has_fp8", lambda _: True)
     monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
-    state._choose_number(torch.device("cuda"))
-    assert state.method.grad_weight.number == "e4m3"
-    assert not state.automatic
+    state.choose_numbers(torch.device("cuda"))
+    assert state.running.grad_weight.number == "e4m3"
+    assert state.method is before, "a frozen method stays what it was"
     with pytest.raises(ValueError, match="number='fp9'"):
         hotrain.convert(net, "hot", number="fp9")
     with pytest.raises(ValueError, match="plan='fast'"):

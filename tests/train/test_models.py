@@ -96,9 +96,7 @@ def _states(name: str, momentum: float = 0.9) -> tuple[TrainRun, torch.nn.Module
 
 
 # With moments of a parameter's shape, with factored ones, with some layers left to another rule.
-@pytest.mark.parametrize(
-    "name", ["adamw", "sgd", "lamb", "adafactor", "adafactorbv", "muon", "lion"]
-)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "adafactor", "adafactorbv", "muon", "lion"])
 def test_an_optimizer_takes_its_own_state_and_no_other(name: str) -> None:
     run, model, state = _states(name)
     check_optimizer_state(run, create_optimizer(run, model), state, begun=True)

@@ -112,6 +112,26 @@ def is_image(recipe: str) -> bool:
     return _IMAGE in recipe
 
 
+def describe(recipe: str) -> str:
+    """In words: what the operator before keeps, and in which format."""
+    return _described(parsed(recipe))
+
+
+def _described(recipe: Any) -> str:
+    kind, *rest = recipe
+    if kind in ("values", "heads"):
+        return f"operator before ({rest[0]})"
+    if kind == "norm":
+        return f"norm ({rest[0][1]})"
+    if kind == "of":
+        return (
+            f"{rest[0]} of its input ({rest[1][1]})"
+            if rest[1][0] == "values"
+            else f"{rest[0]} of {_described(rest[1])}"
+        )
+    return " × ".join(map(_described, rest))
+
+
 def is_recipe(form: str) -> bool:
     return form.startswith("[")
 

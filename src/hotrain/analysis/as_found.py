@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def as_found(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     states = [state for _, state in layer_states(model)]
-    counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation) for s in states]
+    counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation, replace(s.ran)) for s in states]
     generators = _generators()
     try:
         yield
@@ -41,9 +42,9 @@ def as_found(model: nn.Module) -> Iterator[None]:
             if buffer is not None and value is not None:
                 with torch.no_grad():
                     buffer.copy_(value)
-        for state, calls, fallback, step, generation in counters:
+        for state, calls, fallback, step, generation, ran in counters:
             state.calls, state.fallback = calls, fallback
-            state.draws.step, state.draws.generation = step, generation
+            state.draws.step, state.draws.generation, state.draws.ran = step, generation, ran
         _restore(generators)
 
 

@@ -28,13 +28,13 @@ from torch import nn
 from ..conversion import convert, revert
 from ..functional import as_method
 from ..method import Method
-from ..nn.state import LayerState, layer_states
+from ..nn.state import REVERTED, LayerState, layer_states
 from ..presets import preset
+from ..tables import count_text, table
 from ..transform.hadamard import TILE
 from ..transform.tokens import Grid, Layout, layout
 from . import paper
 from .shapes import LayerShape, layer_shapes
-from .tables import count_text, table
 
 MODES = ("corrected", "paper")
 QUANTIZE, QUANTIZE_LUQ, DEQUANTIZE = 2, 3, 1
@@ -152,7 +152,7 @@ def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
     """What `hotrain.convert` would make of an exact model: it is asked, and undone."""
     if method.is_exact:
         return {}
-    convert(model, method, number=None, plan="memory")
+    convert(model, method)
     try:
         return dict(layer_states(model))
     finally:
@@ -161,10 +161,10 @@ def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
 
 def _in_force(shape: LayerShape, state: LayerState | None, exact: Method) -> Method:
     """The method that a call follows: a low-rank one does not mix samples (`LayerState.step`)."""
-    if state is None:
+    if state is None or state.fallback not in (None, REVERTED):
         return exact
-    low_rank = state.method.grad_weight.rank < state.method.grad_weight.tile
-    return exact if shape.samples_only and low_rank and shape.needs_grad_weight and not state.chosen else state.method
+    samples = shape.samples_only and state.low_rank and shape.needs_grad_weight and not state.chosen
+    return exact if samples else state.running
 
 
 def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Counter) -> dict[str, Any]:

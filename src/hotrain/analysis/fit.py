@@ -23,9 +23,9 @@ from ..conversion import convert, revert
 from ..method import Method
 from ..nn.state import layer_states
 from ..presets import DEFAULT
+from ..tables import bytes_text, table
 from .as_found import as_found
 from .saved_bytes import bytes_inside, saved_bytes, tensors
-from .tables import bytes_text, table
 
 EXACT, CHECKPOINTED, CONVERTED, BOTH = "exact", "checkpointed", "converted", "converted+checkpointed"
 VARIANTS = (EXACT, CHECKPOINTED, CONVERTED)
@@ -98,7 +98,8 @@ def fit(
     budget_bytes: int,
     *,
     method: str | Method = DEFAULT,
-    memory: str = "block",
+    memory: str | None = None,
+    plan: str = "speed",
     variants: Sequence[str] = VARIANTS,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
@@ -108,7 +109,7 @@ def fit(
 
     model: exact, on the device that is asked about; it is left as found.
     make_inputs: batch size → what the model is called with: a tensor, a tuple, or a mapping of keyword arguments.
-    method, memory: of the converted variants, as in `hotrain.convert`, which gets ``plan="memory"``.
+    method, memory, plan: of the converted variants, as in `hotrain.convert`, with the same defaults.
     variants: of ``exact``, ``checkpointed`` (all blocks recompute), ``converted``, ``converted+checkpointed``.
     loss: output → scalar; None: the sum of all outputs.  optimizer: parameters → optimizer.
     largest: where the search ends.
@@ -137,7 +138,7 @@ def fit(
         with as_found(model), _parameters_as_found(model), torch.enable_grad():
             if not model.training:
                 model.train()
-            with _variant(model, variant, method, memory):
+            with _variant(model, variant, method, memory, plan):
                 find = _by_running if device.type == "cuda" else _by_prediction
                 rows.append(find(step, variant, budget_bytes, largest, device))
     return FitReport(budget_bytes, str(device), rows)
@@ -219,10 +220,10 @@ def _sum(output: Any) -> Tensor:
 
 
 @contextmanager
-def _variant(model: nn.Module, variant: str, method: str | Method, memory: str) -> Iterator[None]:
+def _variant(model: nn.Module, variant: str, method: str | Method, memory: str | None, plan: str) -> Iterator[None]:
     try:
         if variant in (CONVERTED, BOTH):
-            convert(model, method, memory=memory, plan="memory")
+            convert(model, method, memory=memory, plan=plan)
         if variant in (CHECKPOINTED, BOTH):
             recompute(blocks(model))
         yield
@@ -284,9 +285,10 @@ def _peak(step: _Step, batch: int, device: torch.device) -> int | None:
 
 
 def _two_steps(step: _Step, batch: int, device: torch.device) -> int:
-    """The allocator's peak; the second step has the optimizer's state beside it."""
-    torch.cuda.reset_peak_memory_stats(device)
+    """The allocator's peak over two steps; the one before them makes the optimizer's state, and the plan its times."""
     optimizer = step.optimizer()
+    step.run(batch, optimizer)
+    torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):
         step.run(batch, optimizer)
     torch.cuda.synchronize(device)

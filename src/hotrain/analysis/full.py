@@ -8,8 +8,8 @@ from typing import Any
 
 from ..activations.policy import SMALL
 from ..conversion import ConversionReport
+from ..tables import bytes_text, table
 from .saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
-from .tables import bytes_text, table
 
 SHARE = 0.01  # of the total, under which an operator is not worth a line
 NO_FORM = "no compressed form"

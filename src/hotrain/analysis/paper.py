@@ -17,8 +17,8 @@ from torch import nn
 
 from ..functional import as_method
 from ..method import Method
+from ..tables import bytes_text, table
 from .shapes import LayerShape, layer_shapes
-from .tables import bytes_text, table
 
 FLOAT = 1024  # a multiply-accumulate, or any other operation, on float32
 STAGES = 4  # log2 of the tile of 16

@@ -24,9 +24,9 @@ from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
 from ..presets import DEFAULT
+from ..tables import table
 from .as_found import as_found
 from .shapes import LayerShape, shape_of
-from .tables import table
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def plan(
     if chosen.is_exact:
         raise ValueError("plan: method 'exact' has nothing to compare with; name another preset")
     with as_found(model):
-        convert(model, chosen, filter_fn=filter_fn, number=None, plan="memory")
+        convert(model, chosen, filter_fn=filter_fn, plan="memory")
         try:
             rows, device = _rows(model, inputs, kwargs, repeats, threshold)
         finally:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from ..tables import bytes_text, table
 from .as_found import as_found
-from .tables import bytes_text, table
 
 CHECKPOINT = "checkpoint input"
 WEIGHT_COPY = "autocast copy of a weight"

@@ -92,7 +92,7 @@ def _adamw8bit(task: Task) -> None:
 
 def _converted(**options: Any) -> Callable[[Task], None]:
     def change(task: Task) -> None:
-        hotrain.convert(task.model, **options)
+        task.report = hotrain.convert(task.model, **options)
 
     return change
 
@@ -152,7 +152,9 @@ VARIANTS = {
         Variant("exact+compile+offload", _offload, EXACT),
         Variant("exact+compile+adamw8bit", _adamw8bit, EXACT),
         Variant("torchao-float8-tensorwise", _torchao, FP8),
+        Variant("exact-block", _converted(method="exact", memory="block", plan="graphs"), METHOD, graphs=True),
         Variant("hotrain-default", _converted(plan="graphs"), METHOD, graphs=True),
+        Variant("hotrain-default-all", _converted(plan="memory"), METHOD, graphs=True),
         Variant("hotrain-default-eager", _converted(plan="speed"), METHOD, compiled=False),
         Variant("hotrain-default-linear-eager", _converted(plan="speed", memory="linear"), METHOD, compiled=False),
         Variant("hotrain", _converted(method=LOW_RANK, plan="graphs"), METHOD, graphs=True),
@@ -168,7 +170,8 @@ VARIANTS = {
 
 
 def variant_of(name: str) -> Variant:
-    """A variant by name; ``hotrain:METHOD`` is a method of one's own, ``hotrain:hot:rank=4`` with overrides.
+    """A variant by name; ``hotrain:METHOD`` is a method of one's own, ``hotrain:hot:rank=4+plan=memory`` with overrides
+    and a plan, ``graphs`` unless it says so.
 
     Raises ValueError for an unknown variant or method.
     """
@@ -178,8 +181,9 @@ def variant_of(name: str) -> Variant:
     if kind != "hotrain" or not text:
         raise ValueError(f"--variants: got {name!r}, accepted are {', '.join(VARIANTS)} and hotrain:METHOD")
     base, overrides = parse_method(text)
+    plan = overrides.pop("plan", "graphs")
     method = preset(base, **overrides)
-    return Variant(name, _converted(method=method, number=None, plan="memory"), METHOD, graphs=True)
+    return Variant(name, _converted(method=method, plan=plan), METHOD, graphs=True)
 
 
 @dataclass(frozen=True)
@@ -354,6 +358,7 @@ def _measure(
         "noise": asdict(truth.noise),
         "warmup_s": warmup_s,
         "graph_breaks": breaks,
+        "layers": None if task.report is None else task.report.ran(),
         "clocks": asked[0].read(),
     }
 

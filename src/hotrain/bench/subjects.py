@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import hotrain
 from hotrain.train.models import create_model
 
 Blocks = nn.Sequential | nn.ModuleList
@@ -77,7 +78,7 @@ class Task:
 
     blocks: the model's containers of what checkpointing recomputes one by one.  batches: what `loss` takes beside the
     model.  kept_exact: whether a Linear of that name stays as it is in every variant.  trains: whether AdamW follows.
-    adamw: which one; called with the parameters and `lr`.
+    adamw: which one; called with the parameters and `lr`.  report: of the conversion, where a variant converts.
     """
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Task:
     kept_exact: Callable[[str], bool]
     trains: bool
     adamw: Callable[..., torch.optim.Optimizer] = _fused_adamw
+    report: hotrain.ConversionReport | None = None
 
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self.adamw(self.model.parameters(), lr=1e-4) if self.trains else None

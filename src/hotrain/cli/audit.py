@@ -72,7 +72,7 @@ def memory(
     """
     from hotrain.analysis.fit import parse_bytes
     from hotrain.analysis.full import full_table
-    from hotrain.analysis.tables import bytes_text
+    from hotrain.tables import bytes_text
 
     budget = None if fit is None else parse_bytes(fit)
     settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
@@ -180,7 +180,7 @@ def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any)
                 batch,
                 budget,
                 method=method,
-                memory=method.memory,
+                plan=run.plan,
                 variants=[variant],
                 optimizer=lambda _: create_optimizer(run, model),
             )
@@ -203,7 +203,7 @@ def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
 
 def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedBytes | None, modules: bool) -> str:
     """By module or by operator, the largest first; predicted is of the converted model."""
-    from hotrain.analysis.tables import bytes_text, table
+    from hotrain.tables import bytes_text, table
 
     def of(audit: SavedBytes | None) -> dict[str, int]:
         return {} if audit is None else audit.by_module if modules else audit.by_operator

@@ -56,7 +56,7 @@ def _record(
 
 def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]], tiny: bool, json: bool) -> None:
     """The records as JSON or a table; times of small shapes are named as such."""
-    from hotrain.analysis.tables import table
+    from hotrain.tables import table
 
     if json:
         print_json(rows)

@@ -55,7 +55,7 @@ def _one(name: str, json: bool) -> None:
 
 def _family(members: list[Recipe]) -> str:
     """A line a pattern, the choices that its names offer in braces, and what it is."""
-    from hotrain.analysis.tables import table
+    from hotrain.tables import table
 
     rows = []
     for function in dict.fromkeys(recipe.function for recipe in members):
@@ -91,8 +91,8 @@ def presets(
 ) -> None:
     """List the methods, or describe one: its source, what it saves and what it loses."""
     import hotrain
-    from hotrain.analysis.tables import table
     from hotrain.presets import DEFAULT, describe
+    from hotrain.tables import table
 
     def entry(each: str) -> dict[str, Any]:
         what = " ".join(describe(each).split("\n\n")[0].split())

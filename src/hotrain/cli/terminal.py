@@ -33,7 +33,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 def print_lines(records: Records) -> None:
     """A line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact."""
-    from hotrain.analysis.tables import table
+    from hotrain.tables import table
 
     rows = []
     model = None

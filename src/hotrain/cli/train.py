@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -54,7 +54,6 @@ def train(
     Ctrl-C finishes the update, writes a checkpoint and says how to go on.
     """
     main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
-    built: list[Setup] = []
     with ExitStack() as stack:
         if main:
             stack.enter_context(working(f"{recipe or resume}: loading"))
@@ -66,7 +65,6 @@ def train(
         )
 
         def started(setup: Setup) -> None:
-            built.append(setup)
             stack.close()
             note(_planned(run, resume))
             note(_built(setup))
@@ -80,9 +78,9 @@ def train(
     if json:
         shown = ("run_id", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "seconds")
         answer = {"model": run.model, "method": run.method_label, "seed": run.seed}
-        print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": _ran(built[0])})
+        print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": result.layers})
         return
-    typer.echo(_outcome(run, result, _ran(built[0])))
+    typer.echo(_outcome(run, result))
 
 
 def _planned(run: TrainRun, resume: Path | None) -> str:
@@ -99,14 +97,9 @@ def _built(setup: Setup) -> str:
     return f"{setup.run.name}: {data}; {what}"
 
 
-def _ran(setup: Setup) -> list[dict[str, Any]]:
-    """What the layers did, a row a group that did the same."""
-    ran = getattr(setup.report, "ran", None)
-    return [] if ran is None else ran()
-
-
-def _outcome(run: TrainRun, result: Result, ran: list[dict[str, Any]]) -> str:
-    from hotrain.analysis.tables import bytes_text
+def _outcome(run: TrainRun, result: Result) -> str:
+    from hotrain.conversion import line_of
+    from hotrain.tables import bytes_text
 
     lines = []
     if result.accuracy is not None and result.best_accuracy is not None:
@@ -114,11 +107,7 @@ def _outcome(run: TrainRun, result: Result, ran: list[dict[str, Any]]) -> str:
             f"{run.model} {run.method_label} seed {run.seed}: {result.accuracy:.2f} % "
             f"(best {result.best_accuracy:.2f} %) in {result.seconds:.0f} s"
         )
-    for group in ran:
-        layers = group["layers"] if isinstance(group["layers"], int) else len(group["layers"])
-        what = ", ".join(f"{key} {bytes_text(value) if key == 'bytes' else value}" for key, value in group.items()
-                         if key != "layers" and value not in (None, ""))  # fmt: skip
-        lines.append(f"layers      {layers}: {what}")
+    lines += [f"layers      {line_of(group)}" for group in result.layers or ()]
     if result.saved_bytes is not None:
         lines.append(f"kept        {bytes_text(result.saved_bytes)} for backward, of a batch of {run.batch_size}")
     if result.step_ms is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from ..autograd import Step
 from ..convolution import Geometry
 from ..draws import Draws, place_all
 from ..method import Method
+from ..ran import Ran
 from ..transform.tokens import Grid
 
 ATTRIBUTE = "_hotrain"
+REVERTED = "reverted"  # why a layer of an earlier conversion runs exact, for reports of it that are still read
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
@@ -30,11 +33,12 @@ class LayerState:
     name: in its model.  method: assignable; the next forward follows it.  grid: of its tokens.  chosen: asked for by
     a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
     calls: training forwards that followed the method; of a compiled layer, those that were traced.
-    automatic: whether the numbers of the method are still to be chosen, by the device of the first forward.
+    running: the method with its numbers chosen for the device of the last forward, or of the weight before the first.
     plan: whether the layer stays exact on a GPU where its method would lose time (`hotrain.conversion.convert`).
     origins: who knows where the input comes from, where what lies between the layers is compressed.
-    spec, random, low_rank: what a trace reads of method and grid, and so is guarded by.
+    spec, random, low_rank: what a trace reads of the running method and the grid, and so is guarded by.
     verdicts: of the plan, by what was asked; of the method, grid and plan that are set now.
+    given: the plan's verdict from elsewhere (a run that is resumed): why the layer stays exact, "" where it does not.
     """
 
     name: str
@@ -43,7 +47,6 @@ class LayerState:
     chosen: bool = False
     fallback: str | None = None
     calls: int = 0
-    automatic: bool = False
     plan: str = "memory"
     draws: Draws = field(default=None)  # type: ignore[assignment]
     spec: str = field(init=False, repr=False, default="")
@@ -51,6 +54,8 @@ class LayerState:
     low_rank: bool = field(init=False, repr=False, default=False)
     origins: Origins | None = field(repr=False, compare=False, default=None)
     verdicts: dict[Any, str | None] = field(init=False, repr=False, compare=False, default_factory=dict)
+    given: str | None = field(init=False, repr=False, compare=False, default=None)
+    running: Method = field(init=False, repr=False, compare=False, default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.draws is None:
@@ -60,16 +65,30 @@ class LayerState:
         super().__setattr__(name, value)
         if name in ("method", "grid", "plan"):
             self.__dict__["verdicts"] = {}
-        if name in ("method", "grid") and "grid" in self.__dict__:
-            self.__dict__["spec"] = ops.encode(self.method, self.grid)
-            self.__dict__["random"] = self.method.draws
-            self.__dict__["low_rank"] = self.method.grad_weight.is_low_rank
+        if name == "method":
+            self.__dict__["running"] = numbers_chosen(self.method, False)
+        if name in ("method", "running", "grid") and "grid" in self.__dict__:
+            self.__dict__["spec"] = ops.encode(self.running, self.grid)
+            self.__dict__["random"] = self.running.draws
+            self.__dict__["low_rank"] = self.running.grad_weight.is_low_rank
+
+    @property
+    def ran(self) -> Ran:
+        """What the layer's last training step did."""
+        return self.draws.ran
 
     @property
     def reached(self) -> bool:
-        """Whether a training forward has come through the layer; of compiled layers, those that draw nothing do not
-        count their forwards and are taken as reached."""
-        return self.draws.step >= 0 or (self.draws.counter is not None and not self.random)
+        """Whether a training step has come through the layer."""
+        return self.draws.ran.method is not None or self.draws.step >= 0
+
+    def choose_numbers(self, device: torch.device) -> None:
+        """Choose the numbers of the method for that device, where they are its to choose."""
+        if self.method.automatic:
+            kernels = autograd.kernels_for(device)
+            running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
+            if running is not self.running:
+                self.running = running
 
     def step(self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
         """The step of this forward, or None where the exact path runs.
@@ -81,7 +100,7 @@ class LayerState:
             return None
         asked = self._asked(module, x)
         if asked:
-            self._choose_number(x.device)
+            self.choose_numbers(x.device)
             self.fallback = _SAMPLES if samples_only and self._mixes(module) else self._planned(module, x, transposed)
             if self.fallback is not None:
                 return None
@@ -98,10 +117,15 @@ class LayerState:
         if not asked:
             return None
         self.calls += 1
-        return Step(self.method, key, self.grid, transposed, self.name, self.draws.handle, word, origin=self.origin(x))
+        return Step(
+            self.running, key, self.grid, transposed, self.name, self.draws.handle, word,
+            origin=self.origin(x), ran=self.draws.ran,
+        )  # fmt: skip
 
     def _planned(self, module: Any, x: Tensor, transposed: bool) -> str | None:
         """Why the layer stays exact, by the plan; found once for each shape."""
+        if self.given is not None:
+            return self.given or None
         if self.plan == "memory":
             return None
         w, dtype = module.weight, autograd.autocast_dtype(x)
@@ -146,16 +170,10 @@ class LayerState:
     def _mixes(self, module: Any) -> bool:
         return self.low_rank and module.weight.requires_grad and not self.chosen
 
-    def _choose_number(self, device: torch.device) -> None:
-        """fp8 codes instead of integers, where the layer may choose and the GPU multiplies them."""
-        if self.automatic and device.type == "cuda":
-            self.automatic = False
-            kernels = autograd.kernels_for(device)
-            if kernels is not None and kernels.has_fp8(device):
-                self.method = self.method.override(number="e4m3")
-
     def _plan(self, question: planning.Question | None) -> str | None:
         """Why the layer stays exact on a GPU, or None."""
+        if self.given is not None:
+            return self.given or None
         if question is None or self.plan == "memory":
             return None
         why = self._without_kernel(question.device, question.dtype, question.geometry)
@@ -171,7 +189,7 @@ class LayerState:
         if geometry is not None and not geometry.is_patches:
             return "its patches overlap"
         # Of the layout it matters only that there are tokens.
-        why: str | None = kernels.reason(self.method, Step(self.method, 0, self.grid).layout((1, 16)), dtype, device)
+        why: str | None = kernels.reason(self.running, Step(self.running, 0, self.grid).layout((1, 16)), dtype, device)
         return why
 
     def _question(
@@ -193,7 +211,7 @@ class LayerState:
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
         return planning.Question(
-            x, w, dtype, weights, bias, needs_x, self.method, self.grid, transposed, geometry, device
+            x, w, dtype, weights, bias, needs_x, self.running, self.grid, transposed, geometry, device
         )
 
     def _prepare(
@@ -205,7 +223,7 @@ class LayerState:
         method there, as they are switched on or off now.
         """
         place = None if geometry is None else Geometry(*geometry)
-        self._choose_number(device)
+        self.choose_numbers(device)
         question = self._question(device, trained, place, *facts)
         self.fallback = _SAMPLES if mixes else self._plan(question)
         self.calls += self.fallback is None
@@ -226,6 +244,12 @@ class LayerState:
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
             _ready(self.draws, device)
+
+
+@lru_cache(maxsize=1024)
+def numbers_chosen(method: Method, fp8: bool) -> Method:
+    """`Method.on_device`, the same object each time."""
+    return method.on_device(fp8)
 
 
 def constants(sizes: Sequence[int]) -> tuple[int, ...]:

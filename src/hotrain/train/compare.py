@@ -173,6 +173,7 @@ def compare(
                     "saved_bytes": result.saved_bytes,
                     "bit_ops": result.bit_ops,
                     "step_ms": result.step_ms,
+                    "layers": result.layers,
                 }
             )
             if on_result is not None and row is None:

@@ -78,6 +78,7 @@ class Result:
         step_ms: median milliseconds of an update, from its batches on the device to the optimizer's step.
         updates: optimizer updates made by this call; 0 where the resumed run was finished already.
         peak_bytes: PyTorch's peak on a CUDA device, else None.
+        layers: what the layers did in the last step, read off the model (`hotrain.ConversionReport.ran`); None: exact.
         finished: False after ``stop_after``.
         record_path: the ``runs.jsonl`` that holds the run's record.
         model: the trained model, with its converted layers.
@@ -98,6 +99,7 @@ class Result:
     record_path: Path
     checkpoint_path: Path
     updates: int = 0
+    layers: list[dict[str, Any]] | None = None
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
@@ -289,7 +291,8 @@ class Training:
 
         self.net: nn.Module = self.model
         if run.compile:
-            self.net = torch.compile(self.model)  # type: ignore[assignment]
+            graphs = run.plan == "graphs" and self.device.type == "cuda"
+            self.net = torch.compile(self.model, mode="reduce-overhead" if graphs else None)  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = nn.parallel.DistributedDataParallel(self.net)
         if self.device.type == "cuda":
@@ -620,6 +623,7 @@ class Training:
             record_path=Path(self.run.out_dir) / record.RUNS,
             checkpoint_path=self.checkpoint_path,
             updates=self.update - self.started_at,
+            layers=None if self.setup.report is None else self.setup.report.ran(),
             model=self.model,
         )
 
@@ -647,6 +651,7 @@ class Training:
                 for name in ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
             },
             "peak_bytes": result.peak_bytes,
+            "layers": result.layers,
             "seconds": result.seconds,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **record.conditions(self.device),

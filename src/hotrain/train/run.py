@@ -70,6 +70,7 @@ class TrainRun:
     # How gradients are computed
     method: str | Method = "exact"
     method_overrides: dict[str, Any] = field(default_factory=dict)
+    plan: Literal["speed", "graphs", "memory"] = "speed"  # of hotrain.convert: which layers stay exact on a GPU
     bit_warmup_epochs: int = 0  # int8 gradients for the first epochs (hotrain.BitSchedule)
     calibrate_batches: int = 0  # training batches for LQS; 0: no calibration
     calibrate_at: int = 0  # the epoch before which it runs
@@ -112,7 +113,7 @@ class TrainRun:
     # Numerics and machine
     amp: Literal["bf16", "fp16"] | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N
-    compile: bool = False
+    compile: bool = False  # torch.compile; with plan="graphs" on a GPU the step runs as CUDA graphs
     channels_last: bool = False  # keep images and their convolutions' weights by pixel, as GPUs' 16-bit kernels want it
     grad_checkpointing: bool = False
     deterministic: bool = False  # deterministic algorithms only: needed for a bit-exact resume on CUDA

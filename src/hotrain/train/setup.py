@@ -84,7 +84,7 @@ def create(
 def convert(run: TrainRun, model: nn.Module) -> Any:
     """Convert ``model``'s layers as ``run`` says; the conversion report, None for the exact method."""
     method = run.resolve_method()
-    return None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
+    return None if method.is_plain else hotrain.convert(model, method, plan=run.plan)
 
 
 def build(run: TrainRun, processes: Processes | None = None) -> Setup:

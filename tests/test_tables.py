@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hotrain.analysis.tables import bytes_text, table
+from hotrain.tables import bytes_text, table
 
 HEADERS = ["layer", "why", "bytes"]
 ROWS = [

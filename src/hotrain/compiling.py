@@ -1,0 +1,122 @@
+"""One line to be fast: `compile` converts a model for CUDA graphs, compiles it, and checks that it got no slower."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .conversion import ConversionReport, convert, revert
+from .method import Method
+from .presets import DEFAULT
+
+_CHECKED = 5  # the training forward before which the compiled step is timed: its graphs are recorded by then
+_WARM, _TIMED = 2, 5  # passes of each model
+_NOISE = 1.03  # of a ratio of two such medians
+
+
+def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = True, **options: Any) -> Any:
+    """Convert `model` in place and compile it: ``fast = hotrain.compile(model)``, then train `fast` as before.
+
+    On a CUDA device the plan is ``"graphs"`` and the mode of `torch.compile` ``"reduce-overhead"`` (CUDA graphs);
+    elsewhere both are as they come. Parameters and state_dict stay those of `model`.
+
+    method, options: of `hotrain.convert`.
+    check: on a CUDA device, time forward and backward of the model as it was (exact, eager) on the first training
+        batch, and of the compiled one a few steps later; a warning tells when it got slower. That takes the memory of
+        one exact step for a moment; where it does not fit, and in a distributed run, nothing is compared.
+    Returns what `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
+    Raises as `hotrain.convert`.
+    """
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    if on_gpu:
+        options.setdefault("plan", "graphs")
+    report = convert(model, method, **options)
+    fast: Any = torch.compile(model, mode="reduce-overhead" if on_gpu else None)
+    fast.__dict__["report"] = report
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if check and on_gpu and not distributed:
+        Check(fast, model, report)
+    return fast
+
+
+class Check:
+    """A hook on a compiled model that writes the times of the exact and of the compiled step into its report.
+
+    It removes itself. fast: what is called.  model: what it was compiled from.
+    """
+
+    def __init__(self, fast: nn.Module, model: nn.Module, report: ConversionReport) -> None:
+        self.fast, self.model, self.report = fast, model, report
+        self.before: float | None = None
+        self.forwards = 0
+        self.handle = fast.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (self.model.training and torch.is_grad_enabled()):
+            return
+        self.forwards += 1
+        try:
+            if self.forwards == 1:
+                self.before = self._before(args, kwargs)
+            elif self.forwards == _CHECKED:
+                self.handle.remove()
+                self._after(args, kwargs)
+        except torch.OutOfMemoryError:
+            self.handle.remove()  # nothing to compare with: exact training does not fit
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        # Parameters are shared, buffers are not: running statistics stay as they are.
+        exact = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        revert(exact)
+        with torch.random.fork_rng():
+            ms = _milliseconds(exact, exact, args, kwargs)
+        del exact
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return ms
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from .analysis.as_found import as_found
+
+        assert self.before is not None
+        with as_found(self.model):
+            after = _milliseconds(self.fast.forward, self.model, args, kwargs)
+        self.report.times = self.before, after
+        if after > _NOISE * self.before:
+            warnings.warn(
+                f"hotrain: forward and backward take {after:.1f} ms, {self.before:.1f} ms before (exact, eager). "
+                "hotrain.revert(model) undoes the conversion; print(fast.report) says what each layer does.",
+                stacklevel=2,
+            )
+
+
+def _milliseconds(
+    forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
+    """Median time of forward and backward; the gradients of the model's parameters go nowhere."""
+    from .analysis.saved_bytes import tensors
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    times = []
+    for number in range(_WARM + _TIMED):
+        _wait()
+        begin = time.perf_counter()
+        loss = torch.stack([t.float().sum() for t in tensors(forward(*args, **kwargs)) if t.requires_grad]).sum()
+        with torch.autocast(loss.device.type, enabled=False):
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+        _wait()
+        if number >= _WARM:
+            times.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(times)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
