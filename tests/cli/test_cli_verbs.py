@@ -202,7 +202,7 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     """What is recorded is not trained again, and the table is that of an uninterrupted comparison."""
     from hotrain import train as library
 
-    words = ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP]
+    words = ["compare", "demo_vit", "-m", "hot,exact", *ONE_STEP]
     whole = answer(*words, "-o", tmp_path / "whole", "-q")
     trained: list[tuple[str, int]] = []
     real = library.loop.train
@@ -220,7 +220,7 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     assert said == f"1 of 2 runs are recorded. Go on with: hotrain compare --resume {tmp_path / 'parts'}"
     trained.clear()
     rest = answer(*said.partition("with: hotrain ")[2].split(), "-q")
-    assert trained == [("hot", 0)]
+    assert trained == [("exact", 0)]
 
     def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**row, "step_ms": None} for row in rows]
