@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotrain
 from hotrain.analysis import fit as fitting
 from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, is_out_of_memory, parse_bytes, search
-from hotrain.analysis.full import NO_FORM, full_table, still_full
+from hotrain.analysis.full import LAYERS_ALONE, NO_FORM, full_table, still_full
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,11 @@ def test_what_stays_full_says_why() -> None:
     report = hotrain.convert(model, memory="linear", filter_fn=lambda module, name: name == "2")
     audit = hotrain.saved_bytes(model, torch.randn(32, 64, 64))
     reasons = {row.operator: row.reason for row in still_full(audit, report)}
-    assert reasons["softplus"] == NO_FORM
+    assert reasons["softplus"] == LAYERS_ALONE
+    assert NO_FORM in {row.reason for row in still_full(audit)}
     assert "the batch itself" in {row.reason for row in still_full(audit, report)}
     head = [row for row in still_full(audit, report) if "4" in row.modules]
     assert [row.reason for row in head] == ["its layer stays exact: excluded by filter_fn"]
-    assert NO_FORM in full_table(still_full(audit, report))
+    assert LAYERS_ALONE in full_table(still_full(audit, report))
     assert still_full(audit, report, share=1.0) == []
     assert "nothing" in full_table([])

@@ -83,7 +83,8 @@ def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeyp
     done = invoke("step", *CPU, "--out", tmp_path / "r.jsonl")
     assert done.exit_code == 1
     assert "s broken: ModuleNotFoundError: No module named 'torchao'" in done.stderr
-    assert ["s", "exact", "2.50", "0.10", "1.00", "1.50", "–", "0.50"] in [
+    assert ["s", "(tiny)", "exact", "2.50", "0.10", "1.00", "1.50", "–", "0.50"] in [
         line.split() for line in done.stdout.splitlines()
-    ]
+    ], "small models are named as such"
+    assert "the times mean nothing" in done.stdout
     assert [row["variant"] for row in written(tmp_path / "r.jsonl")] == ["broken", "exact"]

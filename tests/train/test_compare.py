@@ -23,9 +23,8 @@ def test_rows_are_paired_by_seed(tiny: Make) -> None:
     assert [(r["method"], r["seed"]) for r in outcome.rows] == [
         (m, s) for s in (0, 1) for m in ("exact", "hot:rank=4", "hla")
     ]
-    assert all(
-        set(r) == {"model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "step_ms"} for r in outcome.rows
-    )
+    fields = {"model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "step_ms", "layers"}
+    assert all(set(r) == fields for r in outcome.rows)
     assert len(seen) == len(outcome.results) == 6
     assert all(r.model is None for r in outcome.results)  # a comparison keeps no weights
     assert json.loads(outcome.to_json())["rows"] == outcome.rows
@@ -142,7 +141,7 @@ def test_summary_on_numbers_worked_out_by_hand() -> None:
     assert hot["gap"] == pytest.approx(0.0)
     assert hot["gap_spread"] == pytest.approx(2**0.5)
     text = str(outcome)
-    assert [part in text for part in ("78.00 ± 24.43", "+0.00 ± 1.41", "5.00", "2e+09")] == [True] * 4
+    assert [part in text for part in ("78.00 ± 24.43", "+0.00 ± 1.41", "4.77 MiB", "2.000 G")] == [True] * 4
 
 
 def test_without_exact_there_is_no_gap() -> None:

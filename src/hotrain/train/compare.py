@@ -8,18 +8,16 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hotrain.method import Method
+from hotrain.tables import bytes_text, count_text, table
 from hotrain.train import checkpoint, record
 from hotrain.train.loop import Result, train
 from hotrain.train.optimization import create_optimizer
 from hotrain.train.progress import OnProgress
 from hotrain.train.run import TrainRun, parse_method, replace
 from hotrain.train.setup import build
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 CONTROL = "exact"
 
@@ -71,37 +69,27 @@ class Comparison:
     def _by_seed(self, model: str, method: str) -> dict[int, dict[str, Any]]:
         return {r["seed"]: r for r in self.rows if (r["model"], r["method"]) == (model, method)}
 
-    def table(self) -> Table:
-        """The summary as a rich table."""
-        from rich.table import Table
-
-        table = Table(title="accuracy: mean ± standard deviation over seeds; gap: to exact with the same seed")
-        table.add_column("model")
-        table.add_column("method")
-        for column in ("accuracy %", "gap", "seeds", "kept MB", "bit operations", "step ms"):
-            table.add_column(column, justify="right")
-        for r in self.summary():
-            table.add_row(
+    def __str__(self) -> str:
+        rows = [
+            [
                 r["model"],
                 r["method"],
                 _with_spread(r["accuracy"], r["spread"]),
                 "" if r["method"] == CONTROL else _with_spread(r["gap"], r["gap_spread"], sign="+"),
                 f"{r['seeds']}" + (f" ({r['failed']} failed)" if r["failed"] else ""),
-                "" if r["saved_bytes"] is None else f"{r['saved_bytes'] / 1e6:.2f}",
-                "" if r["bit_ops"] is None else f"{r['bit_ops']:.3g}",
+                "" if r["saved_bytes"] is None else bytes_text(r["saved_bytes"]),
+                "" if r["bit_ops"] is None else count_text(r["bit_ops"]),
                 "" if r["step_ms"] is None else f"{r['step_ms']:.1f}",
-            )
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=120, color_system=None)
-        with console.capture() as capture:
-            console.print(self.table())
-            for f in self.failures:
-                console.print(f"failed: {f['model']} {f['method']} seed {f['seed']}: {f['error']}", highlight=False)
-        return capture.get()
+            ]
+            for r in self.summary()
+        ]
+        headers = ["model", "method", "accuracy %", "gap", "seeds", "kept", "bit operations", "step ms"]
+        lines = [
+            "accuracy: mean ± standard deviation over seeds; gap: to exact with the same seed",
+            table(headers, rows),
+        ]
+        lines += [f"failed: {f['model']} {f['method']} seed {f['seed']}: {f['error']}" for f in self.failures]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Rows, failures and summary as JSON text."""
@@ -211,6 +199,7 @@ def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
     return Result(
         run=run,
         **{name: row[name] for name in (*names, "peak_bytes", "seconds")},
+        layers=row.get("layers"),
         finished=True,
         record_path=out / record.RUNS,
         checkpoint_path=out / row["run_id"] / checkpoint.FILE,

@@ -109,6 +109,7 @@ def train(
     resume: str | Path | None = None,
     stop_after: int | None = None,
     on_progress: OnProgress | None = None,
+    on_start: Callable[[Setup], None] | None = None,
 ) -> Result:
     """Train as ``run`` describes; write checkpoints and a history to ``<out_dir>/<run_id>/``, a record beside it.
 
@@ -120,6 +121,7 @@ def train(
         stop_after: stop after so many updates of the run, as if interrupted, but return.
         on_progress: called on process 0 after every update, which waits for the device to have done it; None shows a
             progress bar. `silent` is not called, and nothing waits.
+        on_start: called on process 0 with the parts of the run, when they are built.
 
     Raises:
         ValueError, RuntimeError: a checkpoint that does not fit (before anything else), a run that another process is
@@ -141,7 +143,10 @@ def train(
         ranks = stack.enter_context(processes(run.device))
         stack.enter_context(_deterministic(run.deterministic))
         stack.enter_context(_without_cudnn_attention())
-        training = Training(run, build(run, ranks), ranks, state)
+        setup = build(run, ranks)
+        if on_start is not None and ranks.is_main:
+            on_start(setup)
+        training = Training(run, setup, ranks, state)
         report = on_progress
         if file is not None and state is not None:
             training.folder = checkpoint.folder_of(run, state, file)
