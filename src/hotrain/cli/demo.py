@@ -38,7 +38,7 @@ def demo(
     settings = ["steps=4"] if quick else [] if epochs is None else [f"epochs={epochs}"]
     runs = [configure(recipe, settings=settings, device=device, out=out / "runs") for recipe in RECIPES]
     meta = {
-        "title": "Memory and accuracy on real digits",
+        "title": "Four updates a method: does everything run?" if quick else "Memory and accuracy on real digits",
         **conditions(runs, numbers),
         "threads": "1 a run",
         "jobs": jobs,

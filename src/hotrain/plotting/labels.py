@@ -10,7 +10,10 @@ from matplotlib.transforms import Bbox
 
 SLIVER = 0.02
 """Of a label: so much may be covered before it goes to a place that is less plainly its mark's."""
-_PLACES = ((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8), (6, 17), (6, -17), (-6, 17), (-6, -17))
+_PLACES = (
+    *((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8)),
+    *((6, 17), (6, -17), (-6, 17), (-6, -17), (0, 17), (0, -17), (6, 26), (6, -26), (-6, 26), (-6, -26)),
+)
 """Where a label may stand, in points from its mark; earlier places are better."""
 
 
@@ -35,7 +38,7 @@ def arrange(
             return max(0.0, covered + outside - SLIVER * _area(box))
 
         _put(label, min(_PLACES, key=cost))
-        boxes.append(label.get_window_extent())
+        boxes.append(label.get_window_extent().padded(1))
 
 
 def _put(label: Text, offset: tuple[int, int]) -> None:

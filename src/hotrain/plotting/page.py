@@ -31,6 +31,7 @@ li{margin:.25rem 0}
 .lead{font-size:1.08rem}
 .muted,figcaption{color:var(--muted)}
 code{font:.9em ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;overflow-wrap:anywhere}
+code.line{white-space:nowrap}
 .formula{display:grid;grid-template-columns:repeat(4,max-content);gap:.15rem 1.8rem;background:var(--card);
 border-radius:.6rem;padding:.8rem 1rem;margin:1.2rem 0;white-space:nowrap;
 font:.84rem/1.65 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace}
@@ -144,8 +145,8 @@ exact.</p>
 <h2>What this means</h2>
 {% if standing %}<p>{{ standing }}</p>{% endif %}
 <p>Bytes kept are what PyTorch's autograd holds between forward and backward. They grow with the batch: fewer bytes
-leave room for more images. <code>hotrain memory MODEL --fit 24GB</code> says how many, for a recipe or a timm
-model.</p>
+leave room for more images. <code class="line">hotrain memory MODEL --fit 24GB</code> says how many, for a recipe or
+a timm model.</p>
 {% if memory %}
 <h3>Where the bytes are</h3>
 <p>A tensor that several operators save is counted once, with the first of them. So a layer whose input the norm or
