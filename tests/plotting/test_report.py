@@ -196,7 +196,7 @@ def test_the_headline_is_of_the_default_else_of_what_keeps_least() -> None:
 
 def test_who_ends_beyond_the_noise_is_named() -> None:
     said = render(Records(META, rows(exact=97.5, hq8=97.0, int4=90.0)))
-    assert "Further from exact&#39;s accuracy than the noise: int4 on vit (−7.50 ± 1.65)." in said
+    assert "Further from exact&#39;s accuracy than the noise – vit: int4. The others are not ranked." in said
     assert "These runs do not rank them" in render(Records(META, rows(exact=97.5, hq8=97.0)))
 
 

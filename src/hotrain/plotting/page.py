@@ -139,8 +139,8 @@ body:has(#pick-{{ loop.index }}:checked) .curves .curve:not(.{{ looks[method].na
 </tbody>
 </table>
 {% endfor %}
-<p class="muted">Below a number: for accuracy, its gap to exact in points; for the others, the ratio to
-exact.</p>
+<p class="muted">Below a number: for accuracy, its gap to exact in points ± the noise; for the others, the ratio
+to exact.</p>
 
 <h2>What this means</h2>
 {% if standing %}<p>{{ standing }}</p>{% endif %}

@@ -114,14 +114,17 @@ def standing(records: Records, table: Sequence[lines.Line]) -> str:
     """Which methods end beyond the noise; empty where no gap has one."""
     if not any(line.noise is not None for line in table):
         return ""
-    beyond = [
-        f"{line.method} on {records.label(line.model)} ({lines.signed_text(line.gap)} ± {line.noise:.2f})"
-        for line in table
-        if line.within_noise is False
-    ]
+    beyond: dict[str, list[str]] = {}
+    for line in table:
+        if line.within_noise is False:
+            beyond.setdefault(records.label(line.model), []).append(line.method)
     if not beyond:
         return "No method's accuracy differs from exact's by more than the noise. These runs do not rank them."
-    return f"Further from exact's accuracy than the noise: {', '.join(beyond)}. These runs do not rank the others."
+    named = "; ".join(f"{label}: {', '.join(methods)}" for label, methods in beyond.items())
+    others = any(line.within_noise for line in table)
+    return f"Further from exact's accuracy than the noise – {named}." + (
+        " The others are not ranked." if others else ""
+    )
 
 
 def noise(table: Sequence[lines.Line], test_images: Mapping[str, int]) -> str:
