@@ -248,6 +248,17 @@ def test_file(tmp_path: Path) -> None:
             '"error_tensor": 1, "error_token": 1, "ratio": 1, "batches": 1}}}',
             "choice='row'",
         ),
+        ("[" * 100_000, "not JSON"),  # deeper than Python's stack
+        ('{"version": 1, "statistic": "l3", "threshold": 0.5, "layers": {}}', "statistic='l3' is not one of l2, mse"),
+        ('{"version": 1, "statistic": "l2", "threshold": "x", "layers": {}}', "threshold='x' is not a finite number"),
+        *(
+            (
+                '{"version": 1, "statistic": "l2", "threshold": 0.5, "layers": {"a": {"choice": "token", '
+                f'"error_tensor": {value}, "error_token": 1, "ratio": 1, "batches": 1}}}}}}',
+                "a: error_tensor=.* is not a finite number, 0 or more",
+            )
+            for value in ("NaN", "1e400", "-1", '"1"', "null", "true")
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -93,7 +94,7 @@ class Calibration:
         """Read what `save` wrote. Raises ValueError, naming the file and the field, for anything else."""
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is not a calibration: it is not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("version") != VERSION:
             found = value.get("version") if isinstance(value, dict) else type(value).__name__
@@ -103,9 +104,17 @@ class Calibration:
             calibration = cls(layers, value["statistic"], value["threshold"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: a field of the calibration is missing or unknown ({error})") from error
+        if calibration.statistic not in STATISTICS:
+            raise ValueError(f"{path}: statistic={calibration.statistic!r} is not one of {', '.join(STATISTICS)}")
+        if not _is_size(calibration.threshold):
+            raise ValueError(f"{path}: threshold={calibration.threshold!r} is not a finite number, 0 or more")
         for name, choice in layers.items():
             if choice.choice not in CHOICES:
                 raise ValueError(f"{path}: {name}: choice={choice.choice!r} is not one of {', '.join(CHOICES)}")
+            for field in ("error_tensor", "error_token", "ratio", "batches"):
+                if not _is_size(getattr(choice, field)):
+                    got = getattr(choice, field)
+                    raise ValueError(f"{path}: {name}: {field}={got!r} is not a finite number, 0 or more")
         return calibration
 
     def apply(self, model: nn.Module) -> None:
@@ -247,6 +256,10 @@ class BitSchedule:
                 state.method = state.method.override(grad_input_bits=self.at(epoch))
                 changed.append(name)
         return changed
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _some(names: list[str]) -> str:

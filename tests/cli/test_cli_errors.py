@@ -25,6 +25,14 @@ MISTAKES = {
     "unknown data": ((*TRAIN, "--data", "digit"), "did you mean 'digits'?"),
     "no such checkpoint": ((*TRAIN, "--resume", "nowhere"), "no checkpoint at 'nowhere'"),
     "no CUDA device": ((*TRAIN, "--device", "cuda:99"), "CUDA device"),
+    "no CUDA device for the demo": (("demo", "--device", "cuda"), "--device: got 'cuda'"),
+    "nothing to train": (("train",), "`hotrain recipes` lists them"),
+    "a comparison without methods": (("compare", "demo_vit"), "--methods"),
+    "a comparison of absent data": (("compare", "demo_vit", "-m", "exact,hot", "--data", "[/x].npz"), "'[/x].npz'"),
+    "a comparison with an unknown model": (("compare", "demo_vit", "-m", "exact", "--set", "model=vti"), "'vti'"),
+    "no comparison to go on with": (("compare", "--resume", "nowhere"), "comparison.json is missing"),
+    "a resumed comparison of something else": (("compare", "demo_vit", "--resume", "nowhere"), "leave out RECIPE"),
+    "precision that autocast has not": (("memory", "demo_vit", "--amp", "fp8"), "amp: got 'fp8', accepted are bf16"),
     "unknown device": ((*TRAIN, "--device", "tpu"), "got 'tpu'"),
     "seeds that are no numbers": (("compare", "demo_vit", "-m", "exact", "--seeds", "0,x"), "--seeds: got 'x'"),
     "no methods": (("compare", "demo_vit", "-m", ","), "--methods"),
@@ -53,6 +61,12 @@ def test_a_mistake_is_one_line(case: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert result.stderr.count("\n") == 1, "more than one line"
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+def test_one_draw_is_refused_by_its_option() -> None:
+    result = CliRunner().invoke(app, ["fidelity", "demo_vit", "--draws", "1"])
+    assert result.exit_code == 2
+    assert "greater than or equal to 2" in result.stderr
 
 
 def test_an_unknown_verb_is_refused_with_the_nearest() -> None:

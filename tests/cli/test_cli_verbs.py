@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 import hotrain
+from hotrain.cli.errors import interrupted
 from hotrain.cli.main import app
 from hotrain.plotting.records import ROW_FIELDS
+from hotrain.presets import DEFAULT
 
 VERBS = ("train", "compare", "demo", "calibrate", "memory", "cost", "fidelity", "recipes", "presets", "report")
 # One block of width 32 and eight images: what is tested is the path from the words to the library.
@@ -26,7 +34,7 @@ def run(*arguments: str | Path) -> Result:
     return result
 
 
-def answer(*arguments: str | Path) -> object:
+def answer(*arguments: str | Path) -> Any:
     return json.loads(run(*arguments, "--json").stdout)
 
 
@@ -34,6 +42,11 @@ def test_help_names_every_verb_and_version_is_the_library_s() -> None:
     text = run("--help").stdout
     assert [verb for verb in VERBS if verb not in text] == []
     assert run("--version").stdout == f"hotrain {hotrain.__version__}\n"
+
+
+def plain(text: str) -> str:
+    """Without the frames and line breaks of a help page."""
+    return " ".join(text.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -50,7 +63,13 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
 
 
 def test_presets_lists_and_describes() -> None:
-    assert set(answer("presets")) == set(hotrain.presets())
+    listed = answer("presets")
+    assert set(listed) == set(hotrain.presets())
+    assert [name for name, entry in listed.items() if entry["default"]] == [DEFAULT]
+    shown = run("presets").stdout
+    assert f"{DEFAULT} (default)" in shown
+    assert all(entry["what"] in shown for entry in listed.values())
+    assert answer("presets", "hot")["method"] == str(hotrain.preset("hot"))
     text = run("presets", "hot").stdout
     assert str(hotrain.preset("hot")) in text
     assert "CVPR 2025" in text
@@ -66,6 +85,34 @@ def test_recipes_are_those_of_the_package() -> None:
     assert "demo_vit" in run("recipes").stdout
 
 
+def test_recipes_are_shown_by_family_and_pattern_with_their_methods() -> None:
+    import hotrain_recipes
+
+    text = run("recipes").stdout
+    found = hotrain_recipes.all().values()
+    assert [family for family in {recipe.family for recipe in found} if family not in text.splitlines()] == []
+    assert "{cifar10, cifar100}" in text
+    methods = {recipe.run().method_label for recipe in found}
+    assert all(f"train with {label}" in text for label in methods)
+    assert ("the library's default" in text) == (DEFAULT in methods)
+
+
+def test_a_recipe_lists_the_fields_of_set() -> None:
+    from hotrain.train import TrainRun
+
+    text = run("recipes", "demo_vit").stdout
+    fields = [field.name for field in dataclasses.fields(TrainRun)]
+    assert [name for name in fields if f"  {name} " not in text] == []
+    assert answer("recipes", "demo_vit")["run"]["model"] == "demo_vit"
+    assert "hotrain recipes RECIPE" in plain(run("train", "--help").stdout)
+
+
+@pytest.mark.parametrize("verb", [("train",), ("bench", "step")])
+def test_help_shows_no_type_behind_a_flag(verb: tuple[str, ...]) -> None:
+    assert "<bool>" not in run(*verb, "--help").stdout
+    assert "<bool>" not in run("--help").stdout
+
+
 def test_train_writes_a_record_and_resumes(tmp_path: Path) -> None:
     arguments = ["train", "demo_vit", "--method", "hot:rank=4", *SMALL, "--set", "epochs=1", "--out", tmp_path, "-q"]
     first = answer(*arguments)
@@ -75,6 +122,56 @@ def test_train_writes_a_record_and_resumes(tmp_path: Path) -> None:
     again = run(*arguments, "--resume", tmp_path / first["run_id"]).stdout
     assert f"{first['accuracy']:.2f} %" in again, "a finished run, resumed, has the same accuracy"
     assert "checkpoint" in again
+
+
+def test_train_says_what_it_will_do_what_it_converted_and_where_it_stored(tmp_path: Path) -> None:
+    done = run("train", "demo_vit", "-m", "hot", *ONE_STEP, "-o", tmp_path, "-q")
+    planned, built = done.stderr.splitlines()
+    assert planned == "demo_vit: demo_vit on digits, method hot, 1 updates, batches of 8, fp32, seed 0, device cpu"
+    assert built.startswith("demo_vit: 1,437 images, 10 classes, on cpu; 4 layers converted to hot, 2 kept exact")
+    (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    for said in ("kept ", "step ", f"checkpoint  {folder / 'checkpoint.pt'}", f"record      {tmp_path / 'runs.jsonl'}"):
+        assert said in done.stdout
+
+
+def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted, the command says a whole command; that command ends where an uninterrupted run ends."""
+    words = ["train", "demo_vit", "-m", "hot", *SMALL, "--set", "steps=4"]
+    whole = answer(*words, "-o", tmp_path / "whole", "-q")
+
+    class Stops:
+        """A bar that presses Ctrl-C after the second update."""
+
+        def __enter__(self) -> Callable[[Any], None]:
+            return lambda progress: signal.raise_signal(signal.SIGINT) if progress.update == 2 else None
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("hotrain.train.loop.progress_bar", lambda title: Stops())
+    stopped = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "parts")])
+    assert stopped.exit_code == 130
+    command = stopped.stderr.splitlines()[-1].partition("with hotrain ")[2].split()
+    assert command[:2] == ["train", "--resume"]
+    rest = answer(*command, "-q")
+    assert {**rest, "seconds": 0, "step_ms": 0, "run_id": 0} == {**whole, "seconds": 0, "step_ms": 0, "run_id": 0}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 130)])
+def test_a_signal_is_its_exit_code(number: int | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt if number is None else interrupted(_with(number), "stopped, nothing is lost")
+
+    monkeypatch.setattr("hotrain.cli.workbench.configure", stop)
+    done = CliRunner().invoke(app, ["train", "demo_vit"])
+    assert done.exit_code == code
+    assert done.stderr == ("interrupted\n" if number is None else "stopped, nothing is lost\n")
+
+
+def _with(number: int) -> KeyboardInterrupt:
+    stop = KeyboardInterrupt()
+    stop.number = number  # type: ignore[attr-defined]
+    return stop
 
 
 def test_compare_writes_summary_curves_and_report(tmp_path: Path) -> None:
@@ -95,6 +192,54 @@ def test_compare_writes_summary_curves_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text() == before, "the report is a function of the records"
 
 
+def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded is not trained again, and the table is that of an uninterrupted comparison."""
+    from hotrain import train as library
+
+    words = ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP]
+    whole = answer(*words, "-o", tmp_path / "whole", "-q")
+    trained: list[tuple[str, int]] = []
+    real = library.loop.train
+
+    def counted(cell: Any, **options: Any) -> Any:
+        if len(trained) == 1:
+            raise KeyboardInterrupt
+        trained.append((cell.method_label, cell.seed))
+        return real(cell, **options)
+
+    monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", counted)
+    stopped = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "parts"), "-q"])
+    assert stopped.exit_code == 130
+    said = stopped.stderr.splitlines()[-1]
+    assert said == f"1 of 2 runs are recorded. Go on with: hotrain compare --resume {tmp_path / 'parts'}"
+    trained.clear()
+    rest = answer(*said.partition("with: hotrain ")[2].split(), "-q")
+    assert trained == [("hot", 0)]
+
+    def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**row, "step_ms": None} for row in rows]
+
+    assert timeless(rest["rows"]) == timeless(whole["rows"])
+    assert timeless(rest["summary"]) == timeless(whole["summary"])
+    curves = json.loads((tmp_path / "parts" / "records.json").read_text())["curves"]
+    assert curves == json.loads((tmp_path / "whole" / "records.json").read_text())["curves"]
+
+
+def test_a_comparison_of_failures_shows_every_error_whole_and_writes_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brackets are text here, not rich's markup."""
+
+    def fails(cell: Any, **_: Any) -> None:
+        raise RuntimeError("pip install 'hotrain[demo]' [/x]")
+
+    monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", fails)
+    done = CliRunner().invoke(app, ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP, "-o", str(tmp_path / "c")])
+    assert done.exit_code == 1
+    assert done.stderr.count("RuntimeError: pip install 'hotrain[demo]' [/x]") == 2
+    assert not (tmp_path / "c").exists()
+
+
 def test_memory_is_measured_by_operator_and_by_module() -> None:
     found = answer("memory", "demo_vit", *SMALL)
     exact, converted = found["audits"].values()
@@ -102,6 +247,16 @@ def test_memory_is_measured_by_operator_and_by_module() -> None:
     assert found["ratio"] == converted["total"] / exact["total"]
     assert "hotrain linear" in run("memory", "demo_vit", *SMALL).stdout
     assert "blocks.0.mlp.fc1" in run("memory", "demo_vit", "--modules", *SMALL).stdout
+
+
+@pytest.mark.parametrize("method", ["hot", "hq8", "hot:memory=block", "exact", None])
+def test_memory_promises_what_train_keeps(method: str | None, tmp_path: Path) -> None:
+    """To the byte, whatever the method; its own memory unless --memory says otherwise."""
+    words = ["demo_vit", *ONE_STEP, *([] if method is None else ["-m", method])]
+    promised = answer("memory", *words)
+    kept = answer("train", *words, "-o", tmp_path, "-q")
+    assert kept["method"] == promised["method"]
+    assert promised["audits"][kept["method"]]["total"] == kept["saved_bytes"]
 
 
 def test_memory_says_what_stays_full_and_why() -> None:
@@ -113,10 +268,12 @@ def test_memory_says_what_stays_full_and_why() -> None:
 
 def test_memory_of_a_timm_model_and_of_linear_layers_alone() -> None:
     """No recipe, no data: the name and a size are enough."""
-    words = ("memory", "test_vit", "--image-size", "32", "-b", "2", "--classes", "5", "--device", "cpu")
+    words = ("memory", "test_vit", "--image-size", "96", "-b", "8", "--classes", "5", "--device", "cpu")
     everything, layers = answer(*words), answer(*words, "--memory", "linear")
-    assert everything["batch_size"] == 2
-    assert layers["audits"]["hq8"]["total"] < layers["audits"]["exact"]["total"]
+    assert everything["batch_size"] == 8
+    assert everything["method"] == DEFAULT
+    assert layers["method"] == f"{DEFAULT}:memory=linear", "a label says what differs from the preset"
+    assert everything["ratio"] < layers["ratio"] < 1
     assert everything["audits"]["exact"] == layers["audits"]["exact"]
 
 
@@ -126,7 +283,9 @@ def test_memory_fits_a_budget() -> None:
     assert 0 < batch["exact"] < batch["converted"]
     assert found["budget"] == 4_000_000
     assert all(row["needs"] <= found["budget"] for row in found["rows"])
-    assert "Predicted, no step was run" in run("memory", "demo_vit", "--fit", "4MB", *SMALL).stdout
+    done = run("memory", "demo_vit", "--fit", "4MB", *SMALL)
+    assert "Predicted, no step was run" in done.stdout
+    assert [f"{name}: a batch of {size}" for name, size in batch.items()] == done.stderr.splitlines()
 
 
 def test_shapes_are_looked_at_without_data(tmp_path: Path) -> None:
@@ -149,6 +308,13 @@ def test_cost_in_both_modes() -> None:
     assert "g_w" in run("cost", "demo_vit", *small).stdout
 
 
+def test_cost_and_fidelity_take_timm_models() -> None:
+    words = ("test_vit", "--set", "image_size=32")
+    assert answer("cost", *words)["method"] == DEFAULT
+    found = answer("fidelity", *words, "--set", "batch_size=2", "--draws", "2", "-m", "hla", "--device", "cpu")
+    assert "blocks.0.attn.qkv" in [row["layer"] for row in found["rows"]]
+
+
 def test_fidelity_has_a_row_a_layer() -> None:
     found = answer("fidelity", "demo_vit", "--method", "hla", "--draws", "2", *SMALL)
     assert [row["layer"] for row in found["rows"]] == [
@@ -156,7 +322,11 @@ def test_fidelity_has_a_row_a_layer() -> None:
     ]
     qkv = found["rows"][0]  # the last layer's g_y is the same at every token, where a low-pass loses nothing
     assert qkv["grad_input_error"] < 1e-5 < qkv["grad_weight_error"], "hla: g_w only"
-    assert "blocks.0.attn.qkv" in run("fidelity", "demo_vit", "--draws", "2", *SMALL).stdout
+    text = run("fidelity", "demo_vit", "-m", "hla", "--draws", "2", *SMALL).stdout
+    assert "blocks.0.attn.qkv" in text
+    assert "g_x: error up to 0.000" in text
+    assert re.search(r"g_w: error up to 0\.\d+ \(.*\); biased in \d of 4 layers", text), "the verdict"
+    assert "bias: error of the mean over the draws" in text, "the columns are explained"
 
 
 def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
@@ -166,14 +336,40 @@ def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
     layers = hotrain.Calibration.load(file).layers
     assert len(layers) == 4
     assert {layer.batches for layer in layers.values()} == {2}
+    again = ["calibrate", "demo_vit", "--method", "hot", "--batches", "1", "--out", str(file), *SMALL]
+    refused = CliRunner().invoke(app, again)
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        f"error: --out: {file} is there already; give another file, or --force to replace it\n",
+    )
+    assert {layer["batches"] for layer in answer(*again, "--force")["layers"].values()} == {1}
     run("train", "demo_vit", "-m", "hot", *ONE_STEP, "--set", f"calibration_file={file}", "-o", tmp_path, "-q")
 
 
 def test_what_is_looked_at_is_what_convert_does() -> None:
-    from hotrain.cli.workbench import shown
-    from hotrain.presets import DEFAULT
-    from hotrain.train import TrainRun
+    from hotrain.cli.workbench import look
 
-    run = TrainRun(model="demo_vit", data="digits", method="exact")
-    assert shown(run, None).method == DEFAULT
-    assert shown(run, "exact").method == "exact"
+    assert look("demo_vit", settings=["method=exact"]).method == DEFAULT
+    assert look("demo_vit", settings=["method=exact"], method="exact").method == "exact"
+    assert look("test_vit", settings=["method_overrides.memory=linear"]).method_label == f"{DEFAULT}:memory=linear"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "demo_vit"]])
+def test_without_its_extra_the_command_says_what_to_install(arguments: list[str]) -> None:
+    """`pip install hotrain` brings the script, not typer."""
+    code = "import sys; sys.modules['typer'] = None; from hotrain.cli.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    if arguments == ["--version"]:
+        assert (done.returncode, done.stdout) == (0, f"hotrain {hotrain.__version__}\n")
+    else:
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "pip install 'hotrain[demo]'" in done.stderr
+
+
+def test_work_under_way_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    from hotrain.cli.terminal import working
+
+    with working("loading [/x]") as say:
+        say("measuring")
+    assert capsys.readouterr() == ("", "")

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from hotrain import preset
-from hotrain.train import Comparison, TrainRun, compare, silent
+from hotrain.train import Comparison, TrainRun, compare, finished_cells, replace, silent, train
+from hotrain.train.record import read
 
 Make = Callable[..., TrainRun]
 
@@ -61,6 +63,64 @@ def test_a_cell_that_fails_does_not_lose_the_others(tiny: Make, monkeypatch: pyt
     assert (int4["seeds"], int4["failed"], int4["gap_spread"]) == (1, 1, None)
     assert "1 (1 failed)" in str(outcome)
     assert "failed: demo_vit int4 seed 0: RuntimeError: out of memory" in str(outcome)
+
+
+def test_what_every_cell_would_raise_is_raised_before_the_first(tiny: Make, tmp_path: Path) -> None:
+    def never(progress: object) -> None:
+        raise AssertionError("it trained")
+
+    for fields, message in (
+        ({"data": str(tmp_path / "absent.npz")}, "data: no file"),
+        ({"model": "demo_vti"}, "unknown name 'demo_vti'"),
+        ({"optimizer": "adamm"}, "did you mean 'adam"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(tiny(**fields), ["exact", "hot"], on_progress=never)
+    assert not Path(tiny().out_dir).exists()
+
+
+def test_a_comparison_goes_on_where_it_was_stopped(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny(steps=2)
+    whole = compare(run, ["exact", "hot:rank=4"], (0, 1), on_progress=silent)
+    # Others in the same folder: of another length, another seed's, stopped, of an earlier version.
+    compare(replace(run, steps=3), ["exact"], (0,), on_progress=silent)
+    train(replace(run, method="hot", method_overrides={"rank": 4}, seed=1), stop_after=1, on_progress=silent)
+    path = Path(run.out_dir) / "runs.jsonl"
+    rows = read(path)
+    with open(path, "a") as file:
+        for old in rows[:1]:
+            file.write(json.dumps({k: v for k, v in old.items() if k != "record"} | {"accuracy": -1.0}) + "\n")
+
+    found = finished_cells(run)
+    assert sorted(found) == [("exact", 0), ("exact", 1), ("hot:rank=4", 0), ("hot:rank=4", 1)]
+    del found["hot:rank=4", 1]
+    trained = []
+    again = compare(
+        run, ["exact", "hot:rank=4"], (0, 1), finished={**found, ("hot:rank=4", 1): None}, on_progress=silent,
+        on_result=lambda r: trained.append((r.run.method_label, r.run.seed)),
+    )  # fmt: skip
+    assert trained == [("hot:rank=4", 1)]
+
+    def shown(outcome: Comparison) -> list[tuple[object, ...]]:
+        return [(r["method"], r["seed"], r["accuracy"]) for r in outcome.rows]
+
+    assert shown(again) == shown(whole)
+    assert [r.history[-1]["train_loss"] for r in again.results] == [r.history[-1]["train_loss"] for r in whole.results]
+    assert [(s["method"], s["seeds"], s["gap"]) for s in again.summary()] == [
+        (s["method"], s["seeds"], s["gap"]) for s in whole.summary()
+    ]
+    assert again.results[0].checkpoint_path == whole.results[0].checkpoint_path
+
+
+def test_a_comparison_that_is_finished_reads_no_data(tiny: Make, few_digits: Path) -> None:
+    run = tiny(steps=2)
+    compare(run, ["exact"], (0,), on_progress=silent)
+    found = finished_cells(run)
+    few_digits_gone = few_digits.rename(few_digits.with_suffix(".away"))
+    try:
+        assert len(compare(run, ["exact"], (0,), finished=found).rows) == 1
+    finally:
+        few_digits_gone.rename(few_digits)
 
 
 def row(method: str, seed: int, accuracy: float, step_ms: float = 1.0) -> dict[str, object]:

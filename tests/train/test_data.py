@@ -1,6 +1,11 @@
 """Data sets: every way they can be wrong is said before any work, naming what and where."""
 
 import builtins
+import io
+import os
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +81,73 @@ def test_bad_arrays_are_refused(tmp_path: Path, content: dict[str, np.ndarray], 
     np.savez(tmp_path / "d.npz", **content)
     with pytest.raises(ValueError, match=message):
         load_data(str(tmp_path / "d.npz"))
+
+
+MANY = 2**63 + 5
+BAD_CONTENTS: list[tuple[dict[str, np.ndarray], str]] = [
+    # Without a check these would make a list of a thousand million names, or one of 2^64.
+    (arrays(y_train=np.array([0] * 9 + [10**9])), "label 1000000000 at index 9 would make 1000000001 classes of 10"),
+    (arrays(y_train=np.array([0] * 9 + [MANY], np.uint64)), f"label {MANY} at index 9 would make"),
+    (arrays(y_test=np.array([0, 1, MANY, 3, 4], np.uint64)), "y_test: label 9223372036854775807 at index 2 is out of"),
+    (arrays(classes=np.array(list("abcde")), y_train=np.full(10, MANY, np.uint64)), "y_train: label 92233720368547758"),
+    (arrays(classes=np.array(5)), r"classes in .*: got shape \(\), accepted is a list of names"),
+    (arrays(classes=np.array([["a"], ["b"]])), r"classes in .*: got shape \(2, 1\)"),
+    (arrays(x_test=np.array([None])), r"x_test\.npy cannot be read as an array \(it holds Python objects\)$"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_CONTENTS)
+def test_contents_that_would_cost_memory_or_run_code_are_refused_in_one_line(
+    tmp_path: Path, content: dict[str, np.ndarray], message: str
+) -> None:
+    np.savez(tmp_path / "d.npz", **content)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_data(str(tmp_path / "d.npz"))
+    assert "\n" not in str(caught.value)
+    assert "allow_pickle" not in str(caught.value)
+
+
+def test_arrays_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    np.savez(tmp_path / "d.npz", **arrays(more=np.array([Evil()], object)))
+    load_data(str(tmp_path / "d.npz"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_single_array_that_calls_itself_npz(tmp_path: Path) -> None:
+    with open(tmp_path / "d.npz", "wb") as file:
+        np.save(file, np.arange(3))
+    with pytest.raises(ValueError, match=r"d\.npz cannot be read as \.npz .* write it with numpy\.savez"):
+        load_data(str(tmp_path / "d.npz"))
+
+
+def test_a_header_that_promises_terabytes(tmp_path: Path) -> None:
+    np.savez(tmp_path / "good.npz", **arrays())
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (10**10, 8, 8, 48)})
+    with zipfile.ZipFile(tmp_path / "good.npz") as good, zipfile.ZipFile(tmp_path / "d.npz", "w") as bad:
+        for name in good.namelist():
+            bad.writestr(name, header.getvalue() if name == "x_train.npy" else good.read(name))
+    with pytest.raises(ValueError, match=r"x_train\.npy cannot be read as an array"):
+        load_data(str(tmp_path / "d.npz"))
+
+
+def test_an_archive_that_unpacks_to_more_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "d.npz", **arrays())
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1000}
+    monkeypatch.setattr(data_module.os, "sysconf", pages.__getitem__)
+    with pytest.raises(ValueError, match=r"unpacks to 0\.0 GiB, this machine has 0\.0 GiB"):
+        load_data(str(tmp_path / "d.npz"))
+
+
+def test_gaps_between_labels_are_said(tmp_path: Path) -> None:
+    labels = np.array([0, 1, 2, 3, 4, 5, 6, 0, 1, 9])
+    np.savez(tmp_path / "d.npz", **arrays(y_train=labels))
+    with pytest.warns(UserWarning, match=r"d\.npz: 2 of 10 classes have no training image \('7', '8'\)"):
+        assert len(load_data(str(tmp_path / "d.npz")).classes) == 10
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.95], ids=["empty", "half", "without-its-directory"])
@@ -159,6 +231,67 @@ def test_bad_folders_are_refused(folder: Path, damage: Callable[[Path], Any], me
     damage(folder)
     with pytest.raises(ValueError, match=message):
         load_data(str(folder))
+
+
+def test_an_empty_class_folder_is_said(folder: Path) -> None:
+    (folder / "train" / "grey").mkdir()
+    with pytest.warns(UserWarning, match=r"train: 1 of 3 classes have no training image \('grey'\)"):
+        assert load_data(str(folder)).classes == ("bright", "dark", "grey")
+
+
+def test_folders_within_class_folders_are_said_and_not_walked(folder: Path) -> None:
+    """Two links to a parent make an endless tree."""
+    nested = folder / "train" / "dark" / "sub"
+    nested.mkdir()
+    (folder / "train" / "dark" / "0.png").rename(nested / "0.png")
+    for name in ("loop", "loop2"):
+        (folder / "train" / "dark" / name).symlink_to(folder)
+    with pytest.warns(UserWarning, match=r"3 folders within class folders of .*train are not read .*dark/loop\)"):
+        data = load_data(str(folder))
+    assert isinstance(data, FolderData)
+    assert len(data.train) == 11
+
+
+def test_a_class_that_is_a_link_upwards_is_refused(folder: Path) -> None:
+    (folder / "train" / "self").symlink_to(".")
+    with pytest.raises(ValueError, match=r"train/self is a link to .*train, which it is in"):
+        load_data(str(folder))
+    (folder / "train" / "self").unlink()
+    (folder / "train" / "self").symlink_to(folder.parent)
+    with pytest.raises(ValueError, match="train/self is a link to"):
+        load_data(str(folder))
+
+
+def test_a_class_that_is_given_twice_is_refused(folder: Path) -> None:
+    (folder / "train" / "night").symlink_to("dark")
+    with pytest.raises(ValueError, match=r"train/night and .*train/dark are the same folder"):
+        load_data(str(folder))
+
+
+def test_a_class_on_another_disk_is_read(folder: Path, tmp_path: Path) -> None:
+    (folder / "train" / "dark").rename(tmp_path / "far")
+    (folder / "train" / "dark").symlink_to(tmp_path / "far")
+    data = load_data(str(folder))
+    assert isinstance(data, FolderData)
+    assert len(data.train) == 12
+
+
+def _bomb(path: Path) -> None:
+    """A PNG of 40,000 × 40,000 black pixels in about a kilobyte of header and rows that never come."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 1, 0, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)))
+
+
+@pytest.mark.parametrize("damage", [_bomb, os.mkfifo, lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to(p)],
+                         ids=["a-bomb", "a-pipe", "a-broken-link", "a-link-to-itself"])  # fmt: skip
+def test_files_that_are_no_image_are_refused_or_skipped(folder: Path, damage: Callable[[Path], Any]) -> None:
+    damage(folder / "train" / "dark" / "z.png")
+    with pytest.raises(ValueError, match=r"dark/z\.png cannot be decoded .*corrupt=skip") as caught:
+        load_data(str(folder))
+    assert "\n" not in str(caught.value)
+    data = load_data(str(folder), corrupt="skip")
+    assert isinstance(data, FolderData)
+    assert (len(data.train), data.skipped) == (12, 1)
 
 
 @pytest.fixture
@@ -254,6 +387,9 @@ def test_too_few_images_for_one_update_is_refused() -> None:
 def test_a_data_set_smaller_than_a_batch_is_one_batch() -> None:
     ((batch,),) = [list(update) for update in digits_feed(batch_size=2000).updates(0)]
     assert len(batch[1]) == 1437
+    # images per second are of what was there, not of what was asked for
+    assert digits_feed(batch_size=2000).images_per_update == 1437
+    assert digits_feed(batch_size=100, accumulation=3, world=2).images_per_update == 600
 
 
 def test_statistics_are_those_of_the_images() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from hotrain.train import TrainRun
 from hotrain.train.models import SMALL, create_model, default_image_size, normalization, resolve_device
-from hotrain.train.optimization import create_optimizer
+from hotrain.train.optimization import check_optimizer_state, create_optimizer
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -37,6 +37,10 @@ def test_timm_models_at_another_size(name: str, size: int) -> None:
     [
         ({"name": "vit_bas_patch16_224"}, "unknown name 'vit_bas_patch16_224'.*did you mean vit_base_patch16_224"),
         ({"name": "small_vit", "pretrained": True}, "has no published weights"),
+        (
+            {"name": "vit_tiny_patch16_224", "image_size": 8, "args": {"depth": 1}},
+            "cuts images into patches of 16 pixels, the images have 8; enlarge them with image_size=224",
+        ),
         ({"name": "test_vit", "args": {"colour": 1}}, "cannot be built with .*colour"),
         ({"name": "test_vit", "args": {"embed_dim": 63, "num_heads": 2}}, "cannot be built"),
     ],
@@ -80,9 +84,49 @@ def test_biases_and_norms_do_not_decay() -> None:
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.1) for p in group["params"] if p is not model.pos_embed)
 
 
+def _states(name: str, momentum: float = 0.9) -> tuple[TrainRun, torch.nn.Module, dict[str, Any]]:
+    """A run, its model and the state of its optimizer after two steps."""
+    run = TrainRun(optimizer=name, momentum=momentum)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 160))
+    optimizer = create_optimizer(run, model)
+    for _ in range(2):
+        model(torch.ones(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+    return run, model, optimizer.state_dict()
+
+
+# With moments of a parameter's shape, with factored ones, with some layers left to another rule.
+@pytest.mark.parametrize(
+    "name", ["adamw", "sgd", "lamb", "adafactor", "adafactorbv", "muon", "lion"]
+)
+def test_an_optimizer_takes_its_own_state_and_no_other(name: str) -> None:
+    run, model, state = _states(name)
+    check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
+    with pytest.raises(ValueError, match="it has no states although updates were made"):
+        check_optimizer_state(run, create_optimizer(run, model), {**state, "state": {}}, begun=True)
+    check_optimizer_state(run, create_optimizer(run, model), {**state, "state": {}}, begun=False)
+    for states in state["state"].values():
+        states.update({k: torch.zeros(3, 7, 5) for k, v in states.items() if isinstance(v, torch.Tensor) and v.ndim})
+    with pytest.raises(ValueError, match=r"of parameter \d has shape \(3, 7, 5\), accepted is"):
+        check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
+
+
+def test_an_optimizer_without_states_needs_none() -> None:
+    run, model, state = _states("momentum", momentum=0.0)
+    assert not any(v is not None for states in state["state"].values() for v in states.values())
+    check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
+
+
 def test_an_unknown_optimizer_and_a_frozen_model() -> None:
     model = create_model("demo_vit", classes=10, channels=1, image_size=16)
-    with pytest.raises(ValueError, match="optimizer: got 'adamm', accepted are"):
-        create_optimizer(TrainRun(optimizer="adamm"), model)
+    for name, hint in (
+        ("adamm", r"; did you mean 'adam\w*'\?$"),
+        ("bogus", ", such as adamw, momentum, sgd, lamb and lion$"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"optimizer: got '{name}', accepted are the \d+ names of timm.*{hint}"
+        ) as e:
+            create_optimizer(TrainRun(optimizer=name), model)
+        assert len(str(e.value)) < 160
     with pytest.raises(ValueError, match="no trainable parameter"):
         create_optimizer(TrainRun(), model.requires_grad_(False))

@@ -12,6 +12,14 @@ BAD = [
     ({"batch_size": 0}, "batch_size: got 0"),
     ({"lr": -1.0}, "lr: got -1.0"),
     ({"lr": float("nan")}, "lr: got nan"),  # NaN passes every comparison written the wrong way round
+    ({"lr": float("inf")}, "lr: got inf, accepted is a finite number"),  # it would train to the end, then not fit JSON
+    ({"weight_decay": 10**400}, "accepted is a finite number"),
+    ({"clip": 0.0}, "clip: got 0, .* accepted are values above 0, or none for off"),
+    ({"lora": Lora(dropout=float("nan"))}, "lora.dropout: got nan"),
+    ({"lora": Lora(rank="8")}, "lora.rank: got '8', accepted is int"),  # type: ignore[arg-type]
+    ({"grokfast": Grokfast(lamb=float("inf"))}, "grokfast.lamb: got inf"),
+    ({"model_args": {"drop_rate": float("nan")}}, "model_args: got .* accepted are finite JSON values"),
+    ({"model_args": {"norm_layer": object()}}, "model_args: got .* accepted are finite JSON values"),
     ({"epochs": 1.5}, "epochs: got 1.5"),
     ({"epochs": True}, "epochs: got True"),  # bool is an int to Python
     ({"schedule": "linear"}, "schedule: got 'linear'"),
@@ -53,6 +61,18 @@ def test_json_of_another_version_names_the_unknown_field() -> None:
         TrainRun.from_dict({"epoch": 3})
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"lora": {"rang": 3}}, "lora: a part is missing or unknown .*rang"),
+        ({"method": {"name": "hot"}}, "method: a part is missing or unknown .*grad_input"),
+    ],
+)
+def test_json_with_parts_missing_is_refused_by_name(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainRun.from_dict(data)
+
+
 SETTINGS = [
     ("epochs=3", "epochs", 3),
     ("lr=1e-4", "lr", 1e-4),
@@ -88,6 +108,7 @@ def test_several_settings_of_one_nested_field_add_up() -> None:
         ("epochs", "write it as field=value"),
         ("epoch=3", "did you mean 'epochs'"),
         ("epochs=three", "epochs: got 'three'"),
+        ("lr=1e400", "lr: got inf"),
         ("epochs=0", "epochs: got 0"),  # well-formed, out of range
         ("lora.rang=8", "lora.rang: unknown field"),
         ("epochs.x=1", "epochs has no parts"),

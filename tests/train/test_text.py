@@ -47,6 +47,18 @@ def test_a_file_without_header(tmp_path: Path) -> None:
     assert data.ids[0, : data.mask[0].sum()].tolist() == byte_tokens("Well.")
 
 
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_bytes("text\tlabel\ncafé\t1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"t\.tsv is not UTF-8 \(byte 0xe9\); convert it"):
+        load_tsv(tmp_path / "t.tsv")
+
+
+def test_long_fields_and_every_line_end_are_read(tmp_path: Path) -> None:
+    (tmp_path / "t.tsv").write_bytes(b"text\tlabel\r\n" + b"x" * 200_000 + b"\t1\r" + b"y\x0bz\t0\n")
+    data = load_tsv(tmp_path / "t.tsv", length=4)
+    assert data.ids.tolist() == [byte_tokens("xxx")[:4], byte_tokens("y\x0bz")[:4]]
+
+
 def test_classes_shared_between_files(tmp_path: Path) -> None:
     file = write(tmp_path / "t.tsv", "text\tlabel", "x\tb")
     assert load_tsv(file, classes=("a", "b")).labels.tolist() == [1]

@@ -85,11 +85,11 @@ class FitReport:
         return "\n".join(lines)
 
 
-_PREDICTED = (
-    "Predicted, no step was run: there is no allocator here to hold to a budget. Counted are what autograd keeps for\n"
-    "backward (of recomputed blocks: their inputs, and all that the largest one keeps), the batch, parameters,\n"
-    "gradients and the optimizer's state; what single operators need while they run comes on top."
-)
+_PREDICTED = """\
+Predicted, no step was run: there is no allocator here to hold to a budget.
+Counted are what autograd keeps for backward (of recomputed blocks: their inputs,
+and all that the largest one keeps), the batch, parameters, gradients and the
+optimizer's state; what single operators need while they run comes on top."""
 
 
 def fit(

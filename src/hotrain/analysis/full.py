@@ -13,6 +13,7 @@ from .tables import bytes_text, table
 
 SHARE = 0.01  # of the total, under which an operator is not worth a line
 NO_FORM = "no compressed form"
+LAYERS_ALONE = "memory=linear compresses the inputs of layers alone"
 
 # An operator of PyTorch's → the functions under which the report names those that it left full, in the words of both.
 _NAMES = {
@@ -77,7 +78,8 @@ def _reason(row: dict[str, Any], report: ConversionReport | None) -> str:
         return "from it the block is recomputed"
     if row["operator"].startswith("hotrain "):
         return "scales and statistics of its codes, or too small"
-    return next(_reported(row, report), NO_FORM)
+    otherwise = LAYERS_ALONE if report is not None and report.buffers is None else NO_FORM
+    return next(_reported(row, report), otherwise)
 
 
 def _reported(row: dict[str, Any], report: ConversionReport | None) -> Iterator[str]:

@@ -2,20 +2,78 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
 from collections.abc import Sequence
+
+GAP = "  "  # between columns
+NAME = 16  # letters from which on a word may be broken behind . _ / : + and -
+_PARTS = re.compile(r"[^._/:+\-]*[._/:+\-]+|[^._/:+\-]+")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under headers, columns aligned: text to the left, numbers (and what `units` wrote) to the right."""
+    """Rows under headers, columns aligned: text to the left, numbers (and what `bytes_text` wrote) to the right.
+
+    On a terminal cells are broken between words, the longest texts first, until the table is as wide as the terminal.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(headers, *cells, strict=True)]
-    left = [all(not _is_number(row[i]) for row in cells) for i in range(len(headers))]
+    columns = list(zip(headers, *cells, strict=True))
+    left = [not any(_is_number(cell) for cell in column[1:]) for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    room = terminal_width()
+    if room is not None:
+        widths = _narrowed(widths, columns, left, room - len(GAP) * (len(columns) - 1))
 
-    def line(row: Sequence[str]) -> str:
-        parts = [c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)]
-        return "  ".join(parts).rstrip()
+    def lines(row: Sequence[str]) -> str:
+        broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        height = max(map(len, broken))
+        filled = [part + [""] * (height - len(part)) for part in broken]
+        return "\n".join(
+            GAP.join(c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(line, widths, left, strict=True))
+            .rstrip()
+            for line in zip(*filled, strict=True)
+        )  # fmt: skip
 
-    return "\n".join([line(headers), line(["─" * w for w in widths]), *map(line, cells)])
+    return "\n".join([lines(headers), lines(["─" * w for w in widths]), *map(lines, cells)])
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is, or None where it is none and a line may be as long as it likes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _narrowed(widths: Sequence[int], columns: Sequence[Sequence[str]], left: Sequence[bool], room: int) -> list[int]:
+    """Widths that add up to `room`: headers over numbers give way first, then texts, then numbers; no word is torn."""
+    widths = list(widths)
+    words = [max(len(word) for cell in column for word in _words(cell)) for column in columns]
+    numbers = [max([least, *map(len, column[1:])]) for least, column in zip(words, columns, strict=True)]
+    for texts, least in ((False, numbers), (True, words), (False, words)):
+        while sum(widths) > room:
+            over = [i for i, width in enumerate(widths) if left[i] is texts and width > least[i]]
+            if not over:
+                break
+            widths[max(over, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _words(cell: str) -> list[str]:
+    """The parts that no line break falls into; a name's parts (``blocks.0.`` and ``mlp.``) where it is a long one."""
+    return [part for word in cell.split(" ") for part in ([word] if len(word) <= NAME else _PARTS.findall(word))]
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    """The cell in lines of at most `width`, or of its longest part."""
+    lines = [""]
+    for word in cell.split(" ") if len(cell) > width else [cell]:
+        parts = [word] if len(word) <= width else _PARTS.findall(word)
+        for number, part in enumerate(parts):
+            space = " " if number == 0 and lines[-1] else ""
+            if lines[-1] and len(lines[-1]) + len(space) + len(part) > width:
+                lines.append(part)
+            else:
+                lines[-1] += space + part
+    return lines
 
 
 def bytes_text(count: int) -> str:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotrain.cli.errors import note
 from hotrain.cli.options import (
     BatchOption,
+    CheckpointOption,
     DataOption,
     DeviceOption,
     JsonOption,
     MethodOption,
-    Recipe,
+    Model,
     SeedOption,
     SetOption,
     print_json,
 )
+from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hotrain.analysis.fit import FitReport
     from hotrain.analysis.saved_bytes import SavedBytes
-    from hotrain.method import Method
     from hotrain.train import TrainRun
 
 ClassesOption = Annotated[
@@ -33,14 +34,14 @@ ClassesOption = Annotated[
     typer.Option("--classes", min=1, help="Number of classes: look at shapes with random images, without data."),
 ]
 
-_CLASSES, _BATCH = 1000, 8  # of a timm model, where nothing is said
+EXAMPLES = """Examples:
+  hotrain memory demo_vit
+  hotrain memory vit_base_patch16_224 -b 64 --amp bf16
+  hotrain memory vit_base_patch16_224 --fit 24GB --amp bf16"""
 
 
 def memory(
-    model: Annotated[
-        str,
-        typer.Argument(help="A recipe (`hotrain recipes`) or a timm model: vit_base_patch16_224.", show_default=False),
-    ],
+    model: Model,
     method: MethodOption = None,
     data: DataOption = None,
     classes: ClassesOption = None,
@@ -48,10 +49,14 @@ def memory(
     image_size: Annotated[
         int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
     ] = None,
-    amp: Annotated[str | None, typer.Option("--amp", help="bf16 or fp16; default: as the recipe says.")] = None,
+    amp: Annotated[str | None, typer.Option("--amp", help="bf16, fp16 or none; default: as the recipe says.")] = None,
     keep: Annotated[
-        str, typer.Option("--memory", help="block: all that is kept is compressed; linear: inputs of layers alone.")
-    ] = "block",
+        str | None,
+        typer.Option(
+            "--memory",
+            help="block: all that is kept is compressed; linear: inputs of layers alone. Default: the method's own.",
+        ),
+    ] = None,
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
     fit: Annotated[
         str | None, typer.Option("--fit", help="Find the largest batch that fits into so much memory: 24GB, 800MB.")
@@ -60,46 +65,41 @@ def memory(
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Bytes that autograd keeps between forward and backward, exact against converted, predicted and measured; what
-    stays in full precision, and why. With --fit: the largest batch, exact, checkpointed and converted."""
-    import hotrain
+    """Bytes that autograd keeps for backward: exact against converted.
+
+    The converted figure is what `hotrain train` of the same recipe and method keeps; with it what stays in full
+    precision, and why. With --fit: the largest batch, exact, checkpointed and converted.
+    """
     from hotrain.analysis.fit import parse_bytes
-    from hotrain.analysis.full import full_table, still_full
+    from hotrain.analysis.full import full_table
     from hotrain.analysis.tables import bytes_text
-    from hotrain.cli.workbench import exact_with_images, shown
-    from hotrain.train import replace
-    from hotrain.train.setup import autocast
 
     budget = None if fit is None else parse_bytes(fit)
-    run, is_recipe = _run_of(model, method=method, data=data, settings=settings, device=device)
-    sizes = {"image_size": image_size, "amp": amp}
-    run = replace(shown(run, method), **{name: value for name, value in sizes.items() if value is not None})
-    if not is_recipe and data is None:
-        classes = classes or _CLASSES
-    chosen = run.resolve_method().override(memory=keep)
-    network, images = exact_with_images(run, classes, batch_size)
-    about = {"model": run.model, "method": run.method_label, "memory": keep, "precision": run.amp or "fp32"}
+    settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
+    settings += [f"image_size={image_size}"] * (image_size is not None)
+    settings += [f"method_overrides.memory={keep}"] * (keep is not None and method is None)
+    if keep is not None and method is not None:
+        method += ("+" if ":" in method else ":") + f"memory={keep}"
+    with working(f"{model}: loading") as say:
+        run, network, images = _shapes(model, classes, batch_size, method, data, settings, device)
+        about = {"model": run.model, "method": run.method_label, "memory": run.resolve_method().memory}
+        about["precision"] = run.amp or "fp32"
+        if budget is None:
+            say(f"{model}: measuring a batch of {len(images)}")
+            measured = _measured(run, network, images)
+        else:
+            found = _fit(run, network, images, budget, say)
+    title = f"{run.model}, {about['precision']}, {run.method_label} (memory={about['memory']})"
     if budget is not None:
-        _fit(network, images, budget, chosen, autocast(run, images.device), about, json)
+        if json:
+            print_json({**about, **asdict(found)})
+        else:
+            typer.echo(f"{title}, {run.optimizer}\n{found}")
         return
-    with autocast(run, images.device):
-        on_gpu = images.is_cuda
-        predicted = {"exact": _predicted(network, images)}
-        exact = hotrain.saved_bytes(network, images, device_peak=on_gpu)
-        report = None
-        if not chosen.is_plain:
-            report = hotrain.convert(network, chosen, number=None, plan="memory")
-        predicted[run.method_label] = _predicted(network, images)
-        converted = hotrain.saved_bytes(network, images, device_peak=on_gpu)
-    full = still_full(converted, report)
+    exact, converted, predicted, full = measured
     if json:
         audits = {
-            name: {
-                "total": a.total,
-                "by_operator": a.by_operator,
-                "by_module": a.by_module,
-                "device_peak": a.device_peak,
-            }
+            name: {field: getattr(a, field) for field in ("total", "by_operator", "by_module", "device_peak")}
             for name, a in {"exact": exact, run.method_label: converted}.items()
         }
         answer = {**about, "batch_size": len(images), "ratio": converted.total / exact.total, "audits": audits}
@@ -109,10 +109,8 @@ def memory(
         }
         print_json({**answer, "full_precision": [asdict(row) for row in full]})
         return
-    title = (
-        f"{run.model}, batch of {len(images)}, {about['precision']}: exact against {run.method_label}, memory={keep}"
-    )
-    typer.echo(f"{title}\n{_side_by_side(exact, converted, predicted[run.method_label], modules)}")
+    typer.echo(f"{title}, batch of {len(images)}")
+    typer.echo(_side_by_side(exact, converted, predicted[run.method_label], modules))
     of_exact = predicted["exact"]
     if of_exact is not None:
         typer.echo(f"\npredicted without running the model, exact: {bytes_text(of_exact.total)}")
@@ -122,62 +120,74 @@ def memory(
     typer.echo(f"\n{full_table(full)}")
 
 
-def _run_of(name: str, **options: Any) -> tuple[TrainRun, bool]:
-    """The run of a recipe, or one of a timm model at that model's own image size; and whether it is a recipe's.
+def _shapes(
+    name: str,
+    classes: int | None,
+    batch_size: int | None,
+    method: str | None,
+    data: str | None,
+    settings: list[str] | None,
+    device: str | None,
+) -> tuple[TrainRun, nn.Module, Tensor]:
+    """The run of a recipe or a timm model, its exact model, and random images."""
+    from hotrain.cli.workbench import CLASSES, exact_with_images, is_recipe, look
 
-    Raises ValueError for what is neither.
-    """
-    import difflib
-
-    import hotrain_recipes
-
-    from hotrain.cli.workbench import configure
-    from hotrain.train import TrainRun, parse_method, replace, with_settings
-    from hotrain.train.models import SMALL
-
-    recipes = hotrain_recipes.all()
-    if name in recipes:
-        return configure(name, **options), True
-    import timm
-
-    if name not in SMALL and not timm.is_model(name):
-        near = difflib.get_close_matches(name, [*recipes, *timm.list_models()], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `hotrain recipes` lists the recipes"
-        raise ValueError(f"{name!r} is neither a recipe nor a timm model{hint}")
-    size = None if name in SMALL else (timm.get_pretrained_cfg_value(name, "input_size") or (224,))[-1]
-    run = with_settings(TrainRun(name=name, model=name, image_size=size, batch_size=_BATCH), options["settings"] or ())
-    changes = {key: options[key] for key in ("data", "device") if options[key] is not None}
-    if options["method"] is not None:
-        changes["method"], changes["method_overrides"] = parse_method(options["method"])
-    return replace(run, **changes), False
+    run = look(name, method=method, data=data, settings=settings, device=device)
+    if data is None and not is_recipe(name):
+        classes = classes or CLASSES
+    return run, *exact_with_images(run, classes, batch_size)
 
 
-def _fit(
-    model: nn.Module,
-    images: Tensor,
-    budget: int,
-    method: Method,
-    autocast: AbstractContextManager[object],
-    about: dict[str, str],
-    json: bool,
-) -> None:
+def _measured(
+    run: TrainRun, model: nn.Module, images: Tensor
+) -> tuple[SavedBytes, SavedBytes, dict[str, SavedBytes | None], list[Any]]:
+    """Audits of the exact and of the converted model, predictions of both by name, and what stays full."""
+    import hotrain
+    from hotrain.analysis.full import still_full
+    from hotrain.train.setup import autocast, convert
+
+    with autocast(run, images.device):
+        predicted = {"exact": _predicted(model, images)}
+        exact = hotrain.saved_bytes(model, images, device_peak=images.is_cuda)
+        report = convert(run, model)
+        predicted[run.method_label] = _predicted(model, images)
+        converted = hotrain.saved_bytes(model, images, device_peak=images.is_cuda)
+    return exact, converted, predicted, still_full(converted, report)
+
+
+def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any) -> FitReport:
+    """`hotrain.fit` with the run's method and optimizer; tells every batch that it tries, and what it found."""
     import hotrain
     from hotrain.activations.recompute import blocks
     from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
+    from hotrain.train.optimization import create_optimizer
+    from hotrain.train.setup import autocast
 
-    wanted = [name for name in (*VARIANTS, BOTH) if blocks(model) or name not in (CHECKPOINTED, BOTH)]
+    method = run.resolve_method()
+    report: FitReport | None = None
+    for variant in (*VARIANTS, BOTH):
+        if variant in (CHECKPOINTED, BOTH) and not blocks(model):
+            note(f"{variant}: left out, this model has no blocks in an nn.ModuleList or nn.Sequential to recompute")
+            continue
 
-    def batch(size: int) -> Tensor:
-        return images.new_empty(size, *images.shape[1:]).normal_()
+        def batch(size: int, variant: str = variant) -> Tensor:
+            say(f"{run.model}: {variant}, a batch of {size}")
+            return images.new_empty(size, *images.shape[1:]).normal_()
 
-    with autocast:
-        found = hotrain.fit(model, batch, budget, method=method, memory=method.memory, variants=wanted)
-    if json:
-        print_json({**about, **asdict(found)})
-        return
-    typer.echo(f"{about['model']}, {about['precision']}, {about['method']}, memory={about['memory']}, AdamW: {found}")
-    if len(wanted) == 2:
-        typer.echo("checkpointed: this model has no blocks in an nn.ModuleList or nn.Sequential to recompute")
+        with autocast(run, images.device):
+            found = hotrain.fit(
+                model,
+                batch,
+                budget,
+                method=method,
+                memory=method.memory,
+                variants=[variant],
+                optimizer=lambda _: create_optimizer(run, model),
+            )
+        note(f"{variant}: a batch of {found.rows[0].batch_size}")
+        report = found if report is None else replace(report, rows=report.rows + found.rows)
+    assert report is not None
+    return report
 
 
 def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
@@ -187,7 +197,7 @@ def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
     try:
         return hotrain.predicted_bytes(model, images)
     except ValueError as error:
-        typer.echo(f"no prediction: {error}", err=True)
+        note(f"no prediction: {error}")
         return None
 
 
@@ -218,23 +228,22 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 
 
 def cost(
-    recipe: Recipe,
+    model: Model,
     method: MethodOption = None,
     mode: Annotated[str, typer.Option("--mode", help="corrected, or paper: the published formulas.")] = "corrected",
     data: DataOption = None,
     classes: ClassesOption = None,
-    batch_size: BatchOption = 1,
+    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch.")] = 1,
     float_bits: Annotated[int, typer.Option("--float-bits", help="Bits of a float: 32, or 16 for bf16.")] = 32,
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """FLOPs and bit operations of forward and both gradient paths, layer by layer, transforms included."""
+    """FLOPs and bit operations of forward and both gradients, by layer, transforms included."""
     import hotrain
-    from hotrain.cli.workbench import configure, exact_with_images, shown
 
-    run = shown(configure(recipe, method=method, data=data, settings=settings, device="cpu"), method)
-    model, images = exact_with_images(run, classes, batch_size)
-    found = hotrain.cost(model, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
+    with working(f"{model}: counting"):
+        run, network, images = _shapes(model, classes, batch_size, method, data, settings, "cpu")
+        found = hotrain.cost(network, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
     if json:
         answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "mode": mode}
         answer |= {"batch_size": len(images), "flops": found.flops_total, "bit_ops": found.bit_ops_total}
@@ -244,28 +253,26 @@ def cost(
 
 
 def fidelity(
-    recipe: Recipe,
+    model: Model,
     method: MethodOption = None,
     data: DataOption = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Weights of a run: its folder or checkpoint file.")
-    ] = None,
-    draws: Annotated[int, typer.Option("--draws", min=1, help="Draws that the bias is averaged over.")] = 8,
+    checkpoint: CheckpointOption = None,
+    draws: Annotated[int, typer.Option("--draws", min=2, help="Draws that the bias is averaged over.")] = 8,
     settings: SetOption = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Error, cosine and bias of every layer's gradients against exact on one training batch, energy by sequency."""
+    """Error, cosine and bias of every layer's gradients against exact, on one training batch."""
     import hotrain
-    from hotrain.cli.workbench import configure, converted, shown
+    from hotrain.cli.workbench import converted, look
 
-    run = configure(recipe, method=method, data=data, settings=settings, seed=seed, device=device)
-    run = shown(run, method)
-    setup = converted(run, checkpoint)
-    with setup.autocast():
-        found = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=draws)
+    with working(f"{model}: comparing gradients, {draws} draws"):
+        run = look(model, method=method, data=data, settings=settings, seed=seed, device=device)
+        setup = converted(run, checkpoint)
+        with setup.autocast():
+            found = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=draws)
     if json:
         print_json({"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows})
     else:
-        typer.echo(f"{run.model}, {run.method_label}\n{found}")
+        typer.echo(f"{run.model} on {run.data}, {run.method_label}\n{found}")

@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hotrain.cli.errors import note
-from hotrain.cli.options import split_names
+from hotrain.cli.options import Command, JsonOption, PlainFlags, print_json, split_names
 
 if TYPE_CHECKING:
     import torch
 
+
+class Group(PlainFlags, TyperGroup):
+    """The verbs of `hotrain bench`."""
+
+
 app = typer.Typer(
-    no_args_is_help=True, help="Time layers, training steps and kernels on a GPU, each beside its baseline."
+    cls=Group,
+    no_args_is_help=True,
+    help="Time layers, training steps and kernels on a GPU, each beside its baseline.",
 )
 
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Append the records to this JSONL file.")]
@@ -46,7 +54,20 @@ def _record(
         yield row | common
 
 
-@app.command("layers")
+def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]], tiny: bool, json: bool) -> None:
+    """The records as JSON or a table; times of small shapes are named as such."""
+    from hotrain.analysis.tables import table
+
+    if json:
+        print_json(rows)
+        return
+    if tiny:
+        typer.echo("--tiny: small models and shapes under these names. It shows that they run; the times mean nothing.")
+        lines = [[f"{line[0]} (tiny)", *line[1:]] for line in lines]
+    typer.echo(table(headers, lines))
+
+
+@app.command("layers", cls=Command)
 def layers(
     models: Annotated[str, typer.Option("--models", help="vit_b and llama.")] = "vit_b,llama",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
@@ -56,12 +77,12 @@ def layers(
     tiny: TinyOption = False,
     commit: CommitOption = None,
     out: OutOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Backward and save of Linear layers against cuBLAS in bf16, and fp32 and TF32 for ViT-B.
 
     Gradients are checked first; a wrong one ends with exit code 1 and no times.
     """
-    from hotrain.analysis.tables import table
     from hotrain.bench import layers as library
     from hotrain.bench.conditions import device_named
 
@@ -84,10 +105,10 @@ def layers(
         ]
         for row in done
     ]
-    typer.echo(table(["layer", "variant", "µs", "±", "eager µs", "bf16 ÷ it"], lines))
+    _show(["layer", "variant", "µs", "±", "eager µs", "bf16 ÷ it"], lines, done, tiny, json)
 
 
-@app.command("step")
+@app.command("step", cls=Command)
 def step(
     subjects: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
     variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
@@ -103,6 +124,7 @@ def step(
     tiny: TinyOption = False,
     commit: CommitOption = None,
     out: OutOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Whole training steps: time and memory of every variant, each in a fresh model.
 
@@ -111,7 +133,6 @@ def step(
 
     A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
     """
-    from hotrain.analysis.tables import table
     from hotrain.bench import step as library
     from hotrain.bench import turns
     from hotrain.bench.conditions import device_named
@@ -125,9 +146,10 @@ def step(
         rows = turns.together(parts, options, seconds)
     else:
         rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
-    lines = []
+    lines, done = [], []
     failed = 0
     for row in _record(rows, where, commit, out):
+        done.append(row)
         if row["error"] is not None:
             failed += 1
             note(f"{row['subject']} {row['variant']}: {row['error']}")
@@ -136,12 +158,12 @@ def step(
         cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
         cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
         lines.append(cells)
-    typer.echo(table(["subject", "variant", "ms a step", "±", *_BYTES.values()], lines))
+    _show(["subject", "variant", "ms a step", "±", *_BYTES.values()], lines, done, tiny, json)
     if failed:
         raise typer.Exit(1)
 
 
-@app.command("ops")
+@app.command("ops", cls=Command)
 def ops(
     methods: MethodsOption = "hot-unbiased",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
@@ -150,9 +172,9 @@ def ops(
     tiny: TinyOption = False,
     commit: CommitOption = None,
     out: OutOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Kernels against the GPU's copy bandwidth and product rates, measured in the same run."""
-    from hotrain.analysis.tables import table
     from hotrain.bench import ops as library
     from hotrain.bench.conditions import device_named
     from hotrain.bench.layers import Wrong
@@ -176,4 +198,4 @@ def ops(
         ]
         for row in done
     ]
-    typer.echo(table(["work", "variant", "µs", "TB/s", "TFLOP/s", "ceiling", "share"], lines))
+    _show(["work", "variant", "µs", "TB/s", "TFLOP/s", "ceiling", "share"], lines, done, tiny, json)

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hotrain.cli.options import DataOption, DeviceOption, MethodOption, Recipe, SeedOption, SetOption
+from hotrain.cli.options import (
+    CheckpointOption,
+    DataOption,
+    DeviceOption,
+    JsonOption,
+    MethodOption,
+    Model,
+    SeedOption,
+    SetOption,
+    print_json,
+)
+from hotrain.cli.terminal import working
 
 
 def calibrate(
-    recipe: Recipe,
+    model: Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("calibration.json"),
     method: MethodOption = None,
     data: DataOption = None,
     batches: Annotated[int, typer.Option("--batches", min=1, help="Training batches to look at.")] = 4,
-    checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Weights of a run: its folder or checkpoint file.")
-    ] = None,
+    checkpoint: CheckpointOption = None,
     settings: SetOption = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Choose for every layer one scale a token or one for the tensor (LQS). Use it with calibration_file=FILE."""
+    """Choose for every layer one scale a token or one for the tensor (LQS).
+
+    Use the file with `hotrain train RECIPE --set calibration_file=FILE`, for the same recipe and method.
+    """
     import hotrain
-    from hotrain.cli.workbench import configure, converted, shown
+    from hotrain.cli.workbench import converted, look
     from hotrain.train import training_batches
 
-    run = configure(recipe, method=method, data=data, settings=settings, seed=seed, device=device)
-    run = shown(run, method)
-    setup = converted(run, checkpoint)
-    chosen = list(training_batches(setup, batches))
-    with setup.autocast():
-        found = hotrain.calibrate(setup.model, chosen, setup.loss, max_batches=len(chosen))
+    if out.exists() and not force:
+        raise ValueError(f"--out: {out} is there already; give another file, or --force to replace it")
+    with working(f"{model}: looking at {batches} training batches"):
+        run = look(model, method=method, data=data, settings=settings, seed=seed, device=device)
+        setup = converted(run, checkpoint)
+        chosen = list(training_batches(setup, batches))
+        with setup.autocast():
+            found = hotrain.calibrate(setup.model, chosen, setup.loss, max_batches=len(chosen))
     found.save(out)
-    typer.echo(f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}")
+    if json:
+        print_json({"model": run.model, "method": run.method_label, "file": out, **asdict(found)})
+    else:
+        typer.echo(f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}")

@@ -24,11 +24,10 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
 
     Every cell runs with one thread. Raises ``ValueError`` for a bad method before any training.
     """
-    from hotrain.train import Comparison, parse_method, replace
+    from hotrain.cli.workbench import labels
+    from hotrain.train import Comparison
 
-    for method in methods:
-        name, overrides = parse_method(method)
-        replace(runs[0], method=name, method_overrides=overrides)
+    labels(runs[0], methods)
     cells = [(index, method, seed) for seed in seeds for method in methods for index in range(len(runs))]
     done: dict[tuple[int, str, int], Comparison] = {}
     if jobs == 1:

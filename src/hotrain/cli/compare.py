@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import json as json_format
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotrain.cli.errors import note
+from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import (
     DataOption,
     DeviceOption,
     JsonOption,
     QuietOption,
-    Recipe,
+    RecipeOrResume,
     SetOption,
     print_json,
     split_names,
     split_seeds,
 )
+from hotrain.cli.terminal import print_lines, working
+
+if TYPE_CHECKING:
+    from hotrain.train import Result, TrainRun
+
+PLAN = "comparison.json"
+"""What is compared: the run, the methods, the seeds. With it ``--resume`` needs nothing else."""
+
+EXAMPLES = """Examples:
+  hotrain compare demo_vit --methods exact,hq8,hot --seeds 0,1,2
+  hotrain compare --resume runs/compare-demo_vit"""
 
 
 def compare(
-    recipe: Recipe,
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated: exact,hot-unbiased,hot:rank=4.")],
+    recipe: RecipeOrResume = None,
+    methods: Annotated[
+        str | None, typer.Option("--methods", "-m", help="Comma-separated: exact,hq8,hot:rank=4.", show_default=False)
+    ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated: 0,1,2.")] = "0",
     data: DataOption = None,
     settings: SetOption = None,
@@ -31,31 +46,112 @@ def compare(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the records. Default: runs/compare-RECIPE.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Folder of a comparison: train what it lacks. Needs nothing else.")
+    ] = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train with every method under every seed; same weights and images within a seed. Writes summary and report."""
-    from hotrain import train as library
+    """Train with every method under every seed, and compare.
+
+    Methods start from the same weights and see the same images within a seed. Every run that ends is recorded at once;
+    the table and the report follow when all are done.
+    """
+    with working(f"{recipe or resume}: loading"):
+        from hotrain import train as library
+        from hotrain.cli.workbench import labels
+
+        if resume is None:
+            folder = out or Path("runs") / f"compare-{recipe}"
+            run, chosen, numbers = _asked(recipe, methods, seeds, data, settings, device, folder)
+            finished = {}
+        elif recipe is not None or methods is not None:
+            raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
+        else:
+            folder, (run, chosen, numbers) = resume, _planned(resume)
+            wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
+            finished = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
+        if len(finished) < len(chosen) * len(numbers):
+            library.build(library.replace(run, method="exact", method_overrides={}))  # are data and model there?
+    cells, done = len(chosen) * len(numbers), len(finished)
+    note(f"{run.name}: {len(chosen)} methods × {len(numbers)} seeds, {done} of {cells} runs recorded; into {folder}")
+
+    def came(result: Result) -> None:
+        nonlocal done
+        done += 1
+        _write_plan(folder, run, chosen, numbers)
+        note(progress_line(result))
+
     from hotrain.cli.outcome import conditions, keep, progress_line, records_of
 
-    folder = out or Path("runs") / f"compare-{recipe}"
-    chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
-    from hotrain.cli.workbench import configure
-
-    run = configure(recipe, data=data, settings=settings, device=device, out=folder)
-    outcome = library.compare(
-        run,
-        chosen,
-        numbers,
-        on_progress=library.silent if quiet or json else None,
-        on_result=lambda result: note(progress_line(result)),
-    )
-    meta = conditions([run], numbers) | {"title": f"{recipe}: {len(chosen)} methods compared"}
-    report = keep(records_of([outcome], meta), folder)
+    try:
+        outcome = library.compare(
+            run,
+            chosen,
+            numbers,
+            finished=finished,
+            on_progress=library.silent if quiet or json else None,
+            on_result=came,
+        )
+    except KeyboardInterrupt as stop:
+        _write_plan(folder, run, chosen, numbers)
+        command = shlex.join(["hotrain", "compare", "--resume", str(folder)])
+        raise interrupted(stop, f"{done} of {cells} runs are recorded. Go on with: {command}") from stop
+    for failure in outcome.failures:
+        note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:
         print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": outcome.summary()})
-    else:
-        typer.echo(str(outcome).rstrip())
-        typer.echo(f"wrote {folder / 'summary.json'}" + (f" and {report}" if report else ""))
+    if outcome.rows:  # there is no report of nothing
+        meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
+        records = records_of([outcome], meta)
+        report = keep(records, folder)
+        if not json:
+            print_lines(records)
+            typer.echo(f"wrote {folder / 'summary.json'}" + (f" and {report}" if report else ""))
     if outcome.failures:
         raise typer.Exit(1)
+
+
+def _asked(
+    recipe: str | None,
+    methods: str | None,
+    seeds: str,
+    data: str | None,
+    settings: list[str] | None,
+    device: str | None,
+    folder: Path,
+) -> tuple[TrainRun, list[str], list[int]]:
+    from hotrain.cli.workbench import configure, labels
+
+    if methods is None:
+        raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
+    chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
+    run = configure(recipe, data=data, settings=settings, device=device, out=folder)
+    labels(run, chosen)  # a bad one is refused before anything is built
+    return run, chosen, numbers
+
+
+def _planned(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
+    """What a comparison's folder says is compared; the runs go on into that folder, wherever it is now.
+
+    Raises ``ValueError`` for a folder of something else.
+    """
+    from hotrain.train import TrainRun, replace
+
+    path = folder / PLAN
+    if not path.is_file():
+        raise ValueError(f"--resume: {path} is missing; give the folder of a comparison, as in runs/compare-RECIPE")
+    try:
+        plan = json_format.loads(path.read_text(encoding="utf-8"))
+        run, methods, seeds = TrainRun.from_dict(plan["run"]), list(plan["methods"]), list(plan["seeds"])
+    except (json_format.JSONDecodeError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--resume: {path} is not the plan of a comparison ({why})") from error
+    return replace(run, out_dir=str(folder)), methods, seeds
+
+
+def _write_plan(folder: Path, run: TrainRun, methods: list[str], seeds: list[int]) -> None:
+    """When there is something to go on with; a comparison that was refused leaves nothing behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = {"run": run.to_dict(), "methods": methods, "seeds": seeds}
+    (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")

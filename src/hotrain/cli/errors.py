@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import sys
+import textwrap
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
+from hotrain.cli.options import PlainFlags
+
 MISTAKES = (ValueError, OSError, ModuleNotFoundError)
 """What the library raises for bad input; ``RuntimeError`` counts where the library itself raised it."""
 
 
-class HotrainGroup(TyperGroup):
+class HotrainGroup(PlainFlags, TyperGroup):
     """The root command: every verb's errors pass here once."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; a user mistake becomes ``error: …`` and exit code 2, Ctrl-C exit code 130."""
+        """Run the verb; a user mistake becomes ``error: …`` and exit code 2, a signal 128 and its number."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            typer.echo(f"interrupted{': ' if str(interrupt) else ''}{one_line(interrupt)}", err=True)
-            raise typer.Exit(130) from interrupt
+            typer.echo(" ".join(str(interrupt).split()) or "interrupted", err=True)
+            raise typer.Exit(128 + getattr(interrupt, "number", signal.SIGINT)) from interrupt
         except Exception as error:
             if ctx.params.get("traceback") or not is_mistake(error):
                 raise
@@ -42,6 +47,13 @@ def is_mistake(error: Exception) -> bool:
     return module.split(".")[0] in ("hotrain", "hotrain_recipes")
 
 
+def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
+    """``stop`` with other words, and the number of the signal that it came from."""
+    told = KeyboardInterrupt(text)
+    told.number = getattr(stop, "number", signal.SIGINT)  # type: ignore[attr-defined]
+    return told
+
+
 def one_line(error: BaseException) -> str:
     """The message on one line; an empty one becomes the error's name, a missing package says how to get it."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -52,4 +64,7 @@ def one_line(error: BaseException) -> str:
 
 def note(text: str) -> None:
     """A line for the reader that is no result: to stderr, so that ``--json`` output stays clean."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import typer
 from hotrain._version import __version__
 from hotrain.cli import audit, bench, calibrate, compare, demo, listing, report, train
 from hotrain.cli.errors import HotrainGroup
+from hotrain.cli.options import Command
 
 app = typer.Typer(
     name="hotrain",
@@ -35,21 +36,21 @@ def root(
 
 
 TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
-app.command("train", rich_help_panel=TRAIN)(train.train)
-app.command("compare", rich_help_panel=TRAIN)(compare.compare)
-app.command("demo", rich_help_panel=TRAIN)(demo.demo)
-app.command("calibrate", rich_help_panel=LOOK)(calibrate.calibrate)
-app.command("memory", rich_help_panel=LOOK)(audit.memory)
-app.command("cost", rich_help_panel=LOOK)(audit.cost)
-app.command("fidelity", rich_help_panel=LOOK)(audit.fidelity)
+app.command("train", cls=Command, rich_help_panel=TRAIN, epilog=train.EXAMPLES)(train.train)
+app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPLES)(compare.compare)
+app.command("demo", cls=Command, rich_help_panel=TRAIN)(demo.demo)
+app.command("calibrate", cls=Command, rich_help_panel=LOOK)(calibrate.calibrate)
+app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.EXAMPLES)(audit.memory)
+app.command("cost", cls=Command, rich_help_panel=LOOK)(audit.cost)
+app.command("fidelity", cls=Command, rich_help_panel=LOOK)(audit.fidelity)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
-app.command("recipes", rich_help_panel=RECORD)(listing.recipes)
-app.command("presets", rich_help_panel=RECORD)(listing.presets)
-app.command("report", rich_help_panel=RECORD)(report.report)
+app.command("recipes", cls=Command, rich_help_panel=RECORD)(listing.recipes)
+app.command("presets", cls=Command, rich_help_panel=RECORD)(listing.presets)
+app.command("report", cls=Command, rich_help_panel=RECORD)(report.report)
 
 
 def main() -> None:
-    """Entry point of the ``hotrain`` script."""
+    """The program, where its packages are installed (`hotrain.cli.__main__` asks first)."""
     app()
 
 

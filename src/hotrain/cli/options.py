@@ -7,8 +7,41 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name; `hotrain recipes` lists them.", show_default=False)]
+
+class PlainFlags:
+    """A command whose help shows no ``<bool>`` behind options that take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters; also of the ``--help`` that typer adds."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(PlainFlags, TyperCommand):
+    """What every verb is."""
+
+
+def _device_is_here(name: str | None) -> str | None:
+    """Refuse a GPU that is not there before anything is imported, built or trained."""
+    if name is not None and name.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"--device: got {name!r}, but this PyTorch ({torch.__version__}) finds no CUDA device; use cpu"
+            )
+    return name
+
+
+_RECIPE = "A recipe's name (`hotrain recipes`)"
+Recipe = Annotated[str, typer.Argument(help=f"{_RECIPE}.", show_default=False)]
+RecipeOrResume = Annotated[str | None, typer.Argument(help=f"{_RECIPE}; not with --resume.", show_default=False)]
+Model = Annotated[str, typer.Argument(help=f"{_RECIPE} or a timm model: vit_base_patch16_224.", show_default=False)]
 MethodOption = Annotated[
     str | None,
     typer.Option("--method", "-m", help="A preset, or one with overrides: hot:rank=4+scale=token."),
@@ -19,13 +52,18 @@ DataOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A field of the run: lr=1e-3, lora.rank=8; repeatable."),
+    typer.Option("--set", help="A field of the run, as lr=1e-3; repeatable. `hotrain recipes RECIPE` lists them."),
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", callback=_device_is_here, help="auto, cpu, cuda or cuda:N.")
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder the records are written to.")]
 BatchOption = Annotated[
-    int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the audited batch.")
+    int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
+]
+CheckpointOption = Annotated[
+    Path | None, typer.Option("--checkpoint", help="Weights of a run: its folder or checkpoint file.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]

@@ -73,12 +73,12 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
     for outcome in outcomes:
         ran = {_cell(result.run): getattr(result, "layers", None) for result in outcome.results}
         for row in outcome.rows:
+            methods.setdefault(row["method"], _described(row["method"]))
             layers = ran.get((row["model"], row["method"], row["seed"]))
             rows.append({**row, "layers": layers} if layers else row)
         rows += [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
         for result in outcome.results:
             history = result.history
-            methods.setdefault(result.run.method_label, _described(result.run))
             curves.append(
                 {
                     "model": result.run.model,
@@ -96,14 +96,16 @@ def _cell(run: TrainRun) -> tuple[str, str, int]:
     return run.model, run.method_label, run.seed
 
 
-def _described(run: TrainRun) -> str:
-    """The first paragraph on a preset and what is changed in it; of a method that is none, its parts."""
-    from hotrain.presets import describe
+def _described(label: str) -> str:
+    """The first paragraph on the method's preset, and what is changed in it."""
+    from hotrain.presets import describe, presets
+    from hotrain.train import parse_method
 
-    if not isinstance(run.method, str):
-        return str(run.resolve_method())
-    text = " ".join(describe(run.method).split("\n\n")[0].split()).replace("``", "`")
-    changed = ", ".join(f"{name}={value}" for name, value in run.method_overrides.items())
+    name, overrides = parse_method(label)
+    if name not in presets():
+        return "A method of the user's own."
+    text = " ".join(describe(name).split("\n\n")[0].split()).replace("``", "`")
+    changed = ", ".join(f"{field}={value}" for field, value in overrides.items())
     return f"{text} Here with {changed}." if changed else text
 
 

@@ -1,8 +1,12 @@
-"""The table on the terminal."""
+"""What a reader at a terminal sees: that work is under way, and the table of methods."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import typer
 
 from hotrain.plotting import lines
 
@@ -10,38 +14,55 @@ if TYPE_CHECKING:
     from hotrain.plotting.records import Records
 
 
-def print_lines(records: Records) -> None:
-    """One line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact.
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show ``text`` on stderr until the body ends or the yielded function replaces it; gone afterwards.
 
-    The default method is marked. Beside the gap to exact stands its noise, where it is known.
+    Only on a terminal; the body must not write to stdout, which rich sends to stderr meanwhile.
     """
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("method", no_wrap=True)
-    for name in ("accuracy %", "gap ± noise", "bytes kept", "bit operations", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(Text(text)) as status:
+        yield lambda text: status.update(Text(text))
+
+
+def print_lines(records: Records) -> None:
+    """A line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact.
+
+    The default method has a star. Below the table stands which methods differ from exact by more than the noise.
+    """
+    from hotrain.analysis.tables import table
+
+    rows = []
     model = None
-    for line in lines.summarize(records.rows, records.meta.get("test_images")):
+    summary = lines.summarize(records.rows, records.meta.get("test_images"))
+    for line in summary:
         if line.model != model:
             model = line.model
-            table.add_row(Text(records.label(model), style="bold"))
+            rows.append([records.label(model), *[""] * 5])
         accuracy = "failed" if line.accuracy is None else f"{line.accuracy:.2f}"
-        table.add_row(
-            Text(f"  {records.method_label(line.method)}"),
-            accuracy + (f" ± {line.spread:.2f}" if line.spread is not None else ""),
-            lines.signed_text(line.gap) + (f" ± {line.noise:.2f}" if line.noise is not None else ""),
-            _against(lines.bytes_text(line.saved_bytes), line.saved_ratio),
-            _against(lines.operations_text(line.bit_ops), line.bit_ops_ratio),
-            _against(lines.milliseconds_text(line.step_ms), line.step_ratio),
+        rows.append(
+            [
+                f"  {line.method}" + ("*" if line.method == records.default() else ""),
+                accuracy + (f" ± {line.spread:.2f}" if line.spread is not None else ""),
+                lines.signed_text(line.gap),
+                _against(lines.bytes_text(line.saved_bytes), line.saved_ratio),
+                _against(lines.operations_text(line.bit_ops), line.bit_ops_ratio),
+                _against(lines.milliseconds_text(line.step_ms), line.step_ratio),
+            ]
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=100)  # a pipe has no width: the table must not be cut there
-    console.print(table)
+    typer.echo(table(["method", "accuracy %", "gap", "bytes kept", "bit ops", "step"], rows))
+    if records.default() in records.methods():
+        typer.echo("* the default")
+    said = lines.standing(summary, records.label)
+    if said:
+        typer.echo(said)
 
 
 def _against(value: str, ratio: float | None) -> str:
-    return value if ratio is None else f"{value} {lines.ratio_text(ratio)}"
+    return value if ratio is None else f"{value} {ratio:.2f}×"

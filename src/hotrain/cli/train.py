@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import (
     DataOption,
     DeviceOption,
@@ -14,20 +17,31 @@ from hotrain.cli.options import (
     MethodOption,
     OutOption,
     QuietOption,
-    Recipe,
+    RecipeOrResume,
     SeedOption,
     SetOption,
     print_json,
 )
+from hotrain.cli.terminal import working
+
+if TYPE_CHECKING:
+    from hotrain.train import Result, Setup, TrainRun
+
+EXAMPLES = """Examples:
+  hotrain train demo_vit
+  hotrain train small_vit_cifar10 --method hot-unbiased --set epochs=30 --seed 1
+  hotrain train vit_b16_finetune_cifar100 --set amp=bf16 --set batch_size=64
+  hotrain train --resume runs/demo_vit-hq8-s0-…"""
 
 
 def train(
-    recipe: Recipe,
+    recipe: RecipeOrResume = None,
     method: MethodOption = None,
     data: DataOption = None,
     settings: SetOption = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="A checkpoint, or the folder of a run, continued bit for bit.")
+        Path | None,
+        typer.Option("--resume", help="A checkpoint, or the folder of a run: continued bit for bit, alone enough."),
     ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
@@ -35,20 +49,79 @@ def train(
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a recipe. Ctrl-C finishes the update, writes a checkpoint and says how to go on."""
-    from hotrain import train as library
-    from hotrain.cli.workbench import configure
+    """Train a recipe, or go on with a run.
 
-    run = configure(recipe, method=method, data=data, settings=settings, seed=seed, device=device, out=out)
-    result = library.train(run, resume=resume, on_progress=library.silent if quiet else None)
+    Ctrl-C finishes the update, writes a checkpoint and says how to go on.
+    """
+    main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
+    built: list[Setup] = []
+    with ExitStack() as stack:
+        if main:
+            stack.enter_context(working(f"{recipe or resume}: loading"))
+        from hotrain import train as library
+        from hotrain.cli.workbench import configure
+
+        run = configure(
+            recipe, resume=resume, method=method, data=data, settings=settings, seed=seed, device=device, out=out
+        )
+
+        def started(setup: Setup) -> None:
+            built.append(setup)
+            stack.close()
+            note(_planned(run, resume))
+            note(_built(setup))
+
+        try:
+            result = library.train(run, resume=resume, on_progress=library.silent if quiet else None, on_start=started)
+        except library.Interrupted as stop:
+            raise interrupted(stop, str(stop).replace("--resume", "hotrain train --resume")) from stop
+    if not main:
+        return
     if json:
         shown = ("run_id", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "seconds")
         answer = {"model": run.model, "method": run.method_label, "seed": run.seed}
-        print_json({**answer, **{name: getattr(result, name) for name in shown}})
+        print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": _ran(built[0])})
         return
+    typer.echo(_outcome(run, result, _ran(built[0])))
+
+
+def _planned(run: TrainRun, resume: Path | None) -> str:
+    length = f"{run.steps:,} updates" if run.steps is not None else f"{run.epochs} epochs"
+    batch = f"{run.batch_size}" + (f" × {run.accumulation}" if run.accumulation > 1 else "")
+    parts = [f"{run.model} on {run.data}", f"method {run.method_label}", f"{length}, batches of {batch}"]
+    parts += [run.amp or "fp32", f"seed {run.seed}", f"device {run.device}"]
+    return f"{run.name}: {', '.join(parts)}" + ("" if resume is None else f"; going on with {resume}")
+
+
+def _built(setup: Setup) -> str:
+    data = f"{setup.data.train_size:,} images, {len(setup.data.classes)} classes, on {setup.device}"
+    what = "no layer converted" if setup.report is None else str(setup.report).splitlines()[0].removeprefix("hotrain: ")
+    return f"{setup.run.name}: {data}; {what}"
+
+
+def _ran(setup: Setup) -> list[dict[str, Any]]:
+    """What the layers did, a row a group that did the same."""
+    ran = getattr(setup.report, "ran", None)
+    return [] if ran is None else ran()
+
+
+def _outcome(run: TrainRun, result: Result, ran: list[dict[str, Any]]) -> str:
+    from hotrain.analysis.tables import bytes_text
+
+    lines = []
     if result.accuracy is not None and result.best_accuracy is not None:
-        typer.echo(
+        lines.append(
             f"{run.model} {run.method_label} seed {run.seed}: {result.accuracy:.2f} % "
             f"(best {result.best_accuracy:.2f} %) in {result.seconds:.0f} s"
         )
-    typer.echo(f"record      {result.record_path}\ncheckpoint  {result.checkpoint_path}")
+    for group in ran:
+        layers = group["layers"] if isinstance(group["layers"], int) else len(group["layers"])
+        what = ", ".join(f"{key} {bytes_text(value) if key == 'bytes' else value}" for key, value in group.items()
+                         if key != "layers" and value not in (None, ""))  # fmt: skip
+        lines.append(f"layers      {layers}: {what}")
+    if result.saved_bytes is not None:
+        lines.append(f"kept        {bytes_text(result.saved_bytes)} for backward, of a batch of {run.batch_size}")
+    if result.step_ms is not None:
+        peak = "" if result.peak_bytes is None else f", peak {bytes_text(result.peak_bytes)}"
+        lines.append(f"step        {result.step_ms:.1f} ms, {result.images_per_second:,.0f} images/s{peak}")
+    return "\n".join([*lines, f"record      {result.record_path}", f"checkpoint  {result.checkpoint_path}"])

@@ -6,7 +6,7 @@ their own spread, and it is the binomial one of exact's accuracy on the test ima
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
@@ -67,6 +67,26 @@ def summarize(rows: Sequence[dict[str, Any]], test_images: Mapping[str, int] | N
         _line(model, method, runs, groups.get((model, "exact"), []), images.get(model))
         for (model, method), runs in groups.items()
     ]
+
+
+def standing(table: Sequence[Line], label: Callable[[str], str]) -> str:
+    """Which methods end further from exact than the noise, in a sentence; empty where no gap has one.
+
+    label: what a reader calls a model.
+    """
+    if not any(line.noise is not None for line in table):
+        return ""
+    beyond: dict[str, list[str]] = {}
+    for line in table:
+        if line.within_noise is False:
+            beyond.setdefault(label(line.model), []).append(line.method)
+    if not beyond:
+        return "No method's accuracy differs from exact's by more than the noise. These runs do not rank them."
+    named = "; ".join(f"{model}: {', '.join(methods)}" for model, methods in beyond.items())
+    others = any(line.within_noise for line in table)
+    return f"Further from exact's accuracy than the noise – {named}." + (
+        " The others are not ranked." if others else ""
+    )
 
 
 def _noise(pairs: Sequence[float], exact: Sequence[float], images: int | None) -> float | None:

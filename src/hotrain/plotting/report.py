@@ -63,7 +63,7 @@ def render(records: Records) -> str:
         findings=findings(records, table),
         noise=noise(table, records.meta.get("test_images") or {}),
         models=[{"name": name, "label": records.label(name), **_model(records, name)} for name in records.models()],
-        standing=standing(records, table),
+        standing=lines.standing(table, records.label),
         methods=methods,
         same_forward=not any("forward=" in name for name in methods),
         described=[(name, text) for name, text in records.meta.get("methods", {}).items() if name in methods],
@@ -108,23 +108,6 @@ def _accuracy_against(line: lines.Line, exact: lines.Line) -> str:
     side = "above" if line.gap > 0 else "below"
     known = "the noise is not known" if line.noise is None else f"noise ±{line.noise:.2f}"
     return f"{reached} is {abs(line.gap):.2f} points {side} exact's ({known})."
-
-
-def standing(records: Records, table: Sequence[lines.Line]) -> str:
-    """Which methods end beyond the noise; empty where no gap has one."""
-    if not any(line.noise is not None for line in table):
-        return ""
-    beyond: dict[str, list[str]] = {}
-    for line in table:
-        if line.within_noise is False:
-            beyond.setdefault(records.label(line.model), []).append(line.method)
-    if not beyond:
-        return "No method's accuracy differs from exact's by more than the noise. These runs do not rank them."
-    named = "; ".join(f"{label}: {', '.join(methods)}" for label, methods in beyond.items())
-    others = any(line.within_noise for line in table)
-    return f"Further from exact's accuracy than the noise – {named}." + (
-        " The others are not ranked." if others else ""
-    )
 
 
 def noise(table: Sequence[lines.Line], test_images: Mapping[str, int]) -> str:

@@ -5,9 +5,9 @@ from hotrain.train.torchvision_shim import ensure_torchvision
 ensure_torchvision()
 
 from hotrain.train.checkpoint import saved_run  # noqa: E402 (timm must be importable first)
-from hotrain.train.compare import Comparison, compare  # noqa: E402
+from hotrain.train.compare import Comparison, compare, finished_cells  # noqa: E402
 from hotrain.train.data import load_data  # noqa: E402
-from hotrain.train.loop import Diverged, Interrupted, Result, train  # noqa: E402
+from hotrain.train.loop import Diverged, Interrupted, NotSaved, Result, train  # noqa: E402
 from hotrain.train.progress import Progress, progress_bar, silent  # noqa: E402
 from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_settings  # noqa: E402
 from hotrain.train.setup import Setup, build, training_batches  # noqa: E402
@@ -18,6 +18,7 @@ __all__ = [
     "Grokfast",
     "Interrupted",
     "Lora",
+    "NotSaved",
     "Progress",
     "Result",
     "Setup",
@@ -25,6 +26,7 @@ __all__ = [
     "build",
     "compare",
     "ensure_torchvision",
+    "finished_cells",
     "load_data",
     "parse_method",
     "progress_bar",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotrain.method import Method
+from hotrain.train import checkpoint, record
 from hotrain.train.loop import Result, train
+from hotrain.train.optimization import create_optimizer
 from hotrain.train.progress import OnProgress
 from hotrain.train.run import TrainRun, parse_method, replace
+from hotrain.train.setup import build
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,24 +121,28 @@ def compare(
     methods: Iterable[str | Method],
     seeds: Sequence[int] = (0,),
     *,
+    finished: Mapping[tuple[str, int], Mapping[str, Any] | None] | None = None,
     on_progress: OnProgress | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> Comparison:
     """Train ``run`` with every method under every seed.
 
-    Within a seed all methods start from the same weights and see the same images. A cell that raises is reported in
-    ``failures`` and the others go on; only Ctrl-C stops the comparison.
+    Within a seed all methods start from the same weights and see the same images. Data, model and optimizer are
+    looked at before the first cell. A cell that raises is reported in ``failures`` and the others go on; only Ctrl-C
+    stops the comparison.
 
     Args:
         methods: presets, ``"name:field=value+field=value"`` strings (see :func:`parse_method`) or Methods. The
             run's own ``method`` and ``method_overrides`` are not used.
         seeds: one run a method and seed.
+        finished: records of earlier cells by method label and seed (:func:`finished_cells`). They are not trained
+            again, and take part in rows, results and summary. None for a cell is the same as leaving it out.
         on_progress: as for :func:`train`.
-        on_result: called after each finished cell.
+        on_result: called after each cell that was trained here.
 
     Raises:
-        ValueError: no method, no seed, a method named twice, or one that is unknown or badly overridden (before
-            any training).
+        ValueError, RuntimeError: no method, no seed, a method named twice, or one that is unknown or badly overridden;
+            data, model, device or optimizer that are not there (before any training).
     """
     variants = [_variant(run, method) for method in methods]
     labels = [v.method_label for v in variants]
@@ -143,13 +151,17 @@ def compare(
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
+    known = {cell: row for cell, row in (finished or {}).items() if row is not None}
+    if any((label, seed) not in known for label in labels for seed in seeds):
+        _look_at(run)
     comparison = Comparison()
     for seed in seeds:
         for variant in variants:
             cell = replace(variant, seed=seed)
             key = {"model": cell.model, "method": cell.method_label, "seed": seed}
+            row = known.get((cell.method_label, seed))
             try:
-                result = train(cell, on_progress=on_progress)
+                result = train(cell, on_progress=on_progress) if row is None else _recorded(cell, row)
             except Exception as error:
                 comparison.failures.append({**key, "error": f"{type(error).__name__}: {error}"})
                 continue
@@ -163,9 +175,45 @@ def compare(
                     "step_ms": result.step_ms,
                 }
             )
-            if on_result is not None:
+            if on_result is not None and row is None:
                 on_result(result)
     return comparison
+
+
+def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
+    """The finished runs in ``run.out_dir`` that differ from ``run`` only in method and seed, for :func:`compare`.
+
+    The last record of a method and seed counts. Records of earlier versions, which do not say all that was trained,
+    are left out.
+    """
+    found = {}
+    for row in record.read(Path(run.out_dir) / record.RUNS):
+        if row.get("record") != record.VERSION or row.get("status") != "finished":
+            continue
+        config = TrainRun.from_dict(row["config"])
+        same = replace(config, method=run.method, method_overrides=run.method_overrides, seed=run.seed)
+        if not checkpoint.differences(run, same):
+            found[config.method_label, config.seed] = row
+    return found
+
+
+def _look_at(run: TrainRun) -> None:
+    """Raise what every cell would raise: data, model, device or optimizer that are not there."""
+    setup = build(replace(run, method="exact", method_overrides={}))
+    create_optimizer(run, setup.model)
+
+
+def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
+    """The result that a record tells of, without its model."""
+    names = ("run_id", "history", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
+    out = Path(run.out_dir)
+    return Result(
+        run=run,
+        **{name: row[name] for name in (*names, "peak_bytes", "seconds")},
+        finished=True,
+        record_path=out / record.RUNS,
+        checkpoint_path=out / row["run_id"] / checkpoint.FILE,
+    )
 
 
 def _variant(run: TrainRun, method: str | Method) -> TrainRun:

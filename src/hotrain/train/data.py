@@ -7,9 +7,12 @@ on the device and augments them there. :class:`FolderData` lists image files; th
 from __future__ import annotations
 
 import difflib
+import os
+import struct
+import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,37 +181,99 @@ def _cifar(name: str, data_dir: str) -> ArrayData:
 def load_npz(path: Path) -> ArrayData:
     """Read ``x_train, y_train, x_test, y_test`` (and optional ``classes``): uint8 NHWC or NCHW, integer labels.
 
-    Greyscale images may leave out the channel axis.
+    Greyscale images may leave out the channel axis. Other arrays of the file are not read. Without ``classes`` the
+    labels are the classes: 0 to the largest one of the training images. Classes without a training image are said in
+    a warning.
 
     Raises:
-        ValueError: a missing or unreadable file, a missing array, or one that is not as described.
+        ValueError: a missing or unreadable file, a missing array, one that is not as described, or more than this
+            machine's memory.
     """
     if not path.is_file():
         raise ValueError(f"data: no file {str(path)!r}")
     try:
-        # Opened here, since np.load leaves its own file open when the contents are not a zip archive.
-        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"data: {path} cannot be read as .npz ({error})") from error
-    missing = [k for k in ("x_train", "y_train", "x_test", "y_test") if k not in arrays]
-    if missing:
-        raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(arrays)})")
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            missing = [k for k in _ARRAYS if k not in members]
+            if missing:
+                raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(members)})")
+            _check_size(path, [members[k] for k in (*_ARRAYS, "classes") if k in members])
+            arrays = {k: _read_array(archive, members[k], path) for k in (*_ARRAYS, "classes") if k in members}
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise ValueError(f"data: {path} cannot be read as .npz ({error}); write it with numpy.savez") from error
     for key in ("x_train", "x_test"):
         if arrays[key].dtype != np.uint8:
             raise ValueError(f"{key} in {path}: got {arrays[key].dtype}, accepted is uint8 images")
     for key in ("y_train", "y_test"):
         if arrays[key].dtype.kind not in "iu":
             raise ValueError(f"{key} in {path}: got {arrays[key].dtype}, accepted are integer labels")
+    classes: Iterable[object]
     if "classes" in arrays:
-        classes = tuple(map(str, arrays["classes"]))
+        if arrays["classes"].ndim != 1:
+            raise ValueError(f"classes in {path}: got shape {arrays['classes'].shape}, accepted is a list of names")
+        classes = arrays["classes"]
     else:
-        if arrays["y_train"].size == 0:
-            raise ValueError(f"y_train in {path}: the split is empty")
-        classes = tuple(map(str, range(int(arrays["y_train"].max()) + 1)))
+        classes = range(_count_classes(arrays["y_train"].reshape(-1), f"y_train in {path}"))
     x_train, x_test = _nchw(arrays["x_train"]), _nchw(arrays["x_test"])
-    y_train, y_test = (arrays[k].astype(np.int64).reshape(-1) for k in ("y_train", "y_test"))
-    return _from_numpy((x_train, y_train, x_test, y_test), classes)
+    y_train, y_test = (_int64(arrays[k]).reshape(-1) for k in ("y_train", "y_test"))
+    data = _from_numpy((x_train, y_train, x_test, y_test), classes)
+    _tell_gaps(data.y_train, data.classes, str(path))
+    return data
+
+
+_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> np.ndarray:
+    with archive.open(member) as stream:
+        try:
+            return np.lib.format.read_array(stream, allow_pickle=False)
+        except (ValueError, MemoryError) as error:
+            if "pickle" in str(error):  # NumPy would advise to load it without protection
+                error = ValueError("it holds Python objects")
+            reason = " ".join(str(error).split())
+            raise ValueError(f"data: {path}: {member.filename} cannot be read as an array ({reason})") from None
+
+
+def _int64(y: np.ndarray) -> np.ndarray:
+    """``y`` as int64. What does not fit becomes the largest int64, which ``check_labels`` refuses."""
+    return (np.minimum(y, np.uint64(2**63 - 1)) if y.dtype == np.uint64 else y).astype(np.int64)
+
+
+def _check_size(path: Path, members: list[zipfile.ZipInfo]) -> None:
+    """Refuse arrays that unpack to more than the machine's memory."""
+    need = sum(info.file_size for info in members)
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > have:
+        raise ValueError(f"data: {path} unpacks to {need / 2**30:,.1f} GiB, this machine has {have / 2**30:,.1f} GiB")
+
+
+def _count_classes(y: np.ndarray, where: str) -> int:
+    """One more than the largest label.
+
+    Raises:
+        ValueError: no label, or more classes than there are images.
+    """
+    if y.size == 0:
+        raise ValueError(f"{where}: the split is empty")
+    index = int(y.argmax())
+    count = int(y[index]) + 1
+    if count > y.size:
+        raise ValueError(
+            f"{where}: label {count - 1} at index {index} would make {count} classes of {y.size} images; "
+            "number the labels from 0 without gaps, or add an array `classes` with the names of all classes"
+        )
+    return count
+
+
+def _tell_gaps(y: Tensor, classes: Sequence[str], where: str) -> None:
+    """Warn of classes that no training image has."""
+    empty = (y[y >= 0].bincount(minlength=len(classes)) == 0).nonzero().flatten().tolist()
+    if empty:
+        some = ", ".join(repr(classes[i]) for i in empty[:3]) + (", …" if len(empty) > 3 else "")
+        warnings.warn(
+            f"data: {where}: {len(empty)} of {len(classes)} classes have no training image ({some})", stacklevel=4
+        )
 
 
 def _from_numpy(arrays: tuple[np.ndarray, ...], classes: Iterable[object]) -> ArrayData:
@@ -228,38 +293,71 @@ def _nchw(x: np.ndarray) -> np.ndarray:
 def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
     """List ``root/train/CLASS/*`` and ``root/val`` or ``root/test`` likewise; decode the files once if few.
 
+    Only files that are directly in a class folder are read; folders within one, and classes without a training image,
+    are said in a warning. Links are followed.
+
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the
-            training split lacks, an empty split, or (``corrupt="refuse"``) a file that cannot be decoded.
+            training split lacks, a class folder that is given twice or is a link to a folder that it is in, an empty
+            split, or (``corrupt="refuse"``) a file that cannot be decoded.
     """
-    ensure_torchvision()
-    from timm.data.readers.reader_image_folder import find_images_and_targets
-
-    splits = {"train": root / "train", "test": next((root / s for s in ("val", "test") if (root / s).is_dir()), None)}
-    if not splits["train"].is_dir():  # type: ignore[union-attr]
+    train, test = root / "train", next((root / s for s in ("val", "test") if (root / s).is_dir()), None)
+    if not train.is_dir():
         raise ValueError(f"data: {root} has no folder train/ (accepted: train/CLASS/*.jpg and val/ or test/ likewise)")
-    if splits["test"] is None:
+    if test is None:
         raise ValueError(f"data: {root} has neither val/ nor test/; accuracy is measured on one of them")
-    classes = sorted(p.name for p in splits["train"].iterdir() if p.is_dir())  # type: ignore[union-attr]
+    classes = sorted(p.name for p in train.iterdir() if p.is_dir())
     if not classes:
-        raise ValueError(f"data: {splits['train']} has no class folders (accepted: train/CLASS/*.jpg)")
+        raise ValueError(f"data: {train} has no class folders (accepted: train/CLASS/*.jpg)")
     index = {c: i for i, c in enumerate(classes)}
-    found: dict[str, tuple[tuple[str, int], ...]] = {}
+    found = []
     skipped = 0
-    for split, folder in splits.items():
-        assert folder is not None
+    for folder in (train, test):
         unknown = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in index)
         if unknown:
-            raise ValueError(f"data: {folder} has class folder {unknown[0]!r}, which {splits['train']} has not")
-        files, _ = find_images_and_targets(str(folder), class_to_idx=index, leaf_name_only=True)
+            raise ValueError(f"data: {folder} has class folder {unknown[0]!r}, which {train} has not")
+        files = _list_images(folder, index)
         readable = files
         if len(files) <= CHECKED_FILES:
             readable = [item for item in files if open_image(item[0], corrupt) is not None]
         skipped += len(files) - len(readable)
         if not readable:
             raise ValueError(f"data: no images in the class folders of {folder}")
-        found[split] = tuple(readable)
-    return FolderData(found["train"], found["test"], tuple(classes), skipped)
+        found.append(tuple(readable))
+    _tell_gaps(torch.tensor([label for _, label in found[0]]), classes, str(train))
+    return FolderData(found[0], found[1], tuple(classes), skipped)
+
+
+def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
+    """The image files that are directly in the class folders of ``split``, with their labels, in natural order."""
+    ensure_torchvision()
+    from timm.data.readers.img_extensions import get_img_extensions
+    from timm.utils.misc import natural_key
+
+    endings = tuple(get_img_extensions())
+    inside = split.resolve()
+    real: dict[Path, Path] = {}
+    files: list[tuple[str, int]] = []
+    nested: list[str] = []
+    for folder in sorted(p for p in split.iterdir() if p.is_dir()):
+        target = folder.resolve()
+        if inside.is_relative_to(target):
+            raise ValueError(f"data: {folder} is a link to {target}, which it is in; remove it")
+        if target in real:
+            raise ValueError(f"data: {folder} and {real[target]} are the same folder; remove one of them")
+        real[target] = folder
+        for entry in os.scandir(folder):
+            if os.path.isdir(entry.path):
+                nested.append(entry.path)
+            elif entry.name.lower().endswith(endings):
+                files.append((entry.path, index[folder.name]))
+    if nested:
+        warnings.warn(
+            f"data: {len(nested)} folders within class folders of {split} are not read (the first is {min(nested)}); "
+            "move their images up",
+            stacklevel=4,
+        )
+    return sorted(files, key=lambda item: natural_key(item[0]))
 
 
 def open_image(path: str, corrupt: str = "refuse") -> Image.Image | None:
@@ -270,12 +368,17 @@ def open_image(path: str, corrupt: str = "refuse") -> Image.Image | None:
     """
     from PIL import Image
 
+    # What Pillow raises for truncated and garbled files, and for those that unpack to more than 179 million pixels.
+    bad = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it is no regular file")  # opening a pipe would wait for ever
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for truncated and garbled files
+    except bad as error:
         if corrupt == "skip":
             return None
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"data: {path} cannot be decoded ({error}); repair or remove it, or leave such files out with corrupt=skip"
+            f"data: {path} cannot be decoded ({reason}); repair or remove it, or leave such files out with corrupt=skip"
         ) from error

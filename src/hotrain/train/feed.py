@@ -61,6 +61,8 @@ class Feed:
                 f"data: {data.train_size} training images are fewer than one update needs "
                 f"(batch_size {run.batch_size} × accumulation {run.accumulation} × processes {world})"
             )
+        # Images of one update over all processes; a share smaller than a batch is one smaller batch.
+        self.images_per_update = min(run.batch_size, share) * run.accumulation * world
         kind = _Arrays if isinstance(data, ArrayData) else _Folder
         self._images: _Arrays | _Folder = kind(run, data, image_size, mean, std, self.device)  # type: ignore[arg-type]
 

@@ -8,15 +8,18 @@ On CUDA add ``deterministic=True``, since some of its kernels add in a varying o
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import shutil
 import signal
 import statistics
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +33,36 @@ from hotrain.optim import GrokfastEMA
 from hotrain.train import checkpoint, record
 from hotrain.train.distributed import Processes, processes
 from hotrain.train.feed import Batch
-from hotrain.train.optimization import Schedule, create_optimizer
+from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
 from hotrain.train.progress import OnProgress, Progress, progress_bar, silent
 from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.run import TrainRun
 from hotrain.train.setup import Setup, autocast, build, training_batches
 
+WATCH = 20  # updates between two looks at the loss on a GPU
+SCALE_FLOOR = 2.0**-14  # fp16's smallest normal number: below it the loss scale itself is lost
+
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C (or SIGTERM) during a run: the update was finished and ``checkpoint`` written. Says how to resume."""
+    """Ctrl-C or SIGTERM during a run. Says after which update, and how to resume.
 
-    def __init__(self, update: int, path: Path) -> None:
-        super().__init__(f"interrupted after update {update}; nothing is lost. Continue with --resume {path}")
-        self.checkpoint = path
+    Args:
+        message: what was kept and how to go on.
+        checkpoint: the last checkpoint, None if there is none (only after a second signal, which stops at once).
+        number: of the signal, such as ``signal.SIGINT``; a program exits with 128 + number.
+    """
+
+    def __init__(self, message: str, checkpoint: Path | None, number: int) -> None:
+        super().__init__(message)
+        self.checkpoint, self.number = checkpoint, number
 
 
 class Diverged(RuntimeError):
-    """The loss became NaN or infinite."""
+    """The loss or a weight became NaN or infinite, or fp16's loss scale fell to nothing."""
+
+
+class NotSaved(OSError):
+    """A checkpoint could not be written. Says why, and which one is good."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class Result:
         saved_bytes: kept by autograd between forward and backward for one batch (``audit``).
         bit_ops: bit operations of one forward and backward of one batch (``audit``).
         step_ms: median milliseconds of an update, from its batches on the device to the optimizer's step.
+        updates: optimizer updates made by this call; 0 where the resumed run was finished already.
         peak_bytes: PyTorch's peak on a CUDA device, else None.
         finished: False after ``stop_after``.
         record_path: the ``runs.jsonl`` that holds the run's record.
@@ -80,63 +97,96 @@ class Result:
     finished: bool
     record_path: Path
     checkpoint_path: Path
+    updates: int = 0
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
 def train(
-    run: TrainRun,
+    run: TrainRun | None,
     *,
     resume: str | Path | None = None,
     stop_after: int | None = None,
     on_progress: OnProgress | None = None,
+    on_start: Callable[[Setup], None] | None = None,
 ) -> Result:
     """Train as ``run`` describes; write checkpoints and a history to ``<out_dir>/<run_id>/``, a record beside it.
 
     Args:
-        resume: a checkpoint or the folder of an earlier run, continued bit for bit.
+        run: what to train. None goes on with the checkpoint's own run, in the folder in which it lies
+            (:func:`saved_run`).
+        resume: a checkpoint or the folder of an earlier run, continued bit for bit. A run that is finished is
+            returned as it is.
         stop_after: stop after so many updates of the run, as if interrupted, but return.
         on_progress: called on process 0 after every update, which waits for the device to have done it; None shows a
             progress bar. `silent` is not called, and nothing waits.
+        on_start: called on process 0 with the parts of the run, when they are built.
 
     Raises:
-        ValueError, RuntimeError: a checkpoint that does not fit (before anything else), or whatever
-            :func:`hotrain.train.setup.build` refuses.
+        ValueError, RuntimeError: a checkpoint that does not fit (before anything else), a run that another process is
+            training, or whatever :func:`hotrain.train.setup.build` refuses.
         Diverged: the loss is not finite; the last checkpoint is from before.
-        Interrupted: Ctrl-C, after a checkpoint was written. A second Ctrl-C stops at once.
+        NotSaved: a checkpoint could not be written, for instance because the disk is full.
+        Interrupted: Ctrl-C or SIGTERM, after a checkpoint was written. A second Ctrl-C stops at once.
     """
-    saved = None
+    file = state = None
     if resume is not None:
-        saved = checkpoint.load(resume)
-        checkpoint.check_same_run(run, saved["run"])
+        file = checkpoint.find(resume)
+        read_at = file.stat().st_mtime_ns
+        state = checkpoint.load(file)
+        run = checkpoint.run_of(state, file) if run is None else run
+        checkpoint.check_same_run(run, state)
+    if run is None:
+        raise ValueError("train: got neither a run nor a checkpoint to resume")
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(processes(run.device))
         stack.enter_context(_deterministic(run.deterministic))
         stack.enter_context(_without_cudnn_attention())
-        interrupted = stack.enter_context(_interrupts(ranks))
-        training = Training(run, build(run, ranks), ranks, saved)
+        setup = build(run, ranks)
+        if on_start is not None and ranks.is_main:
+            on_start(setup)
+        training = Training(run, setup, ranks, state)
         report = on_progress
+        if file is not None and state is not None:
+            training.folder = checkpoint.folder_of(run, state, file)
+            training.run_id = training.folder.name
+            training.good = training.update, file
+            if training.update == training.updates and (found := _finished_record(training.run_id, file)) is not None:
+                if ranks.is_main and report is not silent:
+                    print(f"{training.run_id} is finished: nothing to train", file=sys.stderr, flush=True)
+                return replace(training.result(True), record_path=found, checkpoint_path=file)
+        if ranks.is_main:
+            stack.enter_context(record.locked(training.folder))
+            if file is not None and file.stat().st_mtime_ns != read_at:
+                raise ValueError(f"resume: another process wrote {file} meanwhile; resume it again")
+            training.open_folder()
         if report is None and ranks.is_main:
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))
-        status, error = "failed", None
+        interrupted = stack.enter_context(_interrupts(ranks))
+        shown = ranks.is_main and report is not silent
         try:
-            shown = ranks.is_main and report is not silent
             finished = _epochs(training, interrupted, stop_after, report if shown else None)
-            status = "finished" if finished else "stopped"
-        except Interrupted:
-            status = "interrupted"
-            raise
+        except KeyboardInterrupt as stop:
+            training.write_record_of(stop, "interrupted")
+            if isinstance(stop, Interrupted):
+                raise
+            raise training.stopped_at_once() from None
         except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            if training.between_updates and training.update > training.saved_at and not isinstance(failure, Diverged):
-                training.save()
+            training.rescue(failure)
+            training.write_record_of(failure, "failed")
             raise
-        finally:
-            training.write_record(status, error)
+        training.write_record("finished" if finished else "stopped", None)
         return training.result(finished)
 
 
+def _finished_record(run_id: str, file: Path) -> Path | None:
+    """The ``runs.jsonl`` beside the folder of a checkpoint, if it says that this run is finished."""
+    path = file.absolute().parent.parent / record.RUNS
+    done = any(row.get("run_id") == run_id and row.get("status") == "finished" for row in record.read(path))
+    return path if done else None
+
+
 def _epochs(
-    training: Training, interrupted: Callable[[], bool], stop_after: int | None, report: OnProgress | None
+    training: Training, interrupted: Callable[[], int], stop_after: int | None, report: OnProgress | None
 ) -> bool:
     """Run updates until the run is complete (True) or ``stop_after`` is reached (False)."""
     run, per_epoch = training.run, training.updates_per_epoch
@@ -145,6 +195,7 @@ def _epochs(
         training.start_epoch(epoch)
         for batches in training.setup.feed.updates(epoch, first):
             training.step(batches)
+            training.watch()
             if report is not None:
                 report(training.progress())
             complete = training.update == training.updates
@@ -157,9 +208,10 @@ def _epochs(
                 training.save()
             if complete:
                 break
-            if interrupted():
-                training.save()
-                raise Interrupted(training.update, training.checkpoint_path)
+            if number := interrupted():
+                if training.update > training.saved_at:
+                    training.save()
+                raise training.stopped(number)
             if stop_after is not None and training.update >= stop_after:
                 training.save()
                 return False
@@ -179,7 +231,7 @@ class Training:
         self.updates_per_epoch = setup.feed.updates_per_epoch
         self.updates = run.steps if run.steps is not None else run.epochs * self.updates_per_epoch
         if saved is not None:
-            checkpoint.check_same_keys(self.model, saved["model"])
+            checkpoint.check_same_weights(self.model, saved["model"])
 
         self.mixup: Mixup | None = None
         if run.mixup or run.cutmix:
@@ -224,14 +276,14 @@ class Training:
         self.bit_ops: float | None = None
         self.timer = _StepTimer(self.device)
         self.seconds_before = 0.0
-        self.between_updates, self.saved_at = True, 0
+        self.between_updates = True
         self.run_id = ranks.first(record.new_run_id(run.name, run.method_label, run.seed))
         if saved is not None:
             self.load_state_dict(saved)
         self.folder = Path(run.out_dir) / self.run_id
         self.saved_at = self.update
-        if ranks.is_main:
-            record.rewrite(self.folder / record.METRICS, self.history)
+        self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
+        self.watched = _Watched(self.device)
         if run.audit and self.saved_bytes is None:
             self._audit()
 
@@ -247,6 +299,11 @@ class Training:
     @property
     def checkpoint_path(self) -> Path:
         return self.folder / checkpoint.FILE
+
+    def open_folder(self) -> None:
+        """Make the run's folder as of this update; only for the process that holds its lock."""
+        checkpoint.remove_temporaries(self.folder)
+        record.rewrite(self.folder / record.METRICS, self.history)
 
     def start_epoch(self, epoch: int) -> None:
         """Bits and scales of the epoch; also on entering an epoch in its middle after a resume."""
@@ -317,12 +374,38 @@ class Training:
         """
         loss = float(self.loss_sum) / max(1, self.loss_count)
         if not math.isfinite(loss) and self.run.amp != "fp16":
-            raise Diverged(
-                f"the training loss is {loss} by update {self.update} of {self.updates} "
-                f"(method {self.run.method_label}, lr {self.optimizer.param_groups[0]['lr']:g}): "
-                "lower the rate, add warm-up or clip"
-            )
+            raise self._diverged(f"the training loss is {loss}")
         return loss
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"{what} by update {self.update} of {self.updates} "
+            f"(method {self.run.method_label}, lr {self.optimizer.param_groups[0]['lr']:g}): "
+            f"lower the rate, add warm-up or clip; {self._good_checkpoint()}"
+        )
+
+    def _good_checkpoint(self) -> str:
+        if self.good is None:
+            return "no checkpoint was written before"
+        return f"the checkpoint of update {self.good[0]} is good: {self.good[1]}"
+
+    def watch(self) -> None:
+        """Look for a run that has diverged, without waiting for the device.
+
+        A processor's loss is read at every update; a GPU's is read every ``WATCH`` updates, as it was that long ago.
+
+        Raises:
+            Diverged: the loss was not finite, or fp16's loss scale is below ``SCALE_FLOOR``.
+        """
+        if self.device.type == "cuda" and self.update % WATCH:
+            return
+        # The scale as a tensor: get_scale() would wait for it.
+        scale = self.scaler._scale if self.scaler.is_enabled() else self.loss_sum.new_ones(())
+        seen = self.watched.look(self.loss_sum, scale)
+        if not math.isfinite(seen[0]) and self.run.amp != "fp16":
+            raise self._diverged(f"the training loss is {seen[0]}")
+        if seen[1] < SCALE_FLOOR:
+            raise self._diverged(f"fp16's loss scale fell to {seen[1]:.0e}, as update after update overflows,")
 
     def finish_epoch(self, epoch: int) -> None:
         """Evaluate and add a row to the history, in memory and on disk."""
@@ -334,6 +417,8 @@ class Training:
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = _finite(float(totals[0] / totals[1]))
         row["test_loss"], row["accuracy"] = self.evaluate(model)
+        if row["train_loss"] is None and row["test_loss"] is None:
+            raise self._diverged("neither the training loss nor the test loss is finite")
         if self.ema is not None:
             _, row["raw_accuracy"] = self.evaluate(self.model)
         row["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -375,7 +460,7 @@ class Training:
         loss = self.mean_loss() if accuracy is None else self.history[-1]["train_loss"] or math.nan
         elapsed = time.perf_counter() - self.started
         done = self.update - self.started_at
-        images = done * self.run.batch_size * self.run.accumulation * self.ranks.world
+        images = done * self.setup.feed.images_per_update
         return Progress(
             epoch=-(-self.update // self.updates_per_epoch),
             epochs=-(-self.updates // self.updates_per_epoch),
@@ -396,14 +481,58 @@ class Training:
         """Write the checkpoint (process 0, with every process's generators).
 
         Raises:
-            Diverged: the loss is not finite; the checkpoint before stays.
+            Diverged: the loss or a weight is not finite; the checkpoint before stays.
+            NotSaved: the file cannot be written; the checkpoint before stays.
         """
         self.mean_loss()
+        if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
+            raise self._diverged("a weight is not finite")
         state = self.state_dict()
         if self.ranks.is_main:
-            checkpoint.save(state, self.checkpoint_path)
+            try:
+                checkpoint.save(state, self.checkpoint_path)
+            except OSError as error:
+                raise NotSaved(self._not_saved(error)) from error
         self.ranks.wait()  # no process may look for a file that is still being written
-        self.saved_at = self.update
+        self.saved_at, self.good = self.update, (self.update, self.checkpoint_path)
+
+    def _not_saved(self, error: OSError) -> str:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.folder).free
+            reason = f"the disk is full ({reason}; {free / 2**20:.1f} MiB are free on it)"
+        return (
+            f"the checkpoint of update {self.update} could not be written to {self.checkpoint_path}: {reason}; "
+            f"{self._good_checkpoint()}"
+        )
+
+    def rescue(self, failure: Exception) -> None:
+        """After a ``failure`` that is not of the weights or the disk, keep what was trained since the last checkpoint.
+
+        One process of several cannot: the others wait elsewhere.
+        """
+        due = self.between_updates and self.update > self.saved_at and self.ranks.world == 1
+        if due and not isinstance(failure, (Diverged, NotSaved)):
+            try:
+                self.save()
+            except (Diverged, NotSaved) as second:
+                failure.add_note(str(second))
+
+    def stopped(self, number: int) -> Interrupted:
+        """What to raise after the update in which signal ``number`` came, when its checkpoint is written."""
+        return Interrupted(
+            f"stopped by {signal.Signals(number).name} after update {self.update}; nothing is lost. "
+            f"Continue with --resume {self.checkpoint_path}",
+            self.checkpoint_path,
+            number,
+        )
+
+    def stopped_at_once(self) -> Interrupted:
+        """What to raise after a second Ctrl-C, which may have come within an update."""
+        how = "nothing was kept" if self.good is None else f"continue after update {self.good[0]} with --resume"
+        path = None if self.good is None else self.good[1]
+        message = f"stopped at once, at update {self.update}; {how}" + (f" {path}" if path else "")
+        return Interrupted(message, path, signal.SIGINT)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, as tensors and plain values."""
@@ -431,36 +560,50 @@ class Training:
         """Continue where :meth:`state_dict` was taken.
 
         Raises:
-            ValueError: a checkpoint written by another number of processes.
+            ValueError: a checkpoint written by another number of processes, of an update that the run does not have,
+                or with a part that does not fit.
         """
+        if state["update"] > self.updates:
+            raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
         if len(state["rng"]) != self.ranks.world:
             raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
         self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"], self.update)
-        self.scaler.load_state_dict(state["scaler"])
+        restoring = checkpoint.restoring
+        with restoring("optimizer"):
+            begun = self.update > 0 and not self.scaler.is_enabled()  # fp16 may have skipped every update
+            check_optimizer_state(self.run, self.optimizer, state["optimizer"], begun)
+            self.optimizer.load_state_dict(state["optimizer"])
+        with restoring("schedule"):
+            self.schedule.load_state_dict(state["schedule"], self.update)
+        with restoring("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
+            with restoring("ema"):
+                self.ema.module.load_state_dict(state["ema"])
         if self.grokfast is not None:
-            self.grokfast.load_state_dict(state["grokfast"])
+            with restoring("grokfast"):
+                self.grokfast.load_state_dict(state["grokfast"])
         if state["calibration"] is not None:
-            fields = dict(state["calibration"])
-            layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
-            self.calibration = hotrain.Calibration(layers, **fields)
-            self.calibration.apply(self.model)
+            with restoring("calibration"):
+                fields = dict(state["calibration"])
+                layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
+                self.calibration = hotrain.Calibration(layers, **fields)
+                self.calibration.apply(self.model)
         self.loss_sum = torch.tensor(state["loss"][0], dtype=torch.float32, device=self.device)
         self.loss_count = state["loss"][1]
         self.saved_bytes, self.bit_ops = state["measured"]
         self.timer.done_ms = list(state["step_ms"])
         self.seconds_before = state["seconds"]
-        draws.load_state_dict(self.model, state["draws"])
-        set_rng_state(state["rng"][self.ranks.rank])
+        with restoring("draws"):
+            draws.load_state_dict(self.model, state["draws"])
+        with restoring("rng"):
+            set_rng_state(state["rng"][self.ranks.rank])
 
     def result(self, finished: bool) -> Result:
         accuracies = [row["accuracy"] for row in self.history]
         step_ms = self.timer.median_ms()
-        images = self.run.batch_size * self.run.accumulation * self.ranks.world
+        images = self.setup.feed.images_per_update
         return Result(
             run=self.run,
             run_id=self.run_id,
@@ -476,15 +619,21 @@ class Training:
             finished=finished,
             record_path=Path(self.run.out_dir) / record.RUNS,
             checkpoint_path=self.checkpoint_path,
+            updates=self.update - self.started_at,
             model=self.model,
         )
 
     def write_record(self, status: str, error: str | None) -> None:
-        """Append this part of the run to ``runs.jsonl``, whatever became of it."""
+        """Append this part of the run to ``runs.jsonl``, whatever became of it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         if not self.ranks.is_main:
             return
         result = self.result(status == "finished")
         row = {
+            "record": record.VERSION,
             "run_id": self.run_id,
             "status": status,
             "error": error,
@@ -506,6 +655,36 @@ class Training:
             "history": self.history,
         }
         record.append(result.record_path, row)
+
+    def write_record_of(self, failure: BaseException, status: str) -> None:
+        """The record of a run that ends with ``failure``; a disk that does not take it must not hide the failure."""
+        try:
+            self.write_record(status, f"{type(failure).__name__}: {failure}" if status == "failed" else None)
+        except OSError as error:
+            failure.add_note(str(error))
+
+
+class _Watched:
+    """Two numbers of the device, read without waiting: on a GPU as they were at the call before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = torch.tensor([0.0, math.inf])
+        self.copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.host = self.host.pin_memory()
+
+    def look(self, first: Tensor, second: Tensor) -> list[float]:
+        """The numbers that were given to the call before this one, or on a processor to this one."""
+        now = torch.stack((first.float(), second.reshape(()).float()))
+        if not self.host.is_pinned():
+            return now.tolist()
+        if self.copied is not None:
+            self.copied.synchronize()
+        seen: list[float] = self.host.tolist()
+        self.host.copy_(now, non_blocking=True)
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+        return seen
 
 
 class _StepTimer:
@@ -588,20 +767,27 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interrupts(ranks: Processes) -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGINT or SIGTERM into an answer of the yielded function; the second has its usual effect."""
-    seen = threading.Event()
+def _interrupts(ranks: Processes) -> Iterator[Callable[[], int]]:
+    """Turn the first SIGINT or SIGTERM into an answer of the yielded function, its number; the second stops at once."""
+    seen: list[int] = []
     previous: dict[signal.Signals, Any] = {}
 
     def note(number: int, frame: types.FrameType | None) -> None:
-        seen.set()
+        seen.append(number)
         _restore(previous)
+        if ranks.is_main:
+            name = signal.Signals(number).name
+            # Not print: the signal may have come in the middle of one.
+            with contextlib.suppress(OSError):  # nobody reads
+                os.write(2, f"\n{name}: finishing this update, then a checkpoint; again stops at once\n".encode())
 
-    def asked() -> bool:
+    def asked() -> int:
+        own = seen[0] if seen else 0
         if ranks.world == 1:
-            return seen.is_set()
+            return own
         # Signals reach processes at different updates; all must stop at the same one.
-        return bool(ranks.total(torch.tensor([int(seen.is_set())], device=ranks.device)).item())
+        anyone = ranks.total(torch.tensor([own], device=ranks.device)).item()
+        return own or (signal.SIGTERM if anyone else 0)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):

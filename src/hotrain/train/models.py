@@ -111,6 +111,12 @@ def create_model(
         ) from error
     except (TypeError, AssertionError) as error:
         raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(patch, (int, tuple)) and image_size < (side := max(patch) if isinstance(patch, tuple) else patch):
+        raise ValueError(
+            f"model {name!r} cuts images into patches of {side} pixels, the images have {image_size}; "
+            f"enlarge them with image_size={default_image_size(name, 224)}, or take a smaller model"
+        )
     if small and small.small_stem:
         stem: Any = model.conv1
         model.conv1 = nn.Conv2d(channels, stem.out_channels, 3, stride=1, padding=1, bias=False)

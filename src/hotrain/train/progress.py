@@ -51,28 +51,27 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
         yield line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
+    # The bar takes what the texts leave; names may hold brackets, so no markup.
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[eta]} · {task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True)),
     )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=1, text="", eta="")
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, expand=True) as bar:
+        task = bar.add_task(title, total=1, text=title, left="")
 
         def update(progress: Progress) -> None:
             minutes, seconds = divmod(round(progress.eta_seconds), 60)
-            bar.update(
-                task,
-                completed=progress.update,
-                total=progress.updates,
-                text=str(progress),
-                eta=f"{minutes}:{seconds:02d} left",
-            )
+            left = f"{progress.update}/{progress.updates} · {minutes}:{seconds:02d} left"
+            text = f"{title} · {progress}"
+            if len(text) + len(left) > console.width - 4:
+                text = str(progress)
+            bar.update(task, completed=progress.update, total=progress.updates, text=text, left=left)
 
         yield update
 

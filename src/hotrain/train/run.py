@@ -6,9 +6,12 @@ written to JSON in every record and checkpoint, and checks itself when built: a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
+import math
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -126,7 +129,11 @@ class TrainRun:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}: got {value}, accepted are values from {low} to {high}")
+                accepted = f"values from {low} to {high}" if high < _INF else f"finite values from {low}"
+                raise ValueError(f"{name}: got {value}, accepted are {accepted}")
+        if self.clip == 0:
+            raise ValueError("clip: got 0, which would leave no gradient; accepted are values above 0, or none for off")
+        _check_json(self)
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ValueError(f"batch_size: got {self.batch_size}, mixup and cutmix need an even number")
         if self.schedule == "multistep" and not all(0.0 < m < 1.0 for m in self.milestones):
@@ -177,21 +184,32 @@ class TrainRun:
         values = dict(data)
         for name, kind in _NESTED.items():
             if isinstance(values.get(name), dict):
-                values[name] = kind(**values[name])
+                with _naming(name):
+                    values[name] = kind(**values[name])
         if isinstance(values.get("method"), dict):
             m = dict(values["method"])
-            m |= {
-                "grad_input": GradInput(**m["grad_input"]),
-                "grad_weight": GradWeight(**m["grad_weight"]),
-                "saved": Saved(**m["saved"]),
-                "knobs": frozenset(m["knobs"]),
-            }
-            values["method"] = Method(**m)
+            with _naming("method"):
+                m |= {
+                    "grad_input": GradInput(**m["grad_input"]),
+                    "grad_weight": GradWeight(**m["grad_weight"]),
+                    "saved": Saved(**m["saved"]),
+                    "knobs": frozenset(m["knobs"]),
+                }
+                values["method"] = Method(**m)
         return cls(**values)
 
 
+@contextlib.contextmanager
+def _naming(name: str) -> typing.Iterator[None]:
+    """Parts of the field ``name`` that are missing or unknown, as a ValueError that names it."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name}: a part is missing or unknown ({error})") from error
+
+
 _NESTED: dict[str, Any] = {"lora": Lora, "grokfast": Grokfast}
-_INF = float("inf")
+_INF = sys.float_info.max  # as good as none, but finite
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
     "num_workers": (0, 1024),
@@ -344,15 +362,39 @@ def _freeze_json(run: TrainRun) -> None:
                 object.__setattr__(obj, name, tuple(value))
 
 
+def _check_json(run: TrainRun) -> None:
+    """Refuse free-form values that a record cannot hold: it would be refused after the training."""
+    for name in ("model_args", "method_overrides"):
+        try:
+            json.dumps(getattr(run, name), allow_nan=False, default=sorted)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: got {getattr(run, name)}, accepted are finite JSON values ({error})") from error
+
+
 def _check_types(run: TrainRun) -> None:
+    for nested in ("lora", "grokfast"):
+        part = getattr(run, nested)
+        for name, kind in typing.get_type_hints(type(part)).items() if part is not None else ():
+            if not _is_a(getattr(part, name), kind):
+                kind = getattr(kind, "__name__", kind)
+                raise ValueError(f"{nested}.{name}: got {getattr(part, name)!r}, accepted is {kind}")
     for name, kind in _hints().items():
         value = getattr(run, name)
         if not _is_a(value, kind):
             accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
             accepted = getattr(accepted, "__name__", accepted)
+            if isinstance(value, (int, float)) and not _is_finite(value):
+                accepted = "a finite number"
             if name == "task":
                 accepted = "'classification' (contrastive learning and text follow)"
             raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -366,7 +408,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict)
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

@@ -54,6 +54,39 @@ def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextM
     return torch.autocast(device.type, torch.bfloat16 if run.amp == "bf16" else torch.float16)
 
 
+def create(
+    run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device, pretrained: bool | None = None
+) -> nn.Module:
+    """``run``'s model as it trains, before its layers are converted: adapters, checkpointing, layout and device.
+
+    pretrained: instead of the run's, for a look at shapes.  Raises as :func:`build`.
+    """
+    model = create_model(
+        run.model,
+        classes=classes,
+        channels=channels,
+        image_size=image_size,
+        pretrained=run.pretrained if pretrained is None else pretrained,
+        args=run.model_args,
+    )
+    if run.grad_checkpointing:
+        if not hasattr(model, "set_grad_checkpointing"):
+            raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
+    if run.lora is not None:
+        model = add_lora(model, run.lora)
+    model.to(device)
+    if run.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def convert(run: TrainRun, model: nn.Module) -> Any:
+    """Convert ``model``'s layers as ``run`` says; the conversion report, None for the exact method."""
+    method = run.resolve_method()
+    return None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
+
+
 def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     """Read the data, create the model under ``run.seed``, add adapters, convert its layers.
 
@@ -68,14 +101,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     size = run.image_size or default_image_size(run.model, data.image_size)
-    model = create_model(
-        run.model,
-        classes=len(data.classes),
-        channels=data.channels,
-        image_size=size,
-        pretrained=run.pretrained,
-        args=run.model_args,
-    )
+    model = create(run, classes=len(data.classes), channels=data.channels, image_size=size, device=processes.device)
     mean, std = normalization(model, run.pretrained, data.channels)
     feed = Feed(
         run,
@@ -87,17 +113,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         rank=processes.rank,
         world=processes.world,
     )
-    if run.grad_checkpointing:
-        if not hasattr(model, "set_grad_checkpointing"):
-            raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    if run.lora is not None:
-        model = add_lora(model, run.lora)
-    model.to(processes.device)
-    if run.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    method = run.resolve_method()
-    report = None if method.is_plain else hotrain.convert(model, method, number=None, plan="memory")
+    report = convert(run, model)
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,15 +79,21 @@ def load_tsv(
         columns: names of the columns of a file without a header line; None: its first line names them.
 
     Raises:
-        ValueError: a missing column, a line with another number of fields, an unknown label or an empty file, with
-            its line number.
+        ValueError: a file that is empty or not UTF-8, a missing column, a line with another number of fields or an
+            unknown label, with its number.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"data: no file {str(path)!r}")
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        # GLUE quotes nothing: a quotation mark is text.
-        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            # GLUE quotes nothing: a quotation mark is text.
+            rows = [line.rstrip("\n").split("\t") for line in file]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data: {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, "
+            "with `iconv -f latin1 -t utf-8` if it is Latin-1"
+        ) from error
     header = list(columns) if columns is not None else rows[0] if rows else []
     body = list(enumerate(rows, start=1))[0 if columns is not None else 1 :]
     if not body:

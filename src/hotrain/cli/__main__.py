@@ -1,0 +1,28 @@
+"""The ``hotrain`` script, also ``python -m hotrain.cli``: says what to install where typer is not."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say in one line how to install what it needs."""
+    try:
+        from hotrain.cli.main import app
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] not in ("typer", "rich"):
+            raise
+        from hotrain._version import __version__
+
+        if sys.argv[1:] == ["--version"]:
+            print(f"hotrain {__version__}")
+            return
+        raise SystemExit(
+            f"hotrain {__version__}: the command line needs {missing.name}. Install with pip install 'hotrain[demo]' "
+            "(all commands), 'hotrain[train]' (train and look at models) or 'hotrain[cli]' (lists)"
+        ) from None
+    app()
+
+
+if __name__ == "__main__":
+    main()
