@@ -118,7 +118,7 @@ def hq() -> Method:
 
 @_register
 def hq8() -> Method:
-    """Ours, and what `hotrain.convert` does unless told otherwise: what saves memory and time at exact's accuracy.
+    """Ours, and the default of `hotrain.convert`: full rank in 8 bits, and compressed activations between the layers.
 
     Full rank and 8 bits on both paths, in fp8 where the GPU has it (``number="e4m3"``), and everything between the
     layers compressed too (``memory="block"``). A low rank is faster and smaller still; its noise, without bias as with
