@@ -341,6 +341,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "optimizer": records.optimizer,
     "step-figures": step_figures,
     "curves": records.curves,
+    "shared-inputs": records.shared_inputs,
     "noise": records.noise,
     "accuracy": records.accuracy,
     "formats": formats_table.operators,

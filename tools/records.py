@@ -320,6 +320,20 @@ def noise(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/noise.py` trains the small ViT fifteen ways.*"
 
 
+def shared_inputs(folder: Path = RESULTS) -> str:
+    """Error of g_w by layer and variant, a table a run of records with ``bench="shared-inputs"`` and ``g_w_error``."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("shared-inputs", folder)):
+        variants = list(dict.fromkeys(row["variant"] for row in rows))
+        errors = {(row["subject"], row["variant"]): f"{row['g_w_error']:.3f}" for row in rows}
+        lines = [
+            [subject, *(errors.get((subject, variant), "–") for variant in variants)]
+            for subject in dict.fromkeys(row["subject"] for row in rows)
+        ]
+        tables.append(_conditions(run[0]) + "\n\n" + _markdown(["error of g_w", *variants], lines) + _notes(rows))
+    return "\n\n".join(tables) or "*What this costs g_w, layer by layer, is not recorded yet.*"
+
+
 STEP_BASELINE = "exact+compile"
 STEP_GRAPHS = "exact+graphs"
 STEP_BYTES = {
