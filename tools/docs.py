@@ -76,9 +76,9 @@ def rewritten(text: str, where: str = "document") -> str:
 
     def number(match: re.Match[str]) -> str:
         try:
-            return f"{match[1]}{front.figure(*match[2].split())}{match[4]}"
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: figure {match[2]!r}: {error}") from error
+            return f"{match[1]}{front.figure(match[2])}{match[4]}"
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     return _FIGURE.sub(number, _PART.sub(part, text))
 

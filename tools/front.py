@@ -138,20 +138,24 @@ def presets() -> str:
 FIELDS = {"ms": ("median_ms", 1.0, ".0f"), "peak": ("peak_bytes", records.GIB, ".1f")}
 
 
-def figure(subject: str, variant: str, field: str, *over: str, folder: Path = records.RESULTS) -> str:
+def figure(asked: str, folder: Path = records.RESULTS) -> str:
     """A number of a sentence: ``SUBJECT VARIANT ms`` or ``… peak`` (GiB), ``… over OTHER`` as a ratio.
 
     It is of the latest run that has the variant, and a ratio is of one run.
 
     Raises:
-        ValueError: no run has it, or the field is unknown; the message names what was asked for.
+        ValueError: `asked` is none of these, or no record has it.
     """
-    if field not in FIELDS or (over and (len(over) != 2 or over[0] != "over")):
-        raise ValueError("accepted is SUBJECT VARIANT ms|peak [over VARIANT]")
+    words = asked.split()
+    if len(words) not in (3, 5) or words[2] not in FIELDS or words[3:4] not in ([], ["over"]):
+        raise ValueError(f"figure {asked!r}: accepted is SUBJECT VARIANT ms|peak, or that with 'over VARIANT'")
+    subject, variant, field = words[:3]
     name, unit, form = FIELDS[field]
     for run in reversed(records._by_run(records._of_bench("step", folder)).values()):
         value = records._step_mean(run, subject, variant, name)
-        other = records._step_mean(run, subject, over[1], name) if over else None
-        if value is not None and (not over or other is not None):
-            return f"{value / other:.2f}" if other else f"{value / unit:{form}}"
-    raise ValueError("no record has it")
+        if value is not None and len(words) == 3:
+            return f"{value / unit:{form}}"
+        other = records._step_mean(run, subject, words[-1], name)
+        if value is not None and other is not None:
+            return f"{value / other:.2f}"
+    raise ValueError(f"figure {asked!r}: no record has it")
