@@ -59,17 +59,23 @@ def test_measured_numbers_in_prose_are_printed_from_records(path: Path) -> None:
     if path.name in COMPUTED:
         return
     found = [match[0] for match in MEASURED.finditer(prose(path))]
-    assert found == [], "a measured number in a sentence: use `<!-- figure: … -->` (tools/docs.py), or a generated table"
+    assert found == [], (
+        "a measured number in a sentence: use `<!-- figure: … -->` (tools/docs.py), or a generated table"
+    )
 
 
-@pytest.mark.parametrize("sentence", ["takes 3.7 GiB", "0.2 points", "1.2 ms", "two 46 % of", "1.5× faster", "−0.37 points"])
+@pytest.mark.parametrize(
+    "sentence", ["takes 3.7 GiB", "0.2 points", "1.2 ms", "two 46 % of", "1.5× faster", "−0.37 points"]
+)
 def test_the_pattern_of_measured_numbers_finds_them(sentence: str) -> None:
     assert MEASURED.search(sentence)
 
 
 def test_laboratory_notes_say_that_they_are_not_recorded() -> None:
     for path in DOCUMENTS:
-        for note in re.findall(r"^## Laboratory notes\n\n(.*?)\n\n", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        for note in re.findall(
+            r"^## Laboratory notes\n\n(.*?)\n\n", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
             assert "not recorded" in note, path.name
 
 
@@ -128,7 +134,9 @@ def test_compute_capabilities_are_those_of_the_kernels() -> None:
 
 
 def written_names(path: Path) -> set[str]:
-    return set(re.findall(r"`([a-z][\w+:=.-]*)`", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M)))
+    return set(
+        re.findall(r"`([a-z][\w+:=.-]*)`", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M))
+    )
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -106,7 +106,9 @@ def test_extras_that_documents_install_exist() -> None:
     assert named
     assert named <= set(extras)
     assert {"train", "hf"} <= set(extras), "README says what they bring"
-    for name, version in re.findall(r"(Python|PyTorch) (\d+\.\d+)", README.read_text(encoding="utf-8").split("## Use")[0]):
+    for name, version in re.findall(
+        r"(Python|PyTorch) (\d+\.\d+)", README.read_text(encoding="utf-8").split("## Use")[0]
+    ):
         declared = project["requires-python"] if name == "Python" else "".join(project["dependencies"])
         if f"{name} {version}." not in README.read_text(encoding="utf-8"):  # of a record: a version in full
             assert f">={version}" in declared, f"README: {name} {version}"
@@ -187,7 +189,9 @@ def test_packages_that_list_their_modules_list_all() -> None:
     for package in ("activations", "transform"):
         folder = ROOT / "src/hotrain" / package
         said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-        missing = [p.stem for p in folder.glob("*.py") if p.stem != "__init__" and not re.search(rf"\b{p.stem}\b", said)]
+        missing = [
+            p.stem for p in folder.glob("*.py") if p.stem != "__init__" and not re.search(rf"\b{p.stem}\b", said)
+        ]
         assert missing == [], f"{package}/__init__.py does not name them"
 
 

@@ -153,7 +153,7 @@ def grad_weight_loss(method: Method) -> str:
 
 
 def lengths() -> str:
-    """Where the tiles of each length lie, and how many rows are kept, for one sample and for 128."""
+    """Where the tiles of each length are, and how many rows are kept, for one sample and for 128."""
     method = hotrain.preset("hot-unbiased")
     rows = []
     for tokens, grid in LENGTHS:

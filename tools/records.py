@@ -245,12 +245,13 @@ def steps(folder: Path = RESULTS) -> str:
             runs[rows[0]["run_id"]] = run
             lines.append(_step_cells(subject, run, rows))
     headers = ["subject", "variant", "ms/step", "÷ exact+compile", *STEP_BYTES.values(), "commit"]
-    notes = dict.fromkeys(_notes([row for _, rows in last.values() for row in rows]).strip().splitlines())
-    return "\n\n".join([_markdown(headers, lines), *filter(None, notes), *map(_command_of, runs.values())])
-
-
-def _command_of(run: list[dict[str, Any]]) -> str:
-    return f"* {_conditions(run[0])}"
+    notes = [
+        f"* {subject}, `{variant}`: {note}."
+        for (subject, variant), (_, rows) in last.items()
+        for note in dict.fromkeys(row["note"] for row in rows if row.get("note"))
+    ]
+    commands = [f"* {_conditions(run[0])}" for run in runs.values()]
+    return _markdown(headers, lines) + "\n\n" + "\n".join([*notes, *commands])
 
 
 def _step_order(run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[bool, float]:
@@ -438,7 +439,8 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
     """Step time of the fastest compiled hotrain variant over the baseline's; the note that its records carry, and
     exact's ratio as CUDA graphs, which most of hotrain's variants run as.
 
-    kind: ``exact`` or ``fp8``, of its forward.
+    Args:
+        kind: ``exact`` or ``fp8``, of its forward.
     """
 
     def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
@@ -695,7 +697,7 @@ OPTIMIZER_VARIANTS = (STEP_BASELINE, STEP_BASELINE + EIGHT_BIT, SMALLER, SMALLER
 def optimizer(folder: Path = RESULTS) -> str:
     """Compiled exact and `SMALLER`, each with fused AdamW and in 8 bits, a table a run that has both optimizers.
 
-    *State* is what stands between two steps, the peak less what is above it.
+    *State* is what is allocated between two steps, the peak less what is above it.
     """
     tables = []
     for rows in _by_run(_of_bench("step", folder)).values():
@@ -792,7 +794,9 @@ def _comparison(summary: dict[str, Any], shown: set[tuple[str, str]]) -> str:
 def _ran(rows: list[dict[str, Any]], shown: set[tuple[str, str]]) -> str:
     """What the layers did, as the records say that were read off the models: once for each model and method."""
     found = {(row["model"], row["method"]): ran(row["layers"]) for row in rows if row.get("layers")}
-    lines = [f"* ran {model}, `{method}`: {found[model, method]}" for model, method in found if (model, method) in shown]
+    lines = [
+        f"* ran {model}, `{method}`: {found[model, method]}" for model, method in found if (model, method) in shown
+    ]
     return "\n\n" + "\n".join(lines) if lines else ""
 
 
