@@ -47,8 +47,8 @@ def prose(path: Path) -> str:
 
 # A number with a unit of what is measured. Of bits, bytes, seeds, epochs, tokens and shapes prose may speak.
 MEASURED = re.compile(
-    r"[−+-]?\d[\d.,]* ?(?:ms|µs|s\b|seconds?|GiB|MiB|GB|MB|TB/s|TFLOP/s|TOP/s|GFLOP/s|%|points?|×|times (?:as|faster|slower)"
-    r"|W\b|MHz)(?!\w)"
+    r"[−+-]?\d[\d.,]* ?(?:ms|µs|s\b|seconds?|GiB|MiB|GB|MB|TB/s|TFLOP/s|TOP/s|GFLOP/s|%|points?|×"
+    r"|times (?:as|faster|slower)|W\b|MHz)(?!\w)"
 )
 # document → why its numbers are no measurements of this code
 COMPUTED = {"maths.md": "formulas, published figures, and a study that it says was made before this library"}

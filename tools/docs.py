@@ -1,8 +1,8 @@
 """Rewrite the generated parts of the documents from the code and from the records under benchmarks/results.
 
 ``make docs`` runs it; ``python tools/docs.py --check`` writes nothing and exits 1 when a part is out of date. A part is
-between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- /generated -->``; `PARTS` says which there are. A number within
-a sentence is between ``<!-- figure: SUBJECT VARIANT FIELD -->`` and ``<!-- /figure -->``, as `front.figure` reads it.
+between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- /generated -->``; `PARTS` says which there are. A number in a
+sentence is between ``<!-- figure: SUBJECT VARIANT FIELD -->`` and ``<!-- /figure -->``, as `front.figure` reads it.
 """
 
 from __future__ import annotations

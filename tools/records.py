@@ -143,7 +143,7 @@ def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _latest_runs(rows: list[dict[str, Any]]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Of each run all its rows, and those whose subject and variant no later run has; runs without such are left out."""
+    """Of each run all its rows, and those whose subject and variant no later run has; without runs that have none."""
     last = {(row["subject"], row["variant"]): row["run_id"] for row in rows}
     found = []
     for run in _by_run(rows).values():

@@ -1,7 +1,7 @@
 """Step 3, what forward leaves for backward: a format says its bytes, how a tensor goes in, and how it comes back.
 
-The formats are the reference of what is packed. The kernels pack the same codes, with a few bytes of their own beside them
-(the rows of each tile), so that measured bytes come from storages (`hotrain.saved_bytes`) and predicted ones from here.
+The formats are the reference of what is packed. The kernels pack the same codes, with a few bytes of their own beside
+them (the rows of each tile): measured bytes come from storages (`hotrain.saved_bytes`), predicted ones from here.
 `Format` is for the projected rows of a layer's input, whose codes enter an integer product. The others are for tensors
 of any shape that come back as numbers: `Grouped` for values, `Levels` for slopes, whose range is known beforehand,
 `Bits` for yes and no.

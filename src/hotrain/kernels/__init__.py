@@ -1,9 +1,9 @@
 """Step 5, Triton kernels: the two gradients of layers, and packing and unpacking of the activations between them.
 
 For layers `reason` says what is supported, `keep` is forward's part, `gradients` backward's, with the numbers of
-`hotrain.backward`: `compress` has the kernel that reads x, g_y or w, `product` the products of codes, `rows` and `noise`
-the draws. `buffers` has the kernels of activations, norms and attention, `unfused` those that eager mode adds. Triton is
-imported when a kernel first runs, so that importing this package needs only torch.
+`hotrain.backward`: `compress` has the kernel that reads x, g_y or w, `product` the products of codes, `rows` and
+`noise` the draws. `buffers` has the kernels of activations, norms and attention, `unfused` those that eager mode adds.
+Triton is imported when a kernel first runs, so that importing this package needs only torch.
 """
 
 from __future__ import annotations
