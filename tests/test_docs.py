@@ -44,12 +44,12 @@ def commands(language: str, prompt: str = "") -> Iterator[list[str]]:
 def test_readme_python_blocks_run_in_order_and_print_what_it_shows(
     timm: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first block with a ViT of two narrow blocks in the place of ViT-B, whose graphs take minutes to compile."""
+    """The first block with a ViT of one narrow block in the place of ViT-B, whose graphs take minutes to compile."""
     first, second = blocks(README, "python")
     create_model = timm.create_model
 
     def small(name: str, **options: object) -> object:
-        return create_model(name, depth=2, embed_dim=64, num_heads=2, patch_size=32, **options)
+        return create_model(name, depth=1, embed_dim=64, num_heads=2, patch_size=32, **options)
 
     names: dict[str, Any] = {}
     with monkeypatch.context() as patch:

@@ -136,7 +136,7 @@ def hq8() -> Method:
 
 @_register
 def hq4() -> Method:
-    """Ours: full rank, x kept rotated along the tokens in packed int4, a scale a row, stochastic rounding.
+    """Ours: full rank, x kept rotated along the tokens in packed int4, a per-row scale, stochastic rounding.
 
     The bytes of HOT (r = 8 in int8) without discarding a row; backward folds the row scales into g_y, so that the
     product along the tokens stays an integer product.
