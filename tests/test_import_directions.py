@@ -45,8 +45,9 @@ MAY_USE = {
 
 # Each room imports only from rooms above it (and from itself).
 ORDER = [
-    ("hotrain._version",),
+    ("hotrain._version", "hotrain.tables"),
     ("hotrain.method",),
+    ("hotrain.ran",),
     ("hotrain.presets",),
     ("hotrain.draws",),
     ("hotrain.transform",),
@@ -62,6 +63,7 @@ ORDER = [
     ("hotrain.nn",),
     ("hotrain.grids",),
     ("hotrain.conversion",),
+    ("hotrain.compiling",),
     ("hotrain.calibration", "hotrain.analysis", "hotrain.optim"),
 ]
 RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -326,11 +326,10 @@ class _Halves:
 
     def kept_bytes(self, parameters: set[Node]) -> int:
         """Bytes of the memory that crosses the cut, without that of parameters, each once."""
-        total = 0
-        for base in dict.fromkeys(_base(node) for node in list(self.output.args[0])[self.results :] if isinstance(node, Node)):  # type: ignore[arg-type]
-            if base not in parameters and isinstance(base.meta.get("val"), Tensor):
-                total += uses.entries(base) * base.meta["val"].dtype.itemsize
-        return total
+        crossing: Any = self.output.args[0]
+        bases = {_base(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
+        held = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
+        return sum(uses.entries(base) * base.meta["val"].dtype.itemsize for base in held)
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
         """Nodes of backward that are made from kept tensors alone, made in forward."""

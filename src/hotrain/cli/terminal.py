@@ -36,7 +36,7 @@ def print_lines(records: Records) -> None:
 
     The default method has a star. Below the table stands which methods differ from exact by more than the noise.
     """
-    from hotrain.analysis.tables import table
+    from hotrain.tables import table
 
     rows = []
     model = None
