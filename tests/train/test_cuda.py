@@ -1,14 +1,15 @@
 """The trainer on a CUDA device: bit-exact resume under deterministic algorithms, and measured memory."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from hotrain import draws
-from hotrain.train import TrainRun, silent, train
+from hotrain.train import Diverged, TrainRun, silent, train
 from hotrain.train.distributed import Processes
-from hotrain.train.loop import Training
+from hotrain.train.loop import WATCH, Training
 from hotrain.train.setup import build
 
 Make = Callable[..., TrainRun]
@@ -50,5 +51,23 @@ def test_an_update_does_not_wait_for_the_device(tiny: Make, method: str, monkeyp
     torch.cuda.set_sync_debug_mode("error")
     try:
         training.step(next(batches))
+        for training.update in (WATCH, 2 * WATCH):  # the first look has nothing before it
+            training.watch()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("amp", "lr", "within"), [(None, 1e20, 2 * WATCH), ("bf16", 1e20, 2 * WATCH), ("fp16", 1e30, 80)]
+)
+def test_divergence_is_found_within_some_updates(tiny: Make, amp: str | None, lr: float, within: int) -> None:
+    """The loss is looked at every WATCH updates, as it was WATCH before; fp16's scale falls for 30 updates first."""
+    run = tiny(
+        method="exact", optimizer="momentum", lr=lr, batch_size=1, amp=amp, device="cuda"
+    )  # 160 updates an epoch
+    with pytest.raises(Diverged) as caught:
+        train(run, on_progress=silent)
+    update = re.search(r"by update (\d+) of 320", str(caught.value))
+    assert update is not None
+    assert int(update[1]) <= within

@@ -338,7 +338,10 @@ DIVERGING: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 @pytest.mark.parametrize(("fields", "message"), [case[1:] for case in DIVERGING], ids=[case[0] for case in DIVERGING])
-def test_divergence_is_found_within_some_updates(tiny: Make, fields: dict[str, Any], message: str) -> None:
+def test_divergence_is_found_within_some_updates(
+    tiny: Make, fields: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a GPU's loss is read later: test_cuda.py
     run = tiny(**{"method": "exact", "optimizer": "momentum", "lr": 1e20, "batch_size": 4, **fields})
     with pytest.raises(Diverged, match=message) as caught:
         train(run, on_progress=silent)
