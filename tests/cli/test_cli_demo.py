@@ -10,12 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from hotrain.cli.cells import train_cells
-from hotrain.cli.look import pick_surfaces
+from hotrain.cli.demo import METHODS as DEMO_METHODS
+from hotrain.cli.demo_text import notes
+from hotrain.cli.look import pick_surfaces, pictured
 from hotrain.cli.main import app
+from hotrain.cli.options import split_names
 from hotrain.cli.workbench import configure
 from hotrain.plotting.records import ROW_FIELDS
+from hotrain.presets import DEFAULT
 
-METHODS = ["exact", "hot-unbiased"]
+METHODS = ["exact", "hq8", "hot-unbiased"]
 MODELS = ["demo_vit", "demo_resnet"]
 
 
@@ -38,11 +42,14 @@ def test_summary_has_the_promised_form(folder: Path) -> None:
         (model, method) for model in MODELS for method in METHODS
     ]
     for row in rows:
-        assert set(row) == set(ROW_FIELDS)
+        assert set(row) - {"layers"} == set(ROW_FIELDS)
         assert row["seed"] == 0
         assert 0 <= row["accuracy"] <= 100
         assert min(row["saved_bytes"], row["bit_ops"], row["step_ms"]) > 0
     assert {"device", "versions", "commit", "command"} <= set(summary)
+    assert summary["default"] == DEFAULT == "hq8"
+    assert summary["test_images"] == dict.fromkeys(MODELS, 360)
+    assert list(summary["methods"]) == METHODS
 
 
 @pytest.mark.slow
@@ -62,8 +69,10 @@ def test_records_hold_all_that_the_report_shows(folder: Path) -> None:
 def test_report_has_every_section_and_asks_for_nothing(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", page)
-    assert len(titles) == 6, titles
-    assert page.count('<svg class="figure"') == 5 * len(MODELS) + 2
+    assert {"Bytes kept and accuracy", "What this means", "Energy by sequency"} <= set(titles)
+    assert "Learning curves" not in titles, "of one epoch there is none"
+    assert page.count('<svg class="figure"') == 4 * len(MODELS) + 2
+    assert page.count('<tr class="default"><th scope="row">') == len(MODELS)
     assert not re.search(r"https?:|<script|<link", page)
 
 
@@ -72,7 +81,34 @@ def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path) -> None:
     runs = [configure(name, settings=["steps=4"], out=folder / "again") for name in MODELS]
     again = [row for outcome in train_cells(runs, METHODS, [0], jobs=1) for row in outcome.rows]
     before = json.loads((folder / "summary.json").read_text())["rows"]
-    assert [row | {"step_ms": None} for row in again] == [row | {"step_ms": None} for row in before]
+    for row, other in zip(again, before, strict=True):
+        assert {**row, "step_ms": None} == {key: other[key] for key in row} | {"step_ms": None}
+
+
+def test_the_demo_trains_the_default() -> None:
+    methods = split_names(DEMO_METHODS, "--methods")
+    assert methods[:2] == ["exact", DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("methods", "found"),
+    [
+        (["exact", "hot", "hot-unbiased"], "hot"),
+        (["exact", "hot:rank=16", "hot:rank=4"], "hot:rank=4"),
+        (["exact", "hq8", "hla", "luq"], None),
+    ],
+)
+def test_pictures_of_layers_are_of_a_method_that_was_run(methods: list[str], found: str | None) -> None:
+    """Full rank has no low-pass to look at, 8 bits and floating point no LQS worth a picture."""
+    run = pictured(configure("demo_vit"), methods)
+    assert (run and run.method_label) == found
+
+
+def test_notes_name_no_method_that_was_not_run() -> None:
+    runs = [configure("demo_vit"), configure("demo_resnet")]
+    said = " ".join(notes(runs, ["exact", "hq8"], 2))
+    assert not re.search(r"lbp-wht|LQS|sequency", said)
+    assert "lbp-wht" in " ".join(notes(runs, ["exact", "lbp-wht"], 2))
 
 
 def surface(ratio: float) -> dict[str, object]:

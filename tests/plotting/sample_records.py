@@ -6,7 +6,7 @@ import math
 
 from hotrain.plotting import Records
 
-METHODS = ("exact", "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4")
+METHODS = ("exact", "hq8", "hot", "hot-unbiased", "hla", "lbp-wht", "int4", "hot:rank=4", "exact:memory=block")
 MODELS = ("vit", "resnet")
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2")
 
@@ -18,10 +18,10 @@ def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
         for k, method in enumerate(METHODS):
             kept = 3_000_000 if method == "exact" else 1_100_000 + 90_000 * k
             operators = {
-                "hotrain linear": kept // 3,
-                "gelu": 400_000,
+                "addmm" if method == "exact" else "hotrain linear": kept // 3,
+                "hotrain slope" if method == "hq8" else "gelu": 50_000 if method == "hq8" else 400_000,
                 "softmax": 300_000,
-                "layer_norm": 200_000,
+                "native_layer_norm": 200_000,
             }
             operators |= {f"small {i}": 9_000 + i for i in range(6)}
             memory.append({"model": model, "method": method, "total": kept, "by_operator": operators})
@@ -35,6 +35,11 @@ def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
                         "saved_bytes": kept, "bit_ops": 4.2e12 / (1 + k), "step_ms": 31.0 + 9 * k,
                     }
                 )  # fmt: skip
+                if method == "hq8":
+                    rows[-1]["layers"] = [
+                        {"layers": 11, "g_x": "int8", "g_w": "int8", "x": "shared with norm (int4)", "bytes": 0},
+                        {"layers": 1, "g_x": "int8", "g_w": "int8", "x": "int8", "bytes": 24_576},
+                    ]
                 curves.append(
                     {
                         "model": model, "method": method, "seed": seed, "epoch": list(range(1, epochs + 1)),
@@ -65,7 +70,10 @@ def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
         for i, choice in ((0, "token"), (3, "tensor"))
     ]  # fmt: skip
     meta = {
-        "title": "Seven backward passes on real digits",
+        "title": "Memory and accuracy on real digits",
+        "default": "hq8",
+        "test_images": dict.fromkeys(MODELS, 360),
+        "methods": {method: f"What {method} is." for method in METHODS},
         "models": {
             "vit": {"label": "small ViT", "description": "64 tokens, batch 64"},
             "resnet": {"label": "small ResNet", "description": "3×3 convolutions, batch 64"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hotrain.cli.look import WARM_UP
+from hotrain.cli.look import WARM_UP, pictured
 
 if TYPE_CHECKING:
     from hotrain.train import TrainRun
@@ -32,23 +32,27 @@ def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
     return described
 
 
-def notes(runs: Sequence[TrainRun], jobs: int) -> list[str]:
+def notes(runs: Sequence[TrainRun], methods: Sequence[str], jobs: int) -> list[str]:
     """What the numbers of the demo can and cannot carry, one sentence or two each."""
     from hotrain.train import build
 
     feed = build(runs[0]).feed
     train, test = feed.data.train_size, sum(len(labels) for _, labels in feed.test_batches())
     together = f"{jobs} runs at a time, a thread each" if jobs > 1 else "one run at a time, with one thread"
-    return [
-        f"Real images, but few: {train:,} for training and {test} for the test, so one test image is "
-        f"{100 / test:.2f} points. A gap of a few images from one seed is noise; `--seeds 0,1,2` shows how much.",
+    said = [
+        f"Real images, but few: {train:,} for training and {test} for the test. One test image is {100 / test:.2f} "
+        "points. `hotrain demo --seeds 0,1,2` measures the noise.",
         "Accuracy is that of the last epoch. All methods start from the same weights and see the same batches.",
-        "No claim of speed: the step times are of the plain-PyTorch path that defines the method, on the device named "
-        f"below, {together}. It rounds, packs and transforms in operations of their own; a fused kernel would not.",
-        "Energy by sequency is of one training batch with the weights after exact training. LQS and surfaces are of "
-        f"training batches after {WARM_UP} exact updates, since LQS chooses at the start.",
-        "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, so its tokens stay as they are: there "
-        "its gradients are exact and it keeps nothing less. It needs larger images.",
-        "Norms, attention and GELU keep their own tensors whatever the method. For other models ask "
-        "`hotrain memory RECIPE`.",
+        f"The step times are no claim of speed: plain PyTorch without fused kernels, {together}.",
     ]
+    if pictured(runs[0], methods):
+        said.append(
+            "Energy by sequency is of one training batch with the weights after exact training. LQS and |g_y| are of "
+            f"training batches after {WARM_UP} exact updates: LQS chooses at the start."
+        )
+    if any(method.startswith("lbp-wht") for method in methods):
+        said.append(
+            "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which leaves its tokens as they "
+            "are: there lbp-wht's gradients are exact and it saves nothing."
+        )
+    return said

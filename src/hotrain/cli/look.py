@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hotrain.train import Comparison, TrainRun
 
-LAYERS_OF = "hot-unbiased"
-"""The method whose converted layers are looked at; x and g_y there do not depend on it."""
 BATCHES = 4
 """Training batches that LQS sees."""
 WARM_UP = 8
@@ -24,7 +22,21 @@ def look_at(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> dict[
     update, where timm's zero-initialised norms let no gradient reach most convolutions of a ResNet.
     """
     found: dict[str, list[dict[str, Any]]] = {"memory": _memory(run, methods)}
-    return found | (_layers(run, outcome) if outcome.results else {"spectrum": [], "calibration": [], "surfaces": []})
+    method = pictured(run, methods) if outcome.results else None
+    return found | (_layers(method, outcome) if method else {"spectrum": [], "calibration": [], "surfaces": []})
+
+
+def pictured(run: TrainRun, methods: Sequence[str]) -> TrainRun | None:
+    """``run`` with the first method whose choices the pictures of x and g_y explain; None without one.
+
+    It has a low-pass along the tokens and rounds g_y to 4 bits with a scale that LQS chooses.
+    """
+    for each in (_with(run, method) for method in methods):
+        method = each.resolve_method()
+        path, low = method.grad_input, method.grad_weight
+        if low.tile > low.rank and (path.bits, path.scale) == (4, "auto"):
+            return each
+    return None
 
 
 def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -42,14 +54,20 @@ def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, 
     return ([token] if token is tensor else [token, tensor]), note
 
 
+def _with(run: TrainRun, method: str) -> TrainRun:
+    from hotrain.train import parse_method, replace
+
+    name, overrides = parse_method(method)
+    return replace(run, method=name, method_overrides=overrides)
+
+
 def _memory(run: TrainRun, methods: Sequence[str]) -> list[dict[str, Any]]:
     import hotrain
-    from hotrain.train import build, parse_method, replace
+    from hotrain.train import build
 
     records = []
     for method in methods:
-        name, overrides = parse_method(method)
-        setup = build(replace(run, method=name, method_overrides=overrides))
+        setup = build(_with(run, method))
         images = setup.example()[0]
         with setup.autocast():
             kept = hotrain.saved_bytes(setup.model.train(), images)
@@ -64,12 +82,14 @@ def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]
     from hotrain.cli.workbench import converted
     from hotrain.train import replace, silent, train, training_batches
 
-    model, run = run.model, replace(run, method=LAYERS_OF, method_overrides={})
+    model = run.model
     exact = [result for result in outcome.results if result.run.method_label == "exact"]
     trained = converted(run, (exact or outcome.results)[0].checkpoint_path)
     with trained.autocast():
         rows = hotrain.fidelity(trained.model, trained.example(), trained.loss, draws=2).rows
-    start = train(replace(run, method="exact", audit=False), stop_after=WARM_UP, on_progress=silent)
+    start = train(
+        replace(run, method="exact", method_overrides={}, audit=False), stop_after=WARM_UP, on_progress=silent
+    )
     young = converted(run, start.checkpoint_path)
     start.checkpoint_path.unlink()
     batches = list(training_batches(young, BATCHES))

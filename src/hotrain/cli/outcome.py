@@ -26,7 +26,11 @@ def progress_line(result: Result) -> str:
 
 
 def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]:
-    """What a measurement was made under, for ``summary.json`` and the foot of the report."""
+    """What a measurement was made under, for ``summary.json`` and the foot of the report.
+
+    Reads the data, whose test images are counted. Raises as `hotrain.train.load_data`.
+    """
+    from hotrain.presets import DEFAULT
     from hotrain.train.models import resolve_device
     from hotrain.train.record import conditions as of_device
 
@@ -43,17 +47,35 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
         length: each(length),
         "batch_size": each("batch_size"),
         "data": Path(runs[0].data).name,
+        "test_images": {run.model: _test_images(run) for run in runs},
+        "default": DEFAULT,
     }
 
 
+def _test_images(run: TrainRun) -> int:
+    from hotrain.train import load_data
+    from hotrain.train.data import FolderData
+
+    data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
+    return len(data.test) if isinstance(data, FolderData) else len(data.y_test)
+
+
 def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
-    """Rows and curves of finished cells; a failed cell is a row of ``None`` with its ``error``."""
+    """Rows and curves of finished cells; a failed cell is a row of ``None`` with its ``error``.
+
+    A row has ``layers``, what ran in them, where its result says. ``meta`` gets a description of every method that ran.
+    """
     from hotrain.plotting.records import Records
 
     rows: list[dict[str, Any]] = []
     curves = []
+    methods: dict[str, str] = {}
     for outcome in outcomes:
-        rows += outcome.rows
+        ran = {_cell(result.run): getattr(result, "layers", None) for result in outcome.results}
+        for row in outcome.rows:
+            methods.setdefault(row["method"], _described(row["method"]))
+            layers = ran.get((row["model"], row["method"], row["seed"]))
+            rows.append({**row, "layers": layers} if layers else row)
         rows += [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
         for result in outcome.results:
             history = result.history
@@ -67,7 +89,24 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
                     "loss": [row["train_loss"] for row in history],
                 }
             )
-    return Records(meta=meta, rows=rows, curves=curves)
+    return Records(meta={**meta, "methods": methods}, rows=rows, curves=curves)
+
+
+def _cell(run: TrainRun) -> tuple[str, str, int]:
+    return run.model, run.method_label, run.seed
+
+
+def _described(label: str) -> str:
+    """The first paragraph on the method's preset, and what is changed in it."""
+    from hotrain.presets import describe, presets
+    from hotrain.train import parse_method
+
+    name, overrides = parse_method(label)
+    if name not in presets():
+        return "A method of the user's own."
+    text = " ".join(describe(name).split("\n\n")[0].split()).replace("``", "`")
+    changed = ", ".join(f"{field}={value}" for field, value in overrides.items())
+    return f"{text} Here with {changed}." if changed else text
 
 
 def keep(records: Records, folder: Path, **more: Any) -> Path | None:

@@ -32,19 +32,23 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_lines(records: Records) -> None:
-    """A line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact."""
+    """A line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact.
+
+    The default method has a star. Below the table stands which methods differ from exact by more than the noise.
+    """
     from hotrain.tables import table
 
     rows = []
     model = None
-    for line in lines.summarize(records.rows):
+    summary = lines.summarize(records.rows, records.meta.get("test_images"))
+    for line in summary:
         if line.model != model:
             model = line.model
             rows.append([records.label(model), *[""] * 5])
         accuracy = "failed" if line.accuracy is None else f"{line.accuracy:.2f}"
         rows.append(
             [
-                f"  {line.method}",
+                f"  {line.method}" + ("*" if line.method == records.default() else ""),
                 accuracy + (f" ± {line.spread:.2f}" if line.spread is not None else ""),
                 lines.signed_text(line.gap),
                 _against(lines.bytes_text(line.saved_bytes), line.saved_ratio),
@@ -53,6 +57,11 @@ def print_lines(records: Records) -> None:
             ]
         )
     typer.echo(table(["method", "accuracy %", "gap", "bytes kept", "bit ops", "step"], rows))
+    if records.default() in records.methods():
+        typer.echo("* the default")
+    said = lines.standing(summary, records.label)
+    if said:
+        typer.echo(said)
 
 
 def _against(value: str, ratio: float | None) -> str:

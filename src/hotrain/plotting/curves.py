@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from hotrain.plotting.style import drawing, look, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.style import Look, drawing, new_figure, stand_in, tag, to_svg
 
 
-def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> str:
-    """SVG of one model's curves. ``quantity`` is ``accuracy`` (percent) or ``loss`` (mean over the epoch)."""
+def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[str, Look], title: str) -> str:
+    """SVG of one model's curves over two epochs or more.
+
+    quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).  looks: method → its look.
+    """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
         by_method.setdefault(curve["method"], []).append(curve)
@@ -24,24 +27,22 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, title: str) -> 
             epochs, values = _mean_over_seeds(runs, quantity)
             if not epochs:
                 continue
-            style = look(method)
+            style = looks[method]
             axes.plot(
                 epochs,
                 values,
-                color=stand_in(method),
+                color=stand_in(style),
                 linestyle=style.dash,
                 linewidth=style.width,
                 marker="o" if len(epochs) == 1 else None,
                 markersize=3,
                 solid_capstyle="round",
-                gid=tag(method),
-                zorder=3 if style.dash == "-" else 2,
+                gid=tag(style),
+                zorder=2 + (style.dash == "-"),
             )
             lowest.append(min(values))
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        if all(len(curve["epoch"]) < 2 for curve in curves):
-            axes.set_xlim(0, 2)  # a point in the middle, not a tick every thousandth of an epoch
         axes.margins(x=0.02)
         if quantity == "accuracy":
             axes.set_ylabel("test accuracy (%)")

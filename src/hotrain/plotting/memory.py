@@ -1,38 +1,45 @@
-"""Bytes kept between forward and backward by operator, exact above converted; one panel a model."""
+"""Bytes kept between forward and backward, a bar a method, divided by operator; one panel a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hotrain.plotting.style import INK, drawing, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.lines import bytes_text, ratio_text
+from hotrain.plotting.style import INK, SERIES, drawing, new_figure, part, to_svg
+from hotrain.plotting.tradeoff import unit_of
 
-SHOWN = 7
-"""Operators drawn by name; the rest are summed."""
-
+REST = "the rest"
+ACTIVATIONS = (
+    *("elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "relu6", "sigmoid", "silu", "tanh"),
+    *("slope", "curve"),  # ours: of any of them
+)
 READABLE = {
     "addmm": "linear layers",
     "mm": "linear layers",
     "bmm": "linear layers",
-    "hotrain linear": "linear layers",
+    "linear": "linear layers",
+    "conv2d": "convolutions",
     "convolution": "convolutions",
-    "hotrain conv2d": "convolutions",
-    "native_layer_norm": "layer norm",
-    "native_batch_norm": "batch norm",
-    "cudnn_batch_norm": "batch norm",
 }
-"""What a reader calls PyTorch's operators; a layer and its converted form share a row."""
 
 
 def readable(operator: str) -> str:
-    """``scaled_dot_product_flash_attention_for_cpu`` is ``attention``; an unknown operator keeps its name."""
-    if operator.startswith("scaled_dot_product"):
+    """What a reader calls one of PyTorch's operators: it and its converted form have the same name.
+
+    ``native_layer_norm`` and ``hotrain norm`` are ``norms``; an unknown operator keeps its name.
+    """
+    name = operator.removeprefix("hotrain ").strip()
+    if name.startswith("scaled_dot_product") or name == "attention":
         return "attention"
-    if operator.replace(" ", "").endswith("relu"):
-        return "relu"  # exact, or converted to keep a bit an entry
-    return READABLE.get(operator, operator.removeprefix("native_").replace("_", " "))
+    if name.endswith("norm") or name == "normalized":
+        return "norms"
+    if name in ACTIVATIONS or name.replace(" ", "").endswith("relu"):
+        return "activation functions"
+    return READABLE.get(name, name.removeprefix("native_").replace("_", " "))
 
 
-def _gathered(table: Mapping[str, int]) -> dict[str, int]:
+def gathered(table: Mapping[str, int]) -> dict[str, int]:
+    """The bytes by operator, with the operators that a reader calls alike added up."""
     sums: dict[str, int] = {}
     for operator, size in table.items():
         name = readable(operator)
@@ -40,52 +47,74 @@ def _gathered(table: Mapping[str, int]) -> dict[str, int]:
     return sums
 
 
-def draw_bytes(by_method: Mapping[str, Mapping[str, int]], title: str) -> str:
-    """SVG of grouped bars. ``by_method``: method → operator → bytes; the first method is drawn on top."""
-    by_method = {method: _gathered(table) for method, table in by_method.items()}
-    operators = _largest(by_method)
-    peak = max((table.get(name, 0) for table in by_method.values() for name in operators), default=0)
-    unit, name_of_unit = (2**20, "MiB") if peak >= 2**20 else (2**10, "KiB")
-    count = len(by_method)
-    height = 0.8 / max(count, 1)
+def parts_of(tables: Sequence[Mapping[str, int]]) -> list[str]:
+    """The operators of several tables that get a colour, by their largest bytes; ``the rest`` is last."""
+    peak: dict[str, int] = {}
+    for table in tables:
+        for name, size in gathered(table).items():
+            peak[name] = max(peak.get(name, 0), size)
+    names = sorted((name for name in peak if peak[name] > 0), key=lambda name: (-peak[name], name))
+    room = len(SERIES) - 1
+    return names[:room] + ([REST] if len(names) > room else [])
+
+
+def draw_bytes(
+    by_method: Mapping[str, Mapping[str, int]], parts: Sequence[str], names: Mapping[str, str], title: str
+) -> str:
+    """SVG of stacked bars. ``by_method``: method → operator → bytes. ``names``: method → its label.
+
+    ``parts``: operators in the order of their colours, as `parts_of` gives them for all figures of a page.
+    """
+    tables = {method: gathered(table) for method, table in by_method.items()}
+    totals = {method: sum(table.values()) for method, table in tables.items()}
+    unit, name_of_unit = unit_of(max(totals.values(), default=0))
     with drawing():
-        figure = new_figure(title, 0.75 + 0.2 * len(operators) * max(count, 1.6))
+        shown = [name for name in parts if any(_bytes_of(table, name, parts) for table in tables.values())]
+        figure = new_figure(title, 1.05 + 0.25 * len(tables) + 0.17 * -(-len(shown) // 2))
         axes = figure.subplots()
-        for rank, (method, table) in enumerate(by_method.items()):
-            widths = [_bytes_of(table, name, operators) / unit for name in operators]
-            places = [row + (rank - (count - 1) / 2) * height for row in range(len(operators))]
-            bars = axes.barh(places, widths, height=height * 0.9, color=stand_in(method), linewidth=0)
-            for bar, width in zip(bars, widths, strict=True):
-                bar.set_gid(tag(method))
-                axes.annotate(
-                    f"{width:.2f}" if width < 10 else f"{width:.0f}",
-                    (width, bar.get_y() + bar.get_height() / 2),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7,
-                    color=INK,
-                )
-        axes.set_yticks(range(len(operators)), operators)
+        rows = range(len(tables))
+        left = [0.0] * len(tables)
+        for name in shown:
+            widths = [_bytes_of(table, name, parts) / unit for table in tables.values()]
+            colour = part(-1 if name == REST else parts.index(name))
+            axes.barh(rows, widths, left=left, height=0.66, color=colour, linewidth=0, label=name)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for row, (method, total) in enumerate(totals.items()):
+            ratio = total / totals["exact"] if method != "exact" and totals.get("exact") else None
+            text = bytes_text(total) + (f" · {ratio_text(ratio)}" if ratio is not None else "")
+            axes.annotate(text, (left[row], row), (3, 0), textcoords="offset points", va="center", fontsize=7.5)
+        axes.set_yticks(rows, [names[method] for method in tables], color=INK)
+        for label, method in zip(axes.get_yticklabels(), tables, strict=True):
+            label.set_fontweight("bold" if names[method] != method else "normal")
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        axes.margins(x=0.12, y=0.01)
+        axes.set_xlim(0, 1.42 * max(max(left, default=0.0), 1 / unit))
         axes.set_xlabel(f"{name_of_unit} kept for one batch")
-        return to_svg(figure, f"{title}: bytes kept by operator for {', '.join(by_method)}")
+        figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=8, handlelength=1, handleheight=0.9)
+        return to_svg(figure, f"{title}: bytes kept by operator for {', '.join(names[method] for method in tables)}")
 
 
-def _largest(by_method: Mapping[str, Mapping[str, int]]) -> Sequence[str]:
-    """Operator names by their largest bytes in any method, the small ones gathered under ``the rest``."""
-    peak: dict[str, int] = {}
-    for table in by_method.values():
-        for name, size in table.items():
-            peak[name] = max(peak.get(name, 0), size)
-    names = sorted((name for name in peak if peak[name] > 0), key=lambda name: (-peak[name], name))
-    return names if len(names) <= SHOWN + 1 else [*names[:SHOWN], "the rest"]
+def changes(by_method: Mapping[str, Mapping[str, int]]) -> list[tuple[list[str], list[str], list[str]]]:
+    """What becomes smaller and what larger than with exact: (methods, operators smaller, operators larger).
+
+    Methods that change the same operators are one entry, in the order of ``by_method``; without exact there is none. A
+    hundredth more or less is no change.
+    """
+    if "exact" not in by_method:
+        return []
+    tables = {method: gathered(table) for method, table in by_method.items()}
+    exact = tables.pop("exact")
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for method, table in tables.items():
+        names = sorted(set(table) | set(exact), key=lambda name: -max(table.get(name, 0), exact.get(name, 0)))
+        less = tuple(name for name in names if table.get(name, 0) < 0.99 * exact.get(name, 0))
+        more = tuple(name for name in names if table.get(name, 0) > 1.01 * exact.get(name, 0))
+        alike.setdefault((less, more), []).append(method)
+    return [(methods, list(less), list(more)) for (less, more), methods in alike.items()]
 
 
-def _bytes_of(table: Mapping[str, int], name: str, shown: Sequence[str]) -> int:
-    if name == "the rest" and name not in table:
-        return sum(size for operator, size in table.items() if operator not in shown)
+def _bytes_of(table: Mapping[str, int], name: str, parts: Sequence[str]) -> int:
+    if name == REST and name not in table:
+        return sum(size for operator, size in table.items() if operator not in parts)
     return table.get(name, 0)

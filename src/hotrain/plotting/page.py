@@ -1,10 +1,10 @@
 """The page of the report: style sheet and template. Plain HTML and CSS; the figures come in as inline SVG."""
 
-FORMULA = (
-    ("exact", "g_x = g_y w", "g_w = g_yᵀ x", "saved: x"),
-    ("HOT", "g_x = Q4(g_y H) Q4(Hᵀ w)", "g_w = Q8(P g_y)ᵀ Q8(P x)", "saved: Q8(P x)"),
-)
-"""The method's two gradient paths and what is kept, against exact's."""
+FORMULA = {
+    "exact": ("g_x = g_y w", "g_w = g_yᵀ x", "saved: x"),
+    "hot": ("g_x = Q4(g_y H) Q4(Hᵀ w)", "g_w = Q8(P g_y)ᵀ Q8(P x)", "saved: Q8(P x)"),
+}
+"""The two gradients of a layer and what is kept for them, of exact and of HOT as published."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f6f7f8;--ink:#1b1d21;--muted:#5d636d;--grid:#dfe2e6;
@@ -31,6 +31,7 @@ li{margin:.25rem 0}
 .lead{font-size:1.08rem}
 .muted,figcaption{color:var(--muted)}
 code{font:.9em ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace;overflow-wrap:anywhere}
+code.line{white-space:nowrap}
 .formula{display:grid;grid-template-columns:repeat(4,max-content);gap:.15rem 1.8rem;background:var(--card);
 border-radius:.6rem;padding:.8rem 1rem;margin:1.2rem 0;white-space:nowrap;
 font:.84rem/1.65 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mono",monospace}
@@ -50,6 +51,9 @@ th:first-child,td:first-child{text-align:left;padding-left:0}
 th:last-child,td:last-child{padding-right:0}
 thead th{color:var(--muted);font-weight:600;font-size:.82rem;vertical-align:bottom}
 tbody th{font-weight:600}
+tr.default th{font-weight:700}
+.mark{display:inline-block;font-weight:600;font-size:.72rem;line-height:1.2;color:var(--accent);
+border:1px solid currentColor;border-radius:.6rem;padding:0 .4rem;margin-left:.35em;vertical-align:.1em}
 td small{display:block;color:var(--muted);font-size:.8rem}
 .swatch{display:inline-block;width:1.7em;height:.7em;margin-right:.45em;vertical-align:.02em}
 .swatch line{stroke-width:3}
@@ -62,13 +66,25 @@ cursor:pointer}
 .legend label:has(:focus-visible){outline:2px solid var(--accent);outline-offset:2px}
 .key{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.35em}
 .key.diamond{border-radius:0;transform:rotate(45deg) scale(.85)}
+.wide{overflow-x:auto}
+.wide table{font-size:.82rem}
+.wide td,.wide th{text-align:left;padding-left:0}
+details{border-top:1px solid var(--line);margin:0}
+details:last-of-type{border-bottom:1px solid var(--line)}
+.folded{margin-top:2.6rem}
+summary{cursor:pointer;padding:.75rem 0}
+summary h2{display:inline;margin:0;font-size:1.1rem}
+summary:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1.2rem;margin:.8rem 0;font-size:.9rem}
 dt{color:var(--muted)}
 dd{margin:0;overflow-wrap:anywhere}
 @media (max-width:36rem){main{padding:1.6rem 1rem 3rem}h2{margin-top:2.4rem}table{font-size:.82rem}
-th,td{padding:.4rem .22rem}thead th,td small{font-size:.72rem}.swatch{display:block;margin:.1em 0 .2em}
+.results tr{display:grid;grid-template-columns:1.35fr 1.1fr 1fr .95fr;border-bottom:1px solid var(--line)}
+.results th,.results td{border:0;padding:.1rem .3rem .3rem 0;text-align:left}
+.results tbody th{grid-column:1/-1;padding:.4rem 0 .1rem}.results thead th:first-child{display:none}
+thead th,td small{font-size:.72rem}
 dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.4rem}.formula{grid-template-columns:1fr;gap:0;font-size:.8rem}
-.formula b:not(:first-child){margin-top:.6rem}td{white-space:nowrap}}
+.formula b:not(:first-child){margin-top:.6rem}}
 @media print{body{background:#fff}.legend input{display:none}h2{break-after:avoid}
 figure,table{break-inside:avoid}}
 """
@@ -81,44 +97,40 @@ PAGE = """<!doctype html>
 <title>{{ title }}</title>
 <style>{{ style|safe }}
 {% for method in methods %}
-body:has(#pick-{{ loop.index }}:checked) .curves .curve:not(.{{ method.name|css }}){opacity:.13}
+body:has(#pick-{{ loop.index }}:checked) .curves .curve:not(.{{ looks[method].name }}){opacity:.13}
 {% endfor %}
 </style>
 </head>
 <body>
+{% macro name(method) %}{{ swatch(looks[method])|safe }}{{ method }}{% if method == default %}
+ <span class="mark">default</span>{% endif %}{% endmacro %}
+{% macro panels(figures, kind="") %}<div class="panels {{ kind }}">
+{% for figure in figures %}<figure>{{ figure.svg|safe }}
+{% if figure.caption %}<figcaption>{{ figure.caption }}</figcaption>{% endif %}</figure>
+{% endfor %}</div>{% endmacro %}
 <main>
 <p class="eyebrow">hotrain</p>
 <h1>{{ title }}</h1>
-{% if meta.get("abstract") %}<p class="lead">{{ meta["abstract"] }}</p>{% endif %}
-{% if findings %}
-<ul class="lead">
-{% for sentence in findings %}<li>{{ sentence }}</li>
+{% for sentence in findings %}<p class="lead">{{ sentence }}</p>
 {% endfor %}
-</ul>
-{% endif %}
-<div class="formula" role="group" aria-label="the method">
-{% for row in formula %}<b>{{ row[0] }}</b>{% for path in row[1:] %}<span>{{ path }}</span>{% endfor %}
-{% endfor %}
-</div>
-<p class="muted">The forward pass is the same in every method. H rotates 16 output channels (lossless; it
-spreads
-outliers before rounding to 4 bits). P keeps 8 of 16 Walsh coefficients along the tokens;
-<em>hot-unbiased</em> keeps 4
-of them fixed and draws the other 4, scaled so that the expected weight gradient is exact.</p>
 
-<h2>What each method costs and reaches</h2>
+<h2>Bytes kept and accuracy</h2>
+{% if tradeoffs %}
+<p>Left is less memory, up is more accurate. {{ noise }}</p>
+{{ panels(tradeoffs) }}
+{% endif %}
 {% for model in models %}
-<table>
+<table class="results">
 <caption>{{ model.label }}{% if model.description %} <span>· {{ model.description }}</span>{% endif
 %}</caption>
 <thead><tr><th scope="col">method</th><th scope="col">test accuracy</th><th scope="col">bytes kept</th>
 <th scope="col">bit operations</th><th scope="col">step</th></tr></thead>
 <tbody>
 {% for line in table if line.model == model.name %}
-<tr><th scope="row">{{ swatch(line.method)|safe }}{{ line.method }}</th>
+<tr{% if line.method == default %} class="default"{% endif %}><th scope="row">{{ name(line.method) }}</th>
 <td>{% if line.accuracy is none %}failed{% else %}{{ "%.2f"|format(line.accuracy) }} %
-<small>{% if line.spread is not none %}±{{ "%.2f"|format(line.spread) }}{% endif %}
-{% if line.gap is not none %} {{ line.gap|signed }}{% endif %}
+<small>{% if line.spread is not none %}±{{ "%.2f"|format(line.spread) }} between seeds<br>{% endif %}
+{{ line|gap }}
 {% if line.failed %} {{ line.failed }} of {{ line.seeds }} failed{% endif %}</small>{% endif %}</td>
 <td>{{ line.saved_bytes|bytes }}<small>{{ line.saved_ratio|ratio }}</small></td>
 <td>{{ line.bit_ops|operations }}<small>{{ line.bit_ops_ratio|ratio }}</small></td>
@@ -127,9 +139,20 @@ of them fixed and draws the other 4, scaled so that the expected weight gradient
 </tbody>
 </table>
 {% endfor %}
-<p class="muted">Small print under a number: accuracy's standard deviation over the seeds (±) and its gap to
-exact,
-paired by seed, in points; for the other columns, the ratio to exact.</p>
+<p class="muted">Below a number: for accuracy, its gap to exact in points ± the noise; for the others, the ratio
+to exact.</p>
+
+<h2>What this means</h2>
+{% if standing %}<p>{{ standing }}</p>{% endif %}
+<p>Bytes kept are what PyTorch's autograd holds between forward and backward. They grow with the batch: fewer bytes
+leave room for more images. <code class="line">hotrain memory MODEL --fit 24GB</code> says how many, for a recipe or
+a timm model.</p>
+{% if memory %}
+<h3>Where the bytes are</h3>
+<p>A tensor that several operators save is counted once, with the first of them. So a layer whose input the norm or
+activation before it keeps as well shows no bytes of its own.</p>
+{{ panels(memory) }}
+{% endif %}
 
 {% if curves %}
 <h2>Learning curves</h2>
@@ -137,55 +160,67 @@ paired by seed, in points; for the other columns, the ratio to exact.</p>
 <form><fieldset class="legend" aria-label="method shown in front">
 <label><input type="radio" name="pick" checked>all</label>
 {% for method in methods %}
-<label><input type="radio" name="pick" id="pick-{{ loop.index }}">{{ swatch(method.name)|safe }}{{ method.name
-}}</label>
+<label><input type="radio" name="pick" id="pick-{{ loop.index }}">{{ name(method) }}</label>
 {% endfor %}
 </fieldset></form>
-<div class="panels curves">
-{% for svg in curves %}<figure>{{ svg|safe }}</figure>
-{% endfor %}
-</div>
+{{ panels(curves, "curves") }}
 {% endif %}
 
-{% if memory %}
-<h2>Where the bytes are</h2>
-<p>What autograd keeps alive between forward and backward of one batch, counted from the distinct storages behind
-its saved tensors, by the operator that saved them first. Only the converted layers' own share and that of
-the ReLUs beside them shrink (a ReLU needs a bit an entry); norms, attention and other activations keep what they
-kept.</p>
-<p>{% for method in ("exact", "hot-unbiased") %}<span style="white-space:nowrap;margin-right:1.2em"><span
-class="key"
-style="border-radius:.15em;background:var(--m-{{ method }})"></span>{{ method }}</span>{% endfor %}</p>
-<div class="panels">
-{% for svg in memory %}<figure>{{ svg|safe }}</figure>
+<div class="folded">
+{% if described or formula %}
+<details>
+<summary><h2>The methods</h2></summary>
+{% if same_forward %}<p>The forward pass is the same in every method.</p>{% endif %}
+{% if described %}
+<dl>
+{% for method, text in described %}<dt>{{ name(method) }}</dt><dd>{{ text|code|safe }}</dd>
+{% endfor %}
+</dl>
+{% endif %}
+{% if formula %}
+<div class="formula" role="group" aria-label="formulas of exact and HOT">
+{% for label, row in formula %}<b>{{ label }}</b>{% for path in row %}<span>{{ path }}</span>{% endfor %}
 {% endfor %}
 </div>
+<p class="muted">H rotates 16 output channels at a time: it loses nothing and spreads outliers before they are
+rounded. P keeps 8 of 16 Walsh coefficients along the tokens. Q4 and Q8 round to 4 and 8 bits.</p>
 {% endif %}
-
+</details>
+{% endif %}
+{% if layers %}
+<details>
+<summary><h2>What ran in each layer</h2></summary>
+<p>Read off the model after its last step.</p>
+{% for part in layers %}
+<div class="wide" tabindex="0"><table>
+<caption>{{ part.label }}</caption>
+<thead><tr><th scope="col">method</th>{% for column in part.columns %}<th scope="col">{{ column }}</th>{%
+endfor %}</tr></thead>
+<tbody>
+{% for method, cells in part.rows %}
+<tr><th scope="row">{{ name(method) }}</th>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody>
+</table></div>
+{% endfor %}
+</details>
+{% endif %}
 {% if spectra %}
-<h2>Energy by sequency</h2>
-<p>How much of each tensor's energy lies at each sequency of the 16-token Walsh basis: line, the median
-layer; band, from
-the lowest to the highest layer. A low-pass pays where the curve falls to the right, and what it drops there
-is the bias
-that <em>hot-unbiased</em> removes.</p>
-<div class="panels">
-{% for svg in spectra %}<figure>{{ svg|safe }}</figure>
-{% endfor %}
-</div>
+<details>
+<summary><h2>Energy by sequency</h2></summary>
+<p>How much of a tensor's energy lies in the lowest sequencies of the Walsh basis along 16 tokens. Line: the
+median layer. Band: from the lowest to the highest layer. What a low-pass drops is the energy above it.</p>
+{{ panels(spectra) }}
+</details>
 {% endif %}
-
 {% if choices or surfaces %}
-<h2>Outliers, and the scale each layer gets</h2>
-<p>LQS asks of every layer whether 4-bit rounding of its output gradient errs less than half as much with one
-scale a
-token as with one scale for the whole tensor.</p>
-{% endif %}
+<details>
+<summary><h2>Outliers, and the scale of each layer</h2></summary>
+<p>LQS asks of every layer how much 4-bit rounding of its output gradient errs with a scale a token, and how
+much with one scale for the tensor. Where the first is less than {{ threshold }} of the second, it takes a
+scale a token.</p>
 {% if surfaces %}
-<div class="panels">
-{% for surface in surfaces %}<figure>{{ surface.svg|safe }}<figcaption>{{ surface.caption }}</figcaption></figure>
-{% endfor %}
-</div>
+{{ panels(surfaces) }}
 {% if meta.get("surface_note") %}<p class="muted">{{ meta["surface_note"] }}</p>{% endif %}
 {% endif %}
 {% if choices %}
@@ -195,22 +230,20 @@ style="background:var(--first)"></span>a scale
 a token</span> <span style="white-space:nowrap"><span class="key diamond"
 style="background:var(--second)"></span>one
 scale a tensor</span></p>
-<div class="panels">
-{% for svg in choices %}<figure>{{ svg|safe }}</figure>
-{% endfor %}
-</div>
+{{ panels(choices) }}
 {% endif %}
+</details>
+{% endif %}
+</div>
 
-<h2>What is measured here, and what is not</h2>
+<h2>How it was measured</h2>
 <ul>
 {% for note in meta.get("notes", []) %}<li>{{ note|code|safe }}</li>
 {% endfor %}
-<li>Bytes kept are measured by saved-tensor hooks in a real training forward, not computed from a
-formula.</li>
-<li>Bit operations are counted from the layers' shapes (products of a-bit by b-bit operands count a·b a
-multiply-accumulate), transforms and rounding included. They are not a time.</li>
+<li>Bytes are counted by saved-tensor hooks in a real training forward, not computed from a formula.</li>
+<li>Bit operations are counted from the layers' shapes: a product of a-bit by b-bit operands counts a·b a
+multiply-accumulate, transforms and rounding included. They are not a time.</li>
 </ul>
-<h3>Conditions</h3>
 <dl>
 {% for name, value in conditions %}<dt>{{ name }}</dt><dd>{% if name in ("command", "commit") %}<code>{{
 value }}</code>

@@ -15,10 +15,13 @@ from typing import Any
 
 SUMMARY = "summary.json"
 RECORDS = "records.json"
+VERSION = 2
+"""Of both files. Files of version 1 say none; they lack the default, the test images and what ran in the layers."""
 
 ROW_FIELDS = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "step_ms")
 """The fields of a row: accuracy in percent; bytes kept between forward and backward of one batch; bit
-operations and median milliseconds of one training step. Where the run failed they are ``None``."""
+operations and median milliseconds of one training step. Where the run failed they are ``None``. A row may also
+have ``layers``: what ran, read off the model after the run, one dict for the layers that did the same."""
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "rows": ROW_FIELDS,
@@ -34,7 +37,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 class Records:
     """Everything one report shows.
 
-    ``meta``: conditions (device, versions, commit, command, seeds, …) and ``models``: name → label and sizes.
+    ``meta``: conditions (device, versions, commit, command, seeds, …); ``models``: name → label and description;
+    ``test_images``: name → their number; ``default``: the method that `hotrain.convert` used when this was measured;
+    ``methods``: name → what it is, in a sentence.
     ``rows``: one per model, method and seed (``ROW_FIELDS``).
     ``curves``: per run, lists over epochs: test accuracy in percent and mean training loss.
     ``memory``: bytes autograd keeps, per model and method: ``total`` and ``by_operator`` (name → bytes).
@@ -68,6 +73,14 @@ class Records:
         """Method names in the order of the rows."""
         return _distinct(row["method"] for row in self.rows)
 
+    def default(self) -> str | None:
+        """The library's default method when this was measured; None where the records do not say."""
+        return self.meta.get("default")
+
+    def method_label(self, method: str) -> str:
+        """``method``, marked where it is the default."""
+        return f"{method} (default)" if method == self.default() else method
+
     def label(self, model: str) -> str:
         """What a reader calls ``model``."""
         return str(self.meta.get("models", {}).get(model, {}).get("label", model))
@@ -76,14 +89,15 @@ class Records:
         """Write both files into ``folder``, each in one step: a reader never sees half of one."""
         folder.mkdir(parents=True, exist_ok=True)
         rest = {kind: getattr(self, kind) for kind in REQUIRED if kind != "rows"}
-        _write_json(folder / RECORDS, rest)
-        _write_json(folder / SUMMARY, {"rows": self.rows, **self.meta})
+        _write_json(folder / RECORDS, {"version": VERSION, **rest})
+        _write_json(folder / SUMMARY, {"version": VERSION, "rows": self.rows, **self.meta})
 
 
 def load_records(folder: Path | str) -> Records:
     """The records of ``folder``. ``records.json`` may be absent: the report then lacks its sections.
 
-    Raises ``ValueError`` when ``summary.json`` is missing, is not JSON or lacks fields.
+    Raises ``ValueError`` when ``summary.json`` is missing, is not JSON or lacks fields, and when a file was written by
+    a later version of hotrain.
     """
     folder = Path(folder)
     summary = _read_json(folder / SUMMARY)
@@ -91,7 +105,7 @@ def load_records(folder: Path | str) -> Records:
         raise ValueError(f"{folder / SUMMARY}: no list under 'rows'; write it with `hotrain compare` or `hotrain demo`")
     rest = _read_json(folder / RECORDS) if (folder / RECORDS).exists() else {}
     kinds = {kind: rest.get(kind, []) for kind in REQUIRED if kind != "rows"}
-    meta = {key: value for key, value in summary.items() if key != "rows"}
+    meta = {key: value for key, value in summary.items() if key not in ("version", "rows")}
     return Records(meta=meta, rows=summary["rows"], **kinds)
 
 
@@ -114,4 +128,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON ({error}); delete it and measure again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; an object with 'rows' is accepted")
+    version = value.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise ValueError(f"{path}: records of version {version!r}, accepted are 1 to {VERSION}; update hotrain")
     return value

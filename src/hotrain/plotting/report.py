@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,20 @@ from jinja2 import Environment, StrictUndefined
 
 from hotrain.plotting import lines
 from hotrain.plotting.curves import draw_curves
-from hotrain.plotting.memory import draw_bytes
+from hotrain.plotting.memory import changes, draw_bytes, parts_of
 from hotrain.plotting.page import FORMULA, PAGE, STYLE
 from hotrain.plotting.records import Records, load_records
-from hotrain.plotting.spectrum import draw_spectrum
-from hotrain.plotting.style import css_name, css_variables, look
+from hotrain.plotting.spectrum import draw_spectrum, median_kept
+from hotrain.plotting.style import Look, css_variables, looks
 from hotrain.plotting.surface import draw_choices, draw_surface
+from hotrain.plotting.tradeoff import draw_tradeoff
 
 REPORT = "report.html"
-COMPARED = "hot-unbiased"
-"""The method whose bytes are drawn beside exact's (when it was run)."""
+THRESHOLD = 0.5
+"""LQS's, where the records do not say."""
+
+Drawn = dict[str, str]
+"""A figure of the page: ``svg`` and ``caption``."""
 
 
 def write_report(folder: Path | str) -> Path:
@@ -42,52 +46,94 @@ def render(records: Records) -> str:
         operations=lines.operations_text,
         milliseconds=lines.milliseconds_text,
         ratio=lines.ratio_text,
-        css=css_name,
-        signed=lines.signed_text,
+        gap=lines.gap_text,
         code=_code,
     )
     style = STYLE.replace("/*light*/", css_variables("light")).replace("/*dark*/", css_variables("dark"))
+    methods, table = records.methods(), lines.summarize(records.rows, records.meta.get("test_images"))
+    look_of = looks([*methods, *(entry["method"] for kind in (records.memory, records.curves) for entry in kind)])
     return environment.from_string(PAGE).render(
         style=style,
-        formula=FORMULA,
+        formula=[(name, FORMULA[name]) for name in methods if name in FORMULA] if "hot" in methods else [],
         swatch=_swatch,
+        looks=look_of,
         meta=records.meta,
+        default=records.default(),
         title=records.meta.get("title", "hotrain report"),
-        findings=findings(records),
+        findings=findings(records, table),
+        noise=noise(table, records.meta.get("test_images") or {}),
         models=[{"name": name, "label": records.label(name), **_model(records, name)} for name in records.models()],
-        methods=[{"name": name} for name in records.methods()],
-        table=lines.summarize(records.rows),
-        curves=_curves(records),
+        standing=lines.standing(table, records.label),
+        methods=methods,
+        same_forward=not any("forward=" in name for name in methods),
+        described=[(name, text) for name, text in records.meta.get("methods", {}).items() if name in methods],
+        table=table,
+        tradeoffs=_tradeoffs(records, table, look_of),
+        layers=_layers(records),
+        curves=_curves(records, look_of),
         memory=_memory(records),
         spectra=_spectra(records),
         choices=_choices(records),
         surfaces=_surfaces(records),
+        threshold=f"{_threshold(records):g}",
         conditions=conditions(records.meta),
     )
 
 
-def findings(records: Records) -> list[str]:
-    """What the rows say about hot-unbiased against exact, a sentence a model."""
-    sentences = []
-    for line in lines.summarize(records.rows):
-        if line.method != COMPARED or line.gap is None or line.saved_ratio is None:
+def findings(records: Records, table: Sequence[lines.Line]) -> list[str]:
+    """A sentence or two a model on its default method or, where that was not run, on the one that keeps least."""
+    found = []
+    for model in records.models():
+        others = [
+            line
+            for line in table
+            if line.model == model and line.method != "exact" and line.gap is not None and line.saved_ratio is not None
+        ]
+        if not others:
             continue
-        noise = lines.noise(records.rows, line.model)
-        runs = f"mean of {line.seeds} seeds" if line.seeds > 1 else "one seed"
-        sentence = (
-            f"{records.label(line.model)}: {line.method} keeps {line.saved_ratio:.2f} × the bytes of exact "
-            f"and ends {_points(line.gap)} ({runs}"
+        line = min(others, key=lambda line: (line.method != records.default(), line.saved_ratio))
+        exact = next(other for other in table if (other.model, other.method) == (model, "exact"))
+        found.append(
+            f"{records.label(model)}: {records.method_label(line.method)} keeps {line.saved_ratio:.2f} × the bytes of "
+            f"exact. {_accuracy_against(line, exact)}"
         )
-        sentence += f"; exact itself varies by ±{noise:.2f} between seeds)." if noise is not None else ")."
-        sentences.append(sentence)
-    return sentences
+    return found
+
+
+def _accuracy_against(line: lines.Line, exact: lines.Line) -> str:
+    assert line.gap is not None
+    reached = f"Its accuracy of {line.accuracy:.2f} %"
+    if line.within_noise:
+        return f"{reached} is within noise of exact's {exact.accuracy:.2f} %."
+    side = "above" if line.gap > 0 else "below"
+    known = "the noise is not known" if line.noise is None else f"noise ±{line.noise:.2f}"
+    return f"{reached} is {abs(line.gap):.2f} points {side} exact's ({known})."
+
+
+def noise(table: Sequence[lines.Line], test_images: Mapping[str, int]) -> str:
+    """What the page means by noise, in a sentence or two; empty where no gap has one."""
+    measured = [line for line in table if line.noise is not None]
+    if not measured:
+        return ""
+    said = []
+    if any(line.by_seeds for line in measured):
+        said.append("two standard errors of the gap to exact, paired by seed (bars)")
+    if not all(line.by_seeds for line in measured):
+        counts = sorted({test_images[line.model] for line in measured if not line.by_seeds})
+        images = " or ".join(f"{count:,}" for count in counts)
+        said.append(
+            f"two binomial standard errors of exact's accuracy on {images} test images (band): with fewer than "
+            f"{lines.PAIRS} seeds there is no better estimate"
+        )
+    return f"Noise is {'; elsewhere '.join(said)}."
 
 
 def conditions(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The measurement's conditions as (name, value), in the order a reader asks for them."""
     names = {
         "command": "command", "device": "device", "threads": "threads", "jobs": "runs at a time", "seeds": "seeds",
-        "epochs": "epochs", "steps": "updates", "batch_size": "batch", "data": "data", "versions": "versions",
+        "epochs": "epochs", "steps": "updates", "batch_size": "batch", "data": "data", "test_images": "test images",
+        "versions": "versions",
         "commit": "commit", "started": "started", "seconds": "took",
     }  # fmt: skip
     found = []
@@ -96,7 +142,7 @@ def conditions(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         if value is None:
             continue
         if isinstance(value, Mapping):
-            value = ", ".join(f"{part} {version}" for part, version in value.items())
+            value = ", ".join(f"{part} {entry}" for part, entry in value.items())
         elif isinstance(value, list):
             value = ", ".join(map(str, value))
         elif key == "seconds":
@@ -111,19 +157,12 @@ def _code(text: str) -> str:
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
 
 
-def _points(gap: float) -> str:
-    if abs(gap) < 0.005:
-        return "level with it in accuracy"
-    return f"{abs(gap):.2f} points {'above' if gap > 0 else 'below'} it in accuracy"
-
-
-def _swatch(method: str) -> str:
+def _swatch(style: Look) -> str:
     """A short piece of the method's line, as SVG."""
-    dash = look(method).dash
-    pattern = "" if isinstance(dash, str) else " ".join(f"{length * 2:g}" for length in dash[1])
+    pattern = "" if isinstance(style.dash, str) else " ".join(f"{length * 2:g}" for length in style.dash[1])
     return (
         '<svg class="swatch" viewBox="0 0 34 14" aria-hidden="true"><line x1="0" y1="7" x2="34" y2="7" '
-        f'stroke="var(--m-{css_name(method)})" stroke-dasharray="{pattern}"/></svg>'
+        f'stroke="var(--m-{style.name})" stroke-dasharray="{pattern}"/></svg>'
     )
 
 
@@ -132,52 +171,119 @@ def _model(records: Records, name: str) -> dict[str, Any]:
     return {"description": entry.get("description", "")}
 
 
-def _curves(records: Records) -> list[str]:
+def _names(records: Records) -> dict[str, str]:
+    """Method → label in figures."""
+    known = [*records.methods(), *(entry["method"] for entry in records.memory)]
+    return {method: records.method_label(method) for method in known}
+
+
+def _tradeoffs(records: Records, table: Sequence[lines.Line], look_of: Mapping[str, Look]) -> list[Drawn]:
+    figures = []
+    for model in records.models():
+        own = [line for line in table if line.model == model]
+        if any(line.accuracy is not None and line.saved_bytes is not None for line in own):
+            svg = draw_tradeoff(own, look_of, _names(records), records.label(model))
+            figures.append({"svg": svg, "caption": ""})
+    return figures
+
+
+def _layers(records: Records) -> list[dict[str, Any]]:
+    """A table a model of what ran in the layers, of the first seed that says."""
+    tables = []
+    for model in records.models():
+        ran: dict[str, list[dict[str, Any]]] = {}
+        for row in records.rows:
+            if row["model"] == model and row.get("layers"):
+                ran.setdefault(row["method"], row["layers"])
+        columns = list(dict.fromkeys(key for groups in ran.values() for group in groups for key in group))
+        if columns:
+            rows = [
+                (method, [_cell(key, group.get(key)) for key in columns])
+                for method, groups in ran.items()
+                for group in groups
+            ]
+            tables.append({"label": records.label(model), "columns": columns, "rows": rows})
+    return tables
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if column == "bytes" and isinstance(value, int | float):
+        return lines.bytes_text(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _curves(records: Records, look_of: Mapping[str, Look]) -> list[Drawn]:
+    """Two figures a model that has two epochs; the numbers of a single epoch are in the table."""
     figures = []
     for model in records.models():
         curves = [curve for curve in records.curves if curve["model"] == model]
-        if curves:
-            figures.append(draw_curves(curves, "accuracy", f"{records.label(model)} · accuracy"))
-            figures.append(draw_curves(curves, "loss", f"{records.label(model)} · loss"))
+        if any(len(curve["epoch"]) > 1 for curve in curves):
+            for quantity in ("accuracy", "loss"):
+                svg = draw_curves(curves, quantity, look_of, f"{records.label(model)} · {quantity}")
+                figures.append({"svg": svg, "caption": ""})
     return figures
 
 
-def _memory(records: Records) -> list[str]:
+def _memory(records: Records) -> list[Drawn]:
     figures = []
+    parts = parts_of([entry["by_operator"] for entry in records.memory])
     for model in records.models():
-        tables = {entry["method"]: entry for entry in records.memory if entry["model"] == model}
-        shown = [name for name in ("exact", COMPARED) if name in tables] or list(tables)[:2]
-        if shown:
-            by_method = {name: tables[name]["by_operator"] for name in shown}
-            figures.append(draw_bytes(by_method, records.label(model)))
+        tables = {entry["method"]: entry["by_operator"] for entry in records.memory if entry["model"] == model}
+        if tables:
+            svg = draw_bytes(tables, parts, _names(records), records.label(model))
+            figures.append({"svg": svg, "caption": " ".join(_change(records, *entry) for entry in changes(tables))})
     return figures
 
 
-def _spectra(records: Records) -> list[str]:
+def _change(records: Records, methods: Sequence[str], less: Sequence[str], more: Sequence[str]) -> str:
+    """One sentence: ``hot, int4: less in linear layers.``"""
+    said = [f"{word} in {', '.join(names)}" for word, names in (("less", less), ("more", more)) if names]
+    return f"{', '.join(map(records.method_label, methods))}: {'; '.join(said) or 'as much as exact everywhere'}."
+
+
+def _spectra(records: Records) -> list[Drawn]:
     figures = []
     for model in records.models():
         spectra = [entry for entry in records.spectrum if entry["model"] == model]
         if spectra:
-            figures.append(draw_spectrum(spectra, records.label(model)))
+            svg = draw_spectrum(spectra, records.label(model))
+            figures.append({"svg": svg, "caption": _energy(spectra)})
     return figures
 
 
-def _choices(records: Records) -> list[str]:
+def _energy(spectra: Sequence[dict[str, Any]]) -> str:
+    """What the lower half of the sequencies holds, in the median layer."""
+    held = {tensor: median_kept(spectra, tensor) for tensor in ("g_y", "x")}
+    said = [f"{100 * shares[len(shares) // 2 - 1]:.0f} % of {tensor}" for tensor, shares in held.items() if shares]
+    half = max(len(shares) for shares in held.values()) // 2
+    return f"The {half} lowest hold {' and '.join(said)} in the median layer; of white noise they hold 50 %."
+
+
+def _threshold(records: Records) -> float:
+    return float(records.meta.get("lqs_threshold", THRESHOLD))
+
+
+def _choices(records: Records) -> list[Drawn]:
     figures = []
     for model in records.models():
         layers = [entry for entry in records.calibration if entry["model"] == model]
         if layers:
-            threshold = float(records.meta.get("lqs_threshold", 0.5))
-            figures.append(draw_choices(layers, threshold, records.label(model)))
+            svg = draw_choices(layers, _threshold(records), records.label(model))
+            figures.append({"svg": svg, "caption": ""})
     return figures
 
 
-def _surfaces(records: Records) -> list[dict[str, Any]]:
+def _surfaces(records: Records) -> list[Drawn]:
     return [
         {
             "svg": draw_surface(surface, surface["layer"]),
-            "caption": f"{records.label(surface['model'])}, {surface['layer']}: LQS chose a scale a "
-            f"{surface['choice']} (error ratio {surface['ratio']:.2f}).",
+            "caption": f"{records.label(surface['model'])}, {surface['layer']}: LQS chose "
+            f"{'a scale a token' if surface['choice'] == 'token' else 'one scale'} "
+            f"(error ratio {surface['ratio']:.2f}).",
         }
         for surface in records.surfaces
     ]

@@ -1,38 +1,44 @@
-"""Energy by sequency along the tokens: is a low-pass basis justified for this model?"""
+"""Energy by sequency along the tokens: how much of it do the first rows of a low-pass hold?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import Any
-
-from matplotlib.ticker import LogLocator
 
 from hotrain.plotting.style import FIRST, MUTED, SECOND, drawing, new_figure, to_svg
 
 SHADES = {"g_y": FIRST, "x": SECOND}
-NAMES = {"g_y": "gradient g_y", "x": "input x"}
-FLOOR = 1e-4
-"""The smallest share drawn on the logarithmic axis."""
+NAMES = {"g_y": "output gradient g_y", "x": "input x"}
+
+
+def kept(spectra: Sequence[dict[str, Any]], tensor: str) -> list[list[float]]:
+    """For every layer the share of ``tensor``'s energy in its lowest sequencies: of 1, 2, … of them."""
+    return [list(accumulate(record["energy"])) for record in spectra if record["tensor"] == tensor]
+
+
+def median_kept(spectra: Sequence[dict[str, Any]], tensor: str) -> list[float]:
+    """`kept` of the median layer; empty without records of ``tensor``."""
+    return [median(values) for values in zip(*kept(spectra, tensor), strict=True)]
 
 
 def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
-    """SVG of the layers' energy shares by sequency: the median as a line, lowest to highest as a band."""
+    """SVG of the energy that the r lowest sequencies hold: the median layer a line, lowest to highest a band."""
     with drawing():
-        figure = new_figure(title, 2.7)
+        figure = new_figure(title, 3.0)
         axes = figure.subplots()
-        for tensor in SHADES:
-            layers = [record["energy"] for record in spectra if record["tensor"] == tensor]
+        count = max((len(record["energy"]) for record in spectra), default=16)
+        ranks = range(1, count + 1)
+        for tensor, colour in SHADES.items():
+            layers = kept(spectra, tensor)
             if not layers:
                 continue
-            per_sequency = list(zip(*layers, strict=True))
-            places = range(len(per_sequency))
-            colour = SHADES[tensor]
-            low, middle, high = ([max(pick(values), FLOOR) for values in per_sequency] for pick in (min, median, max))
-            axes.fill_between(places, low, high, color=colour, alpha=0.16, linewidth=0)
+            low, high = ([100 * pick(values) for values in zip(*layers, strict=True)] for pick in (min, max))
+            axes.fill_between(ranks, low, high, color=colour, alpha=0.16, linewidth=0)
             axes.plot(
-                places,
-                middle,
+                ranks,
+                [100 * share for share in median_kept(spectra, tensor)],
                 color=colour,
                 linestyle="-" if tensor == "g_y" else (0, (4, 1.5)),
                 marker="o" if tensor == "g_y" else "s",
@@ -40,19 +46,13 @@ def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
                 linewidth=1.5,
                 label=NAMES[tensor],
             )
-        count = max((len(record["energy"]) for record in spectra), default=16)
-        axes.axhline(1 / count, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.annotate(
-            "white noise", (count - 1, 1 / count), xytext=(2, 3), textcoords="offset points", ha="right",
-            fontsize=7.5, color=MUTED,
-        )  # fmt: skip
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(base=10, numticks=5))
-        axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
-        axes.yaxis.set_minor_formatter("")
-        axes.set_xticks(range(0, count, 3))
-        axes.margins(x=0.02)
-        axes.set_xlabel("sequency (sign changes in 16 tokens)")
-        axes.set_ylabel("share of the energy")
-        axes.legend(loc="lower left", frameon=False, fontsize=8, labelcolor="linecolor")
-        return to_svg(figure, f"{title}: energy by sequency")
+        noise = [100 * rank / count for rank in ranks]
+        axes.plot(ranks, noise, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), label="white noise")
+        axes.set_xlim(0.6, count + 0.4)
+        axes.set_ylim(0, 103)
+        axes.set_xticks([1, *range(4, count + 1, 4)])
+        axes.yaxis.set_major_formatter("{x:g} %")
+        axes.set_xlabel(f"lowest sequencies, of {count}")
+        axes.set_ylabel("energy they hold")
+        figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8, labelcolor="linecolor")
+        return to_svg(figure, f"{title}: energy of the lowest sequencies")

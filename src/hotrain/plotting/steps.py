@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from hotrain.plotting.labels import arrange
 from hotrain.plotting.page import STYLE
-from hotrain.plotting.style import INK, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
 
 Place = tuple[float, float]
 Points = Mapping[str, Place]
@@ -21,11 +21,6 @@ SLOWEST = 2.0
 """Times the fastest step: slower variants are drawn at the upper edge, with their time beside the name."""
 LEAST_RANGE = 0.3
 """Of the fastest step's time: what the axis of times spans at least."""
-
-SLIVER = 0.02
-"""Of a label: so much may be covered before it goes to a place that is less plainly its mark's."""
-_PLACES = ((6, 0), (-6, 0), (0, 8), (0, -8), (6, 8), (6, -8), (-6, 8), (-6, -8), (6, 17), (6, -17), (-6, 17), (-6, -17))
-"""Where a label may stand, in points from its mark; earlier places are better."""
 
 
 def undominated(points: Points) -> list[str]:
@@ -67,50 +62,29 @@ def draw_steps(points: Points, title: str) -> str:
         axes.set_xlabel("peak memory of a training step (GiB)")
         axes.set_ylabel("ms a step")
         figure.draw_without_rendering()  # from here on, places on the page are known
-        _arrange(axes, labels, list(shown.values()), front)
+        arrange(axes, labels, list(shown.values()), _boxes_of(axes, front))
         return _alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))
 
 
 def _mark(variant: str) -> tuple[str, str]:
     """Colour and marker: of exact training, of hotrain, of others."""
     if variant.startswith("exact"):
-        return stand_in("exact"), "o"
-    return (stand_in("hot-unbiased"), "D") if variant.startswith("hotrain") else (SECOND, "s")
+        return stand_in(LOOKS["exact"]), "o"
+    return (stand_in(LOOKS["hq8"]), "D") if variant.startswith("hotrain") else (SECOND, "s")
 
 
-def _arrange(axes: Axes, labels: Sequence[Text], places: Sequence[Place], front: Sequence[Place]) -> None:
-    """Put each label beside its mark, where it covers least of what is there: marks, other labels, the front."""
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(places)]
+def _boxes_of(axes: Axes, front: Sequence[Place]) -> list[Bbox]:
+    """The steps of the front, in pixels."""
+    boxes = []
     for (x, y), (right, down) in itertools.pairwise(axes.transData.transform(front)):
-        taken += [Bbox.from_extents(x, y - 2, right, y + 2), Bbox.from_extents(right - 2, down, right + 2, y)]
-    inside = axes.get_window_extent()
-    for label in labels:
-
-        def cost(offset: tuple[int, int], label: Text = label) -> float:
-            _put(label, offset)
-            box = label.get_window_extent()
-            covered = sum(_area(Bbox.intersection(box, other)) for other in taken)
-            outside = _area(box) - _area(Bbox.intersection(box, inside))
-            return max(0.0, covered + outside - SLIVER * _area(box))
-
-        _put(label, min(_PLACES, key=cost))
-        taken.append(label.get_window_extent())
-
-
-def _put(label: Text, offset: tuple[int, int]) -> None:
-    right, up = offset
-    across = "center" if not right else "left" if right > 0 else "right"
-    label.set(position=offset, ha=across, va="center" if right else "bottom" if up > 0 else "top")
-
-
-def _area(box: Bbox | None) -> float:
-    return 0.0 if box is None else box.width * box.height
+        boxes += [Bbox.from_extents(x, y - 2, right, y + 2), Bbox.from_extents(right - 2, down, right + 2, y)]
+    return boxes
 
 
 def _alone(svg: str) -> str:
     """A figure for a page as a file: with its name space, and the page's colours and font."""
-    colours = STYLE[: STYLE.index("*{")].replace("/*light*/", css_variables("light"))
-    colours = colours.replace("/*dark*/", css_variables("dark"))
+    colours = STYLE[: STYLE.index("*{")].replace("/*light*/", css_variables("light", svg))
+    colours = colours.replace("/*dark*/", css_variables("dark", svg))
     font = "svg{background:var(--paper);font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif}"
     head, body = svg.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{colours.strip()}\n{font}</style>{body}\n'

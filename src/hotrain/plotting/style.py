@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,50 +28,91 @@ _VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", FIRST: "first", SECOND: 
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn: its colour on white and on black, dash pattern, line width in points."""
+    """How a method is drawn.
 
+    Attributes:
+        name: its CSS class; its colour is the variable ``--m-NAME``.
+        light, dark: the colour on white and on black.
+        dash: matplotlib's line style.
+        marker: matplotlib's marker of a point.
+        width: of a line, in points.
+    """
+
+    name: str
     light: str
     dark: str
     dash: str | tuple[float, tuple[float, ...]] = "-"
+    marker: str = "o"
     width: float = 1.3
 
 
-LOOKS: dict[str, Look] = {
-    "exact": Look("#1b1d21", "#f2f3f5", "-", 2.0),
-    "hot-unbiased": Look("#0069b4", "#4ea8ff", "-", 2.0),
-    "hot": Look("#d0510a", "#ff8c42", (0, (5, 1.5))),
-    "hla": Look("#b98100", "#f2b632", (0, (3, 1.2))),
-    "lbp-wht": Look("#00835f", "#2fc79a", (0, (5, 1.2, 1, 1.2))),
-    "luq": Look("#b0508a", "#eb9ccb", (0, (1.2, 1.2))),
-    "int4": Look("#3d9ad1", "#97d7ff", (0, (3, 1, 1, 1, 1, 1))),
-    "hq": Look("#7d6432", "#cfae6a", (0, (7, 2))),
-    "hq4": Look("#6750a4", "#b3a1ee", (0, (2, 1))),
-    "dropout": Look("#7b7f87", "#9ba0a8", (0, (1, 2))),
-}
-OTHER = Look("#7b7f87", "#9ba0a8", (0, (1, 2)))
-"""A method outside the presets (an override such as ``hot-unbiased(rank=4)``)."""
+_OF_PRESETS = (
+    Look("exact", "#1b1d21", "#f2f3f5", "-", "o", 2.0),
+    Look("hq8", "#0069b4", "#4ea8ff", "-", "D", 2.0),
+    Look("hot-unbiased", "#7a3fb0", "#c58ff5", (0, (6, 1.2)), "s"),
+    Look("hot", "#d0510a", "#ff8c42", (0, (5, 1.5)), "^"),
+    Look("hla", "#b98100", "#f2b632", (0, (3, 1.2)), "v"),
+    Look("lbp-wht", "#00835f", "#2fc79a", (0, (5, 1.2, 1, 1.2)), "P"),
+    Look("luq", "#b0508a", "#eb9ccb", (0, (1.2, 1.2)), "X"),
+    Look("int4", "#3d9ad1", "#97d7ff", (0, (3, 1, 1, 1, 1, 1)), "p"),
+    Look("hq", "#7d6432", "#cfae6a", (0, (7, 2)), "<"),
+    Look("hq4", "#5c7a1f", "#a9c95a", (0, (2, 1)), ">"),
+    Look("dropout", "#7b7f87", "#9ba0a8", (0, (1, 2)), "h"),
+)
+_SPARE = (
+    Look("variant-1", "#4b5f8a", "#a3b4dc", (0, (4, 1, 2, 1)), "d"),
+    Look("variant-2", "#a3423f", "#f0908c", (0, (6, 2, 1, 2)), "8"),
+    Look("variant-3", "#2d7d86", "#74cfd8", (0, (2, 2)), "H"),
+    Look("variant-4", "#8a6d8f", "#d5b3da", (0, (1, 1, 3, 1)), "*"),
+    Look("variant-5", "#6f7b3c", "#c6d283", (0, (8, 2)), "d"),
+    Look("variant-6", "#94582a", "#e0a878", (0, (4, 3)), "8"),
+)
+"""For methods that are no preset: one with overrides (``hot:rank=4``) or of the user's own."""
+
+LOOKS = {style.name: style for style in (*_OF_PRESETS, *_SPARE)}
 
 
-def look(method: str) -> Look:
-    """The look of ``method``, or of the preset whose name it starts with."""
-    return LOOKS.get(css_name(method), OTHER)
+def looks(methods: Iterable[str]) -> dict[str, Look]:
+    """The look of every method of one page: a preset's own, and for any other the next spare one.
+
+    With more than six methods that are no presets, spare looks repeat.
+    """
+    spare = itertools.cycle(_SPARE)
+    presets = {style.name: style for style in _OF_PRESETS}
+    return {method: presets.get(method) or next(spare) for method in dict.fromkeys(methods)}
 
 
-def css_name(method: str) -> str:
-    """The class and variable name of ``method``: its preset's name, or ``other``."""
-    preset = re.split(r"[^a-z0-9-]", method, maxsplit=1)[0]
-    return preset if preset in LOOKS else "other"
+SERIES = (
+    ("#0072b2", "#56a8e0"),
+    ("#d5720a", "#f2a04a"),
+    ("#009e73", "#3fcfa4"),
+    ("#cc79a7", "#e6a3c8"),
+    ("#d9b310", "#f0d860"),
+    ("#6b5fb0", "#a79df0"),
+    ("#8c4a2f", "#cf8f70"),
+    ("#9aa0a8", "#6d737c"),
+)
+"""Colours on white and on black for the parts of a whole, in their order; the last is for the rest."""
 
 
-def stand_in(method: str) -> str:
-    """The colour to hand to matplotlib for ``method``; `to_svg` makes it the page's variable."""
-    names = [*LOOKS, "other"]
-    return f"#0102{names.index(css_name(method)):02x}"
+def stand_in(style: Look) -> str:
+    """The colour to hand to matplotlib for ``style``; `to_svg` makes it the page's variable."""
+    return f"#0102{list(LOOKS).index(style.name):02x}"
 
 
-def css_variables(mode: str) -> str:
-    """``--m-exact:#…;…`` for ``mode`` ``light`` or ``dark``."""
-    return "".join(f"--m-{name}:{getattr(value, mode)};" for name, value in {**LOOKS, "other": OTHER}.items())
+def part(index: int) -> str:
+    """The colour to hand to matplotlib for the part ``index`` of a whole, -1 for the rest."""
+    return f"#0103{index % len(SERIES):02x}"
+
+
+def css_variables(mode: str, used: str | None = None) -> str:
+    """``--m-exact:#…;…`` for ``mode`` ``light`` or ``dark``: the colours of methods and of parts.
+
+    used: only those that this text refers to; None: all.
+    """
+    colours = {f"--m-{name}": getattr(style, mode) for name, style in LOOKS.items()}
+    colours |= {f"--s-{index}": pair[mode == "dark"] for index, pair in enumerate(SERIES)}
+    return "".join(f"{name}:{colour};" for name, colour in colours.items() if used is None or f"({name})" in used)
 
 
 RC: dict[str, Any] = {
@@ -138,12 +181,14 @@ def to_svg(figure: Figure, description: str) -> str:
     body = re.sub(r'<g id="[^"]*"', "<g", body)  # names nothing refers to, repeated in every figure
     body = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", body)
     body = re.sub(r"font: (bold|600|700) ([0-9.]+)px [^;\"]*", r"font-weight: 600; font-size: \2px", body)
-    for colour, name in {**_VARIABLES, **{stand_in(m): f"m-{m}" for m in [*LOOKS, "other"]}}.items():
+    methods = {stand_in(style): f"m-{name}" for name, style in LOOKS.items()}
+    parts = {part(index): f"s-{index}" for index in range(len(SERIES))}
+    for colour, name in {**_VARIABLES, **methods, **parts}.items():
         body = body.replace(colour, f"var(--{name})")
     label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return f'<svg class="figure" viewBox="{box.group(1)}" role="img" aria-label="{label}">{body.strip()}'
 
 
-def tag(method: str) -> str:
+def tag(style: Look) -> str:
     """The group id that `to_svg` turns into CSS classes, for matplotlib's ``set_gid``."""
-    return f"method {css_name(method)}"
+    return f"method {style.name}"

@@ -1,4 +1,4 @@
-"""The outlier surface of |g_y| (after HOT's figure of it), and what LQS chose for every layer."""
+"""A layer's |g_y| by token and channel, and what LQS chose for every layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from hotrain.plotting.style import FIRST, GRID, MUTED, SECOND, drawing, new_figure, to_svg
 
 CHOICES = {"token": FIRST, "tensor": SECOND}
-_PANES = {f"axes3d.{axis}axis.panecolor": (0, 0, 0, 0) for axis in "xyz"}
 
 
 def draw_surface(surface: dict[str, Any], title: str) -> str:
@@ -18,24 +17,19 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
     values = np.asarray(surface["values"], dtype=float)
     if values.ndim != 2 or min(values.shape) < 2:
         raise ValueError(f"{surface['layer']}: a surface needs tokens × channels of at least 2 × 2, got {values.shape}")
-    heights = values / max(values.max(), np.finfo(float).tiny)
-    channels, tokens = np.meshgrid(np.arange(values.shape[1]), np.arange(values.shape[0]))
-    with drawing(**_PANES, **{"savefig.dpi": 220}):
-        figure = new_figure(title, 3.3)
+    shares = values / max(values.max(), np.finfo(float).tiny)
+    with drawing():
+        figure = new_figure(title, 3.0)
         figure.set_dpi(220)
-        axes: Any = figure.add_subplot(projection="3d")
-        axes.plot_surface(
-            channels, tokens, heights, cmap="viridis", vmin=0, vmax=1, rstride=1, cstride=1, linewidth=0,
-            antialiased=False, rasterized=True,
-        )  # fmt: skip
-        axes.set_xlabel("channel", labelpad=-6)
-        axes.set_ylabel("token", labelpad=-6)
-        axes.set_zlabel("|g_y| / max", labelpad=-8)
-        axes.tick_params(labelsize=7, pad=-3)
-        axes.set_zticks([0, 0.5, 1])
-        axes.set_zlim(0, 1)
-        axes.view_init(elev=32, azim=-58)
-        axes.set_box_aspect((1.25, 1.25, 0.72), zoom=1.06)
+        axes = figure.subplots()
+        image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axes.grid(visible=False)
+        axes.set_xlabel("channel")
+        axes.set_ylabel("token")
+        bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], pad=0.02, fraction=0.05)
+        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.set_label("|g_y| / largest")
+        bar.solids.set_rasterized(True)  # type: ignore[union-attr]
         return to_svg(figure, f"{title}: absolute output gradient of {surface['layer']} over tokens and channels")
 
 
@@ -59,5 +53,5 @@ def draw_choices(layers: Sequence[dict[str, Any]], threshold: float, title: str)
         axes.set_xlim(0, max(1.05, *(ratio * 1.05 for ratio in ratios)))
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel("error with a scale a token ÷ with one scale a tensor")
+        axes.set_xlabel("error ratio, token ÷ tensor")
         return to_svg(figure, f"{title}: LQS error ratio of {len(layers)} layers against threshold {threshold}")
