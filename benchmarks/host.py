@@ -1,4 +1,4 @@
-"""Where the host's time goes in one converted layer: the question behind `docs/performance.md`, "launches".
+"""Where the host's time goes in one converted layer: the question behind "Laboratory notes" of `docs/kernels.md`.
 
     python benchmarks/host.py [--tokens 25216] [--outputs 768] [--inputs 768]
 

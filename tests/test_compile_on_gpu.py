@@ -73,14 +73,14 @@ def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
     """Each step its own draws, under CUDA graphs too, whose replays run no Python."""
     net, x = model()
     exact = gradients(net, net, x, 1)[0]
-    hotrain.convert(net, method, plan="memory")
+    # `hot` in fp8: as integers its noise, which the bound is made of, is the smaller part of its error.
+    hotrain.convert(net, method, plan="memory", number="auto" if method == "hot" else None)
     want = gradients(net, net, x)
     run = torch.compile(net, fullgraph=True, mode=mode)
     got = gradients(net, run, x)
     noise = distance(want[0], exact)
     assert [distance(a, b) < 0.1 * noise for a, b in zip(got, want, strict=True)] == [True] * 5
-    # In fp8, which a GPU is given, `hot` draws nothing.
-    if all(state.method.draws for _, _, state in hotrain.converted_layers(net)):
+    if all(state.running.draws for _, _, state in hotrain.converted_layers(net)):  # not of hot in fp8, and not of hla
         assert all(distance(got[i], got[i + 1]) > 0.2 * noise for i in range(4))
         assert {state.draws.step for _, _, state in hotrain.converted_layers(net)} == {4}
 

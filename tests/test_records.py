@@ -57,9 +57,23 @@ def test_ratios_are_formed_within_one_run(records: ModuleType, tmp_path: Path) -
         measurement("hot", "two", 5.0, 250),  # another run: no exact beside it, so no ratio
     )
     text = records.layers(folder=tmp_path)
-    assert "| vit/fc1 | hot | 8 ± 0.5 | 0.80 | – |  | 250 | 0.25 |" in text
+    assert "| vit/fc1 | exact | 10 ± 0.5 |  | – |  | 1,000 |  |" in text
     assert "| vit/fc1 | hot | 5 ± 0.5 |  | – |  | 250 |  |" in text
+    assert "8 ± 0.5" not in text, "of a subject and a variant the latest record alone"
     assert text.count("a device, PyTorch 2.13.0, commit 0123456789: `make bench`") == 2
+
+
+def test_the_latest_record_is_that_of_the_last_date_and_ending(records: ModuleType, tmp_path: Path) -> None:
+    """Names sort otherwise: `z_` of the day before, and a second record of one day."""
+    write(tmp_path / "z_2026-11-21.jsonl", measurement("exact", "one", 3.0, 1000))
+    write(
+        tmp_path / "a_2026-11-22b.jsonl", measurement("exact", "three", 10.0, 1000), measurement("hot", "three", 8.0, 9)
+    )
+    write(tmp_path / "b_2026-11-22.jsonl", measurement("exact", "two", 5.0, 1000))
+    text = records.layers(folder=tmp_path)
+    assert "| vit/fc1 | exact | 10 ± 0.5 |" in text
+    assert "| vit/fc1 | hot | 8 ± 0.5 | 0.80 |" in text
+    assert text.count("| exact |") == 1
 
 
 def test_a_part_of_the_subjects(records: ModuleType, tmp_path: Path) -> None:
@@ -98,6 +112,36 @@ def test_gaps_are_paired_by_seed(records: ModuleType, tmp_path: Path) -> None:
     assert "| vit | hot | 83.50 ± 6.36 | -1.50 ± 0.71 | 2 | 2,048 | 2.05e+03 | 2048.0 ± 0.0 |" in text
     assert "luq" not in text
     assert "PyTorch 2.13.0, commit abc: `hotrain compare`" in text
+
+
+def comparison(folder: Path, name: str, method: str, *pairs: tuple[int, float, float], **more: Any) -> None:
+    """A summary of one model: (seed, exact's accuracy, the method's)."""
+    empty = dict.fromkeys(("saved_bytes", "bit_ops", "step_ms"))
+    rows = []
+    for seed, exact, other in pairs:
+        rows.append({"model": "small_vit", "method": "exact", "seed": seed, "accuracy": exact} | empty)
+        rows.append({"model": "small_vit", "method": method, "seed": seed, "accuracy": other} | empty | more)
+    meta = {"device": "NVIDIA H200", "versions": {"torch": "2.13.0"}, "commit": name, "command": "hotrain compare"}
+    (folder / f"{name}.json").write_text(json.dumps({"rows": rows, **meta}), encoding="utf-8")
+
+
+def test_accuracy_is_of_the_latest_comparison_of_each_method(records: ModuleType, tmp_path: Path) -> None:
+    comparison(tmp_path, "a_2026-11-22", "hq8", (0, 80.0, 79.0))
+    comparison(tmp_path, "b_2026-11-21", "hq8", (0, 70.0, 60.0))
+    comparison(tmp_path, "c_2026-11-21", "hla", (0, 75.0, 71.0))
+    text = records.accuracy(tmp_path)
+    assert "| small_vit | hq8 | 79.00 | -1.00 | 1 |" in text
+    assert "| small_vit | hla | 71.00 | -4.00 | 1 |" in text
+    assert "| small_vit | exact | 75.00 |  | 1 |" in text, "exact of the comparison that is shown"
+    assert "70.00" not in text
+    assert text.index("hla") < text.index("hq8"), "the oldest first"
+
+
+def test_what_ran_is_printed_below_the_accuracy(records: ModuleType, tmp_path: Path) -> None:
+    layers = [{"layers": 49, "g_x": "e4m3", "g_w": "H16·e4m3", "x": "shared: norm (int4)"}]
+    comparison(tmp_path, "a_2026-11-22", "hq8", (0, 80.0, 79.0), layers=layers)
+    said = "* ran small_vit, `hq8`: 49 layers: g_x e4m3, g_w H16·e4m3, x shared: norm (int4)"
+    assert said in records.accuracy(tmp_path)
 
 
 def bench(kind: str, subject: str, variant: str, ms: float | None, **more: Any) -> dict[str, Any]:
@@ -139,13 +183,37 @@ def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleT
         bench("step", "vit", "exact+compile", 41.0, round=2),
     )
     text = records.steps(tmp_path)
-    assert "| vit | exact+compile | 39.00 ± 0.50 |  | 2.00 | 3.00 | 0.00 | – |" in text
-    assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | – | 0.00 | – |" in text, "a record from before these fields"
-    assert "| vit | exact+compile (again) | 41.00 ± 0.50 |  | – | – | 0.00 | – |" in text
-    assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |  |  |" in text
+    end = " | 0123456789 |"
+    assert "| vit | exact+compile | 40.00 ± 0.50 |  | 2.00 | 3.00 | 0.00 | –" + end in text, "the mean of its rounds"
+    assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | – | 0.00 | –" + end in text, (
+        "a record from before these fields"
+    )
+    assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |  | " + end in text
+    assert text.endswith("\n\n* a device, PyTorch 2.13.0, commit 0123456789: `make bench`")
 
 
-def test_a_note_stands_below_its_run_and_in_the_target(records: ModuleType, tmp_path: Path) -> None:
+def test_steps_are_the_latest_of_each_variant_over_the_baseline_of_its_run(records: ModuleType, tmp_path: Path) -> None:
+    write(
+        tmp_path / "step_2026-11-21.jsonl",
+        bench("step", "vit", "exact+compile", 40.0, run_id="old"),
+        bench("step", "vit", "hotrain", 20.0, run_id="old"),
+        bench("step", "vit", "hotrain-memory", 30.0, run_id="old"),
+    )
+    write(
+        tmp_path / "step_2026-11-22.jsonl",
+        bench("step", "vit", "exact+compile", 50.0, run_id="new"),
+        bench("step", "vit", "hotrain", 45.0, run_id="new"),
+        bench("step", "vit", "hotrain-memory", None, run_id="new", error="OutOfMemoryError"),
+    )
+    lines = [line.split(" | ")[1:4] for line in records.steps(tmp_path).splitlines() if line.startswith("| vit |")]
+    assert lines == [
+        ["exact+compile", "50.00 ± 0.50", ""],
+        ["hotrain-memory", "30.00 ± 0.50", "0.750"],  # what failed later keeps its last measurement
+        ["hotrain", "45.00 ± 0.50", "0.900"],
+    ]
+
+
+def test_a_note_is_below_its_table_and_in_the_target(records: ModuleType, tmp_path: Path) -> None:
     """A step that hotrain left exact must not pass for one that it made as fast; nor 1.004 for 1.00."""
     subject = "vit_base_patch16_224/b128"
     write(
@@ -153,7 +221,7 @@ def test_a_note_stands_below_its_run_and_in_the_target(records: ModuleType, tmp_
         bench("step", subject, "exact+compile", 100.0),
         bench("step", subject, "hotrain", 100.4, note="every layer was left exact"),
     )
-    assert records.steps(tmp_path).endswith("\n\nNote: `hotrain`: every layer was left exact.")
+    assert f"\n* {subject}, `hotrain`: every layer was left exact.\n" in records.steps(tmp_path)
     cells = targets_of(records, tmp_path)[f"step, {subject}", "compiled bf16"]
     assert cells[2:] == ["1.004 (hotrain; every layer was left exact)", "missed", "0123456789"]
 
@@ -367,3 +435,83 @@ def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> 
     text = records.curves(tmp_path)
     assert "| small_vit | hot | 3 | 0.0100 | 0.0200 | follows |" in text
     assert "| small_resnet | hot | 3 | 0.0100 | 0.0200 | **does not follow** |" in text
+
+
+@pytest.fixture(scope="module")
+def front(records: ModuleType) -> ModuleType:
+    """tools/front.py, whose folder `records` put on the path."""
+    return importlib.import_module("front")
+
+
+VIT_B = "vit_base_patch16_224/b128"
+
+
+def test_the_headline_is_one_run_with_the_default_and_its_accuracy(front: ModuleType, tmp_path: Path) -> None:
+    gib = 1 << 30
+    assert "`hotrain bench step --out" in front.headline(tmp_path)
+    write(
+        tmp_path / "step_2026-11-21.jsonl",
+        bench("step", VIT_B, "exact+compile", 40.0, peak_bytes=9 * gib),
+        bench("step", VIT_B, "exact+graphs", 38.0, peak_bytes=8 * gib),
+        bench("step", VIT_B, "hotrain-default", 19.0, peak_bytes=4 * gib),
+        bench("step", VIT_B, "exact-block", 57.0, peak_bytes=3 * gib),
+        bench("step", VIT_B, "torchao-float8-tensorwise", 76.0, peak_bytes=7 * gib),
+    )
+    write(
+        tmp_path / "step_2026-11-22.jsonl",  # later, without the default: no row of it joins
+        bench("step", VIT_B, "exact+graphs", 10.0, run_id="two", peak_bytes=gib),
+        bench("step", VIT_B, "exact+compile+checkpoint", 10.0, run_id="two", peak_bytes=gib),
+    )
+    text = front.headline(tmp_path)
+    assert "| exact, as CUDA graphs | 38.0 | 1.00 | 8.00 |" in text
+    assert "| **hotrain, the default** (`hq8`) | 19.0 | 0.50 | 4.00 |" in text
+    assert "| torchao float8 (tensorwise) | 76.0 | 2.00 | 7.00 |" in text
+    assert "compiled" not in text, "exact once, as the default runs"
+    assert "checkpointed" not in text
+    assert "not recorded yet" in text
+    comparison(tmp_path, "small_vit_default_h200_2026-11-22", "hq8", (0, 80.0, 79.0), (1, 82.0, 83.0))
+    text = front.headline(tmp_path)
+    assert "| **hotrain, the default** (`hq8`) | 19.0 | 0.50 | 4.00 | 81.00 (+0.00 ± 1.41) |" in text
+    assert "| exact, as CUDA graphs | 38.0 | 1.00 | 8.00 | 81.00 |" in text
+    assert "| torchao float8 (tensorwise) | 76.0 | 2.00 | 7.00 | – |" in text
+    assert "over 2 paired seeds" in text
+
+
+def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front: ModuleType, tmp_path: Path) -> None:
+    gib = 1 << 30
+    write(
+        tmp_path / "step.jsonl",
+        bench("step", "gpt2", "exact+graphs", 20.0, peak_bytes=9 * gib),
+        bench("step", "gpt2", "hotrain-default", 28.0, peak_bytes=7 * gib),
+        bench("step", VIT_B, "exact+compile", 40.0, peak_bytes=9 * gib),
+        bench("step", VIT_B, "hotrain-default", 30.0, peak_bytes=4 * gib),
+        bench("step", "bert", "exact+compile", 40.0, peak_bytes=9 * gib),  # without the default: no line
+    )
+    lines = front.pays(tmp_path).splitlines()[2:]
+    assert [line.split(" | ")[3] for line in lines] == ["0.75", "1.40"]
+    assert lines[1].startswith("| `gpt2` | 20.0 | 28.0 | 1.40 | 9.00 | 7.00 | `exact+graphs` |")
+
+
+def test_a_figure_is_of_the_latest_run_and_a_ratio_of_one_run(front: ModuleType, tmp_path: Path) -> None:
+    write(
+        tmp_path / "step_2026-11-21.jsonl",
+        bench("step", "vit", "exact", 50.0, run_id="old"),
+        bench("step", "vit", "hotrain", 60.0, run_id="old", peak_bytes=3 << 30),
+    )
+    write(tmp_path / "step_2026-11-22.jsonl", bench("step", "vit", "exact", 40.0, run_id="new"))
+    assert front.figure("vit exact ms", tmp_path) == "40"
+    assert front.figure("vit hotrain peak", tmp_path) == "3.0"
+    assert front.figure("vit hotrain ms over exact", tmp_path) == "1.20"
+    with pytest.raises(ValueError, match="figure 'vit luq ms': no record has it"):
+        front.figure("vit luq ms", tmp_path)
+
+
+def test_shared_inputs_are_printed_by_layer_and_variant(records: ModuleType, tmp_path: Path) -> None:
+    assert "not recorded yet" in records.shared_inputs(tmp_path)
+    write(
+        tmp_path / "shared.jsonl",
+        bench("shared-inputs", "fc1", "memory=linear", None, g_w_error=0.2331),
+        bench("shared-inputs", "fc1", "memory=block", None, g_w_error=0.609),
+    )
+    assert "| error of g_w | memory=linear | memory=block |" in records.shared_inputs(tmp_path)
+    assert "| fc1 | 0.233 | 0.609 |" in records.shared_inputs(tmp_path)

@@ -1,7 +1,8 @@
 """Rewrite the generated parts of the documents from the code and from the records under benchmarks/results.
 
-``make docs`` runs it; ``python tools/docs.py --check`` writes nothing and exits 1 when a part is out of date. A part
-stands between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- /generated -->``; `PARTS` says which there are.
+``make docs`` runs it; ``python tools/docs.py --check`` writes nothing and exits 1 when a part is out of date. A part is
+between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- /generated -->``; `PARTS` says which there are. A number in a
+sentence is between ``<!-- figure: SUBJECT VARIANT FIELD -->`` and ``<!-- /figure -->``, as `front.figure` reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import formats_table
+import front
 import records
 import torch
 
@@ -26,6 +28,7 @@ from hotrain.transform.tokens import Grid, Layout, layout
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/hotrain"
+RECIPES = "recipes/hotrain_recipes"
 # The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.
 EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
 LENGTHS: tuple[tuple[int, Grid | None], ...] = (
@@ -45,6 +48,8 @@ LENGTHS: tuple[tuple[int, Grid | None], ...] = (
 
 _PART = re.compile(r"^(<!-- generated: ([^>\n]*) -->\n)(.*?)^(<!-- /generated -->)$", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"^<!-- /?generated.*-->$", re.MULTILINE)
+_FIGURE = re.compile(r"(<!-- figure: ([^>\n]*) -->)([^<\n]*)(<!-- /figure -->)")
+_FIGURE_MARKER = re.compile(r"<!-- /?figure")
 
 
 def documents() -> list[Path]:
@@ -53,20 +58,29 @@ def documents() -> list[Path]:
 
 
 def rewritten(text: str, where: str = "document") -> str:
-    """`text` with every generated part made anew.
+    """`text` with every generated part and every figure made anew.
 
-    Raises ValueError, naming `where`, for an unknown part and for markers that do not pair up.
+    Raises:
+        ValueError: a part or a figure is unknown, or markers do not pair up; the message names `where`.
     """
     if len(_MARKER.findall(text)) != 2 * len(_PART.findall(text)):
         raise ValueError(f"{where}: a '<!-- generated: … -->' and a '<!-- /generated -->' do not pair up")
+    if len(_FIGURE_MARKER.findall(text)) != 2 * len(_FIGURE.findall(text)):
+        raise ValueError(f"{where}: a '<!-- figure: … -->' and a '<!-- /figure -->' do not pair up on one line")
 
     def part(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()
         if name not in PARTS:
             raise ValueError(f"{where}: unknown generated part {name!r}; known: {', '.join(PARTS)}")
-        return f"{match[1]}\n{PARTS[name](*arguments).strip()}\n\n{match[4]}"
+        return f"{match[1]}{PARTS[name](*arguments).strip()}\n{match[4]}"
 
-    return _PART.sub(part, text)
+    def number(match: re.Match[str]) -> str:
+        try:
+            return f"{match[1]}{front.figure(match[2])}{match[4]}"
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    return _FIGURE.sub(number, _PART.sub(part, text))
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -83,8 +97,10 @@ def presets() -> str:
     for name in hotrain.presets():
         method = hotrain.preset(name)
         formula = str(method).removeprefix(name).strip().replace("  ", " · ")
-        share = _kept_bytes(method) / exact
-        rows.append([f"`{name}`", formula, grad_input_loss(method), grad_weight_loss(method), f"{share:.3f}"])
+        kept = f"{_kept_bytes(method) / exact:.3f}"
+        if method.memory == "block":
+            kept += "; 0 where it is shared"
+        rows.append([f"`{name}`", formula, grad_input_loss(method), grad_weight_loss(method), kept])
     return table(["preset", "as it prints", "g_x loses", "g_w loses", "x kept"], rows)
 
 
@@ -137,7 +153,7 @@ def grad_weight_loss(method: Method) -> str:
 
 
 def lengths() -> str:
-    """Where the tiles of each length lie, and how many rows are kept, for one sample and for 128."""
+    """Where the tiles of each length are, and how many rows are kept, for one sample and for 128."""
     method = hotrain.preset("hot-unbiased")
     rows = []
     for tokens, grid in LENGTHS:
@@ -198,14 +214,12 @@ def recipes() -> str:
     return table(["family", "recipe", "choices", "recipes"], [*rows, ["", "", "", f"**{total}**"]])
 
 
-def files(folder: str) -> str:
-    """A line for each Python file of a folder: its path and the first sentence of its docstring."""
-    paths = sorted((ROOT / folder).glob("*.py"), key=lambda path: (path.name != "__init__.py", path.name))
-    return table(["file", "what it is"], [[f"`{path.relative_to(ROOT)}`", first_sentence(path)] for path in paths])
-
-
 def first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring. Raises ValueError for a module without one."""
+    """The first sentence of a module's docstring.
+
+    Raises:
+        ValueError: the module has none.
+    """
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not docstring:
         raise ValueError(f"{path.relative_to(ROOT)} has no docstring: say in one sentence what the file is")
@@ -215,19 +229,26 @@ def first_sentence(path: Path) -> str:
 
 
 def rooms() -> str:
-    """Which room imports which, read off the import statements; in italics what is imported later or for types only."""
+    """What each module and folder is, from its docstring, and what it imports, from its import statements.
+
+    In italics what is imported later or for types only; a folder says how many files it has.
+    """
     found: dict[str, dict[str, bool]] = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
         if parts[0] not in ("__init__", "_version"):
             _note_imports(found.setdefault(parts[0], {}), path, parts)
-    for path in sorted((ROOT / "recipes/hotrain_recipes").glob("*.py")):
+    for path in sorted((ROOT / RECIPES).glob("*.py")):
         _note_imports(found.setdefault("hotrain_recipes", {}), path, ("hotrain_recipes", path.stem))
     rows = []
     for room, used in _by_depth(found):
         names = [name if at_once else f"*{name}*" for name, at_once in sorted(used.items()) if name != room]
-        rows.append([f"`{room}`", ", ".join(names) or "–"])
-    return table(["room", "imports"], rows)
+        folder = ROOT / RECIPES if room == "hotrain_recipes" else ROOT / PACKAGE / room
+        count = len(list(folder.glob("*.py")))
+        name = f"`{room}/` ({count})" if count else f"`{room}.py`"
+        what = first_sentence(folder / "__init__.py" if count else folder.with_suffix(".py"))
+        rows.append([name, what, ", ".join(names) or "–"])
+    return table(["module, or folder (files)", "what it is", "imports"], rows)
 
 
 def _by_depth(found: dict[str, dict[str, bool]]) -> list[tuple[str, dict[str, bool]]]:
@@ -301,12 +322,14 @@ def figures() -> dict[Path, str]:
 
 
 PARTS: dict[str, Callable[..., str]] = {
+    "headline": front.headline,
+    "pays": front.pays,
+    "preset-lines": front.presets,
     "presets": presets,
     "lengths": lengths,
     "row-orders": row_orders,
     "sampling": sampling,
     "recipes": recipes,
-    "files": files,
     "rooms": rooms,
     "layers": records.layers,
     "targets": records.targets,
@@ -318,6 +341,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "optimizer": records.optimizer,
     "step-figures": step_figures,
     "curves": records.curves,
+    "shared-inputs": records.shared_inputs,
     "noise": records.noise,
     "accuracy": records.accuracy,
     "formats": formats_table.operators,

@@ -1,14 +1,18 @@
 """Measured results as Markdown, from the records under benchmarks/results; without a record, how to make one.
 
-Two kinds of record lie there. ``*.jsonl``: one measurement a line (`FIELDS`), from ``make bench`` on a CPU or, with a
+There are two kinds of record. ``*.jsonl``: one measurement a line (`FIELDS`), from ``make bench`` on a CPU or, with a
 ``bench`` field that says of what, from ``hotrain bench layers|step|ops`` on a GPU; ratios are formed within one
 ``run_id`` only, and a ``note``, added by hand, is printed below the table. ``*.json``: the ``summary.json`` of a
 `hotrain compare` or `hotrain demo`, copied under a name that says what was compared.
+
+A name ends in its date, ``NAME_2026-11-22.jsonl``; of two records of one day the one with the longer ending, such as
+``2026-11-22b``, is the later. Tables print the latest record of each subject and variant.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,13 +40,27 @@ FIELDS = (
 CONTROL = "exact"
 
 
-def measurements(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The lines of every ``*.jsonl``, in the order of the files' names.
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}\w*$")
 
-    Raises ValueError, naming the file and the line, for one that is not JSON or lacks a field.
+
+def by_date(folder: Path, pattern: str) -> list[Path]:
+    """The records of a folder, the oldest first: by the date at the end of the name, then by name."""
+
+    def key(path: Path) -> tuple[str, str]:
+        date = _DATE.search(path.stem)
+        return (date[0] if date else "", path.name)
+
+    return sorted(folder.glob(pattern), key=key)
+
+
+def measurements(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The lines of every ``*.jsonl``, the oldest file first.
+
+    Raises:
+        ValueError: a line is not JSON or lacks a field; the message names the file and the line.
     """
     found = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in by_date(folder, "*.jsonl"):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue
@@ -58,22 +76,25 @@ def measurements(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def layers(only: str = "", folder: Path = RESULTS) -> str:
-    """Time and bytes of layers, a table a run, ratios to ``exact`` of the same run and subject.
+    """Time and bytes of layers on a CPU, a table a run, ratios to ``exact`` of the same run and subject.
 
-    only: a part of the subjects' names between slashes, such as ``all`` (what `benchmarks/layers.py` calls its sums).
+    Args:
+        only: a part of the subjects' names between slashes, such as ``all``, the sums of `benchmarks/layers.py`.
     """
-    found = (row for row in measurements(folder) if "bench" not in row)
-    runs = _by_run([row for row in found if not only or only in row["subject"].split("/")])
-    if not runs:
-        return "*No layer is recorded yet: `make bench` measures some on your machine, `make docs` prints them here.*"
-    return "\n\n".join(_run(rows) for rows in runs.values())
+    rows = [row for row in measurements(folder) if "bench" not in row]
+    tables = []
+    for run, latest in _latest_runs([row for row in rows if not only or only in row["subject"].split("/")]):
+        tables.append(_run(run, latest))
+    return "\n\n".join(tables) or (
+        "*No layer is recorded yet: `make bench` measures some on your machine, `make docs` prints them here.*"
+    )
 
 
-def _run(rows: list[dict[str, Any]]) -> str:
+def _run(run: list[dict[str, Any]], latest: list[dict[str, Any]]) -> str:
     headers = ["subject", "variant", "backward ms", "× exact", "forward ms", "× exact", "bytes kept", "× exact"]
     lines = [headers, ["---"] * len(headers)]
-    controls = {row["subject"]: row for row in rows if row["variant"] == CONTROL}
-    for row in rows:
+    controls = {row["subject"]: row for row in run if row["variant"] == CONTROL}
+    for row in latest:
         control = controls.get(row["subject"], {})
         cells = [row["subject"], row["variant"]]
         cells += [f"{row['median_ms']:.3g} ± {row['spread_ms']:.2g}", _ratio(row, control, "median_ms")]
@@ -81,7 +102,7 @@ def _run(rows: list[dict[str, Any]]) -> str:
         cells += ["–" if forward is None else f"{forward:.3g}", _ratio(row, control, "forward_ms")]
         cells += [f"{row['activation_bytes']:,}", _ratio(row, control, "activation_bytes")]
         lines.append(cells)
-    return _conditions(rows[0]) + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _conditions(run[0]) + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _ratio(row: dict[str, Any], control: dict[str, Any], field: str) -> str:
@@ -121,6 +142,17 @@ def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
+def _latest_runs(rows: list[dict[str, Any]]) -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Of each run all its rows, and those whose subject and variant no later run has; without runs that have none."""
+    last = {(row["subject"], row["variant"]): row["run_id"] for row in rows}
+    found = []
+    for run in _by_run(rows).values():
+        latest = [row for row in run if last[row["subject"], row["variant"]] == row["run_id"]]
+        if latest:
+            found.append((run, latest))
+    return found
+
+
 def _of_bench(kind: str, folder: Path) -> list[dict[str, Any]]:
     """The records of one ``hotrain bench`` verb, without those of ``--tiny``, which measure nothing."""
     return [row for row in measurements(folder) if row.get("bench") == kind and not row.get("tiny")]
@@ -141,7 +173,7 @@ def _none_yet(kind: str) -> str:
 def kernels(folder: Path = RESULTS) -> str:
     """What kernels reach of the device's own rates, a table a run of ``hotrain bench ops``."""
     tables = []
-    for rows in _by_run(_of_bench("ops", folder)).values():
+    for _, rows in _latest_runs(_of_bench("ops", folder)):
         lines = []
         for row in rows:
             cells = [row["subject"], row["variant"], f"{row['median_ms'] * 1e3:.1f} ± {row['spread_ms'] * 1e3:.1f}"]
@@ -156,8 +188,8 @@ def kernels(folder: Path = RESULTS) -> str:
 def gpu_layers(folder: Path = RESULTS) -> str:
     """Backward and save of single layers on a GPU, a table a run of ``hotrain bench layers``; speed-ups within it."""
     tables = []
-    for rows in _by_run(_of_bench("layers", folder)).values():
-        times = {(row["subject"], row["variant"]): row["median_ms"] for row in rows}
+    for run, rows in _latest_runs(_of_bench("layers", folder)):
+        times = {(row["subject"], row["variant"]): row["median_ms"] for row in run}
         lines = []
         for row in rows:
             if row["role"] == "part":
@@ -194,23 +226,54 @@ def _parts(rows: list[dict[str, Any]]) -> str:
 
 
 def steps(folder: Path = RESULTS) -> str:
-    """Whole training steps, a table a run of ``hotrain bench step``, each beside compiled exact of its run."""
-    tables = []
-    for rows in _by_run(_of_bench("step", folder)).values():
-        lines = []
-        for row in rows:
-            name = row["variant"] + (" (again)" if row["round"] > 1 else "")
-            if row["error"] is not None:
-                lines.append([row["subject"], name, row["error"].replace("|", "\\|"), "", *("" for _ in STEP_BYTES)])
-                continue
-            base = _step_mean(rows, row["subject"], STEP_BASELINE)
-            cells = [row["subject"], name, f"{row['median_ms']:.2f} ± {row['spread_ms']:.2f}"]
-            cells.append("" if base is None or row["variant"] == STEP_BASELINE else f"{row['median_ms'] / base:.3f}")
-            cells += ["–" if row.get(field) is None else f"{row[field] / GIB:.2f}" for field in STEP_BYTES]
-            lines.append(cells)
-        headers = ["subject", "variant", "ms a step", "÷ exact+compile", *STEP_BYTES.values()]
-        tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
-    return "\n\n".join(tables) or _none_yet("step")
+    """Whole training steps: of each subject and variant the latest run, beside compiled exact of that run.
+
+    Times and bytes are means over the rounds of the run. Commits lead to the commands below the table.
+    """
+    last: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+    for run in _by_run(_of_bench("step", folder)).values():
+        for key in dict.fromkeys((row["subject"], row["variant"]) for row in run):
+            mine = [row for row in run if (row["subject"], row["variant"]) == key]
+            if any(row["error"] is None for row in mine) or key not in last:
+                last[key] = (run, mine)
+    if not last:
+        return _none_yet("step")
+    lines, runs = [], {}
+    for subject in dict.fromkeys(subject for subject, _ in last):
+        of_subject = [value for (other, _), value in last.items() if other == subject]
+        for run, rows in sorted(of_subject, key=lambda value: _step_order(*value)):
+            runs[rows[0]["run_id"]] = run
+            lines.append(_step_cells(subject, run, rows))
+    headers = ["subject", "variant", "ms/step", "÷ exact+compile", *STEP_BYTES.values(), "commit"]
+    notes = [
+        f"* {subject}, `{variant}`: {note}."
+        for (subject, variant), (_, rows) in last.items()
+        for note in dict.fromkeys(row["note"] for row in rows if row.get("note"))
+    ]
+    commands = [f"* {_conditions(run[0])}" for run in runs.values()]
+    return _markdown(headers, lines) + "\n\n" + "\n".join([*notes, *commands])
+
+
+def _step_order(run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[bool, float]:
+    """The baseline first, then the others by their time; what failed last."""
+    times = [row["median_ms"] for row in rows if row["error"] is None]
+    return (rows[0]["variant"] != STEP_BASELINE, statistics.fmean(times) if times else float("inf"))
+
+
+def _step_cells(subject: str, run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    measured = [row for row in rows if row["error"] is None]
+    variant = rows[0]["variant"]
+    if not measured:
+        error = rows[0]["error"].replace("|", "\\|")
+        return [subject, variant, error, "", *("" for _ in STEP_BYTES), _commit(rows[0])]
+    base = _step_mean(run, subject, STEP_BASELINE)
+    ms = statistics.fmean(row["median_ms"] for row in measured)
+    cells = [subject, variant, f"{ms:.2f} ± {max(row['spread_ms'] for row in measured):.2f}"]
+    cells.append("" if base is None or variant == STEP_BASELINE else f"{ms / base:.3f}")
+    for field in STEP_BYTES:
+        value = _step_mean(measured, subject, variant, field)
+        cells.append("–" if value is None else f"{value / GIB:.2f}")
+    return [*cells, _commit(rows[0])]
 
 
 def _step_mean(rows: list[dict[str, Any]], subject: str, variant: str, field: str = "median_ms") -> float | None:
@@ -225,7 +288,7 @@ def _step_mean(rows: list[dict[str, Any]], subject: str, variant: str, field: st
 
 def curves(folder: Path = RESULTS) -> str:
     """Loss curves with the kernels against the definition's, a line a record of ``benchmarks/curves.py``."""
-    rows = _of_bench("curves", folder)
+    rows = [row for _, latest in _latest_runs(_of_bench("curves", folder)) for row in latest]
     if not rows:
         return (
             "*Nothing is recorded yet: `python benchmarks/curves.py --data cifar10.npz --out "
@@ -242,7 +305,7 @@ def curves(folder: Path = RESULTS) -> str:
 def noise(folder: Path = RESULTS) -> str:
     """What noise in g_w costs: losses on the way, attention at the end, a line a record of ``benchmarks/noise.py``."""
     tables = []
-    for rows in _by_run(_of_bench("noise", folder)).values():
+    for _, rows in _latest_runs(_of_bench("noise", folder)):
         window = rows[0]["window"]
         places = range(1, len(rows[0]["losses"]), 2)
         headers = ["training", *(f"loss, updates {i * window + 1} to {(i + 1) * window}" for i in places)]
@@ -256,6 +319,20 @@ def noise(folder: Path = RESULTS) -> str:
         headers += ["logits' spread: block 1; others", "entropy: block 1; others"]
         tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/noise.py` trains the small ViT fifteen ways.*"
+
+
+def shared_inputs(folder: Path = RESULTS) -> str:
+    """Error of g_w by layer and variant, a table a run of records with ``bench="shared-inputs"`` and ``g_w_error``."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("shared-inputs", folder)):
+        variants = list(dict.fromkeys(row["variant"] for row in rows))
+        errors = {(row["subject"], row["variant"]): f"{row['g_w_error']:.3f}" for row in rows}
+        lines = [
+            [subject, *(errors.get((subject, variant), "–") for variant in variants)]
+            for subject in dict.fromkeys(row["subject"] for row in rows)
+        ]
+        tables.append(_conditions(run[0]) + "\n\n" + _markdown(["error of g_w", *variants], lines) + _notes(rows))
+    return "\n\n".join(tables) or "*What this costs g_w, layer by layer, is not recorded yet.*"
 
 
 STEP_BASELINE = "exact+compile"
@@ -362,7 +439,8 @@ def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[
     """Step time of the fastest compiled hotrain variant over the baseline's; the note that its records carry, and
     exact's ratio as CUDA graphs, which most of hotrain's variants run as.
 
-    kind: ``exact`` or ``fp8``, of its forward.
+    Args:
+        kind: ``exact`` or ``fp8``, of its forward.
     """
 
     def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
@@ -586,7 +664,7 @@ def memory_targets(folder: Path = RESULTS) -> str:
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
-    """Subject → variant → (peak GiB, ms a step), each subject from the latest run that has `SMALLER` and the
+    """Subject → variant → (peak GiB, ms/step), each subject from the latest run that has `SMALLER` and the
     baseline of it, with checkpointing beside it if there is one.
 
     Without the variants that have another optimizer; of other libraries' and PyTorch's own that this run lacks, the
@@ -619,7 +697,7 @@ OPTIMIZER_VARIANTS = (STEP_BASELINE, STEP_BASELINE + EIGHT_BIT, SMALLER, SMALLER
 def optimizer(folder: Path = RESULTS) -> str:
     """Compiled exact and `SMALLER`, each with fused AdamW and in 8 bits, a table a run that has both optimizers.
 
-    *State* is what stands between two steps, the peak less what is above it.
+    *State* is what is allocated between two steps, the peak less what is above it.
     """
     tables = []
     for rows in _by_run(_of_bench("step", folder)).values():
@@ -636,7 +714,7 @@ def optimizer(folder: Path = RESULTS) -> str:
                 gib = ["–" if value is None else f"{value / GIB:.2f}" for value in (peak, state, above)]
                 lines.append([subject, f"`{variant}`", *gib, "–" if ms is None else f"{ms:.2f}"])
         if lines:
-            headers = ["subject", "variant", "peak GiB", "state GiB", "above state GiB", "ms a step"]
+            headers = ["subject", "variant", "peak GiB", "state GiB", "above state GiB", "ms/step"]
             tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
     return "\n\n".join(tables) or (
         "*Not measured yet: `hotrain bench step vit_base_patch16_224/b128 --variants "
@@ -645,31 +723,60 @@ def optimizer(folder: Path = RESULTS) -> str:
     )
 
 
+def summaries(folder: Path = RESULTS) -> list[tuple[Path, dict[str, Any]]]:
+    """The comparisons that are recorded, the oldest first."""
+    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in by_date(folder, "*.json")]
+
+
 def accuracy(folder: Path = RESULTS) -> str:
-    """Comparisons: mean accuracy over seeds, its spread, and the gap to exact with the same seed."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    """Of each model, device and method the latest comparison: mean accuracy over seeds, its spread, the gap to exact.
+
+    A method keeps exact of its own comparison beside it; a comparison of which nothing is the latest is left out.
+    """
+    found = [summary for _, summary in summaries(folder)]
     if not found:
         return (
-            "*No comparison is recorded yet: `make demo` trains two small models with seven methods on your machine "
-            "and prints the table; `hotrain compare` does so for a recipe of your choice.*"
+            "*No comparison is recorded yet: `make demo` trains two small models on your machine and prints the table; "
+            "`hotrain compare` does so for a recipe of your choice.*"
         )
-    return "\n\n".join(_comparison(summary) for summary in found)
+    last: dict[tuple[str, str, str], int] = {}
+    for number, summary in enumerate(found):
+        for row in _measured(summary):
+            last[row["model"], str(summary["device"]), row["method"]] = number
+    tables = []
+    for number, summary in enumerate(found):
+        shown = {
+            (row["model"], row["method"])
+            for row in _measured(summary)
+            if row["method"] != CONTROL and last[row["model"], str(summary["device"]), row["method"]] == number
+        }
+        if shown:
+            tables.append(_comparison(summary, shown))
+    return "\n\n".join(tables)
 
 
-def _comparison(summary: dict[str, Any]) -> str:
-    rows = [row for row in summary["rows"] if row["accuracy"] is not None]
-    lines = [
-        _conditions(summary),
-        "",
-        "| model | method | accuracy % | gap to exact | seeds | bytes kept | bit operations | ms a step |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def _measured(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in summary["rows"] if row["accuracy"] is not None]
+
+
+def paired_gaps(rows: list[dict[str, Any]], model: str, method: str) -> list[float]:
+    """Points above exact with the same seed, a figure a seed that both have."""
+    control = {r["seed"]: r["accuracy"] for r in rows if (r["model"], r["method"]) == (model, CONTROL)}
+    mine = {r["seed"]: r["accuracy"] for r in rows if (r["model"], r["method"]) == (model, method)}
+    return [value - control[seed] for seed, value in mine.items() if seed in control]
+
+
+def _comparison(summary: dict[str, Any], shown: set[tuple[str, str]]) -> str:
+    rows = _measured(summary)
+    lines = []
     for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
+        beside = method == CONTROL and any(other == model for other, _ in shown)
+        if (model, method) not in shown and not beside:
+            continue
         mine = {r["seed"]: r for r in rows if (r["model"], r["method"]) == (model, method)}
-        control = {r["seed"]: r["accuracy"] for r in rows if (r["model"], r["method"]) == (model, CONTROL)}
-        gaps = [row["accuracy"] - control[seed] for seed, row in mine.items() if seed in control]
+        gaps = paired_gaps(rows, model, method)
         first = next(iter(mine.values()))
-        cells = [
+        lines.append([
             model,
             method,
             _mean([row["accuracy"] for row in mine.values()]),
@@ -678,9 +785,26 @@ def _comparison(summary: dict[str, Any]) -> str:
             "–" if first["saved_bytes"] is None else f"{first['saved_bytes']:,}",
             "–" if first["bit_ops"] is None else f"{first['bit_ops']:.3g}",
             _mean([row["step_ms"] for row in mine.values() if row["step_ms"] is not None], digits=1),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + (f"\n\nNote: {summary['note']}." if summary.get("note") else "")
+        ])  # fmt: skip
+    headers = ["model", "method", "accuracy %", "gap to exact", "seeds", "bytes kept", "bit operations", "ms/step"]
+    note = f"\n\nNote: {summary['note']}." if summary.get("note") else ""
+    return _conditions(summary) + "\n\n" + _markdown(headers, lines) + _ran(rows, shown) + note
+
+
+def _ran(rows: list[dict[str, Any]], shown: set[tuple[str, str]]) -> str:
+    """What the layers did, as the records say that were read off the models: once for each model and method."""
+    found = {(row["model"], row["method"]): ran(row["layers"]) for row in rows if row.get("layers")}
+    lines = [
+        f"* ran {model}, `{method}`: {found[model, method]}" for model, method in found if (model, method) in shown
+    ]
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def ran(groups: list[dict[str, Any]]) -> str:
+    """The groups of `hotrain.ConversionReport.ran` in one line."""
+    return "; ".join(
+        f"{group['layers']} layers: g_x {group['g_x']}, g_w {group['g_w']}, x {group['x']}" for group in groups
+    )
 
 
 def _mean(values: list[float], sign: str = "", digits: int = 2) -> str:

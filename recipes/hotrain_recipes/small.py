@@ -14,8 +14,8 @@ def small_vit(data: str) -> TrainRun:
     Source: network, class-token-free, as in docs/maths.md's accuracy study (50 epochs); AdamW, rate, decay and
     warm-up are ours. At twice this rate the attention of blocks 2 to 7 falls on one or two of the 64 tokens within six
     epochs, exact products or not (logits spread over 60 to 80), exact training is slower too, and any noise, of half
-    the batch as of a low rank, costs several times what it costs here (docs/performance.md, "What noise costs").
-    Measured: 20 epochs of half the images, three seeds, in docs/performance.md, "Accuracy" (commit 142cb85).
+    the batch as of a low rank, costs several times what it costs here (docs/noise.md).
+    Measured: 20 epochs of half the images, three seeds, in docs/results.md (commit 142cb85).
     """
     return TrainRun(
         model="small_vit",

@@ -30,7 +30,8 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     method, options: of `hotrain.convert`.
     check: on a CUDA device, time forward and backward of the model as it was (exact, eager) on the first training
         batch, and of the compiled one a few steps later; a warning tells when it got slower. That takes the memory of
-        one exact step for a moment; where it does not fit, and in a distributed run, nothing is compared.
+        one exact step for a moment, and starts PyTorch's peak statistics anew; where it does not fit, and in a
+        distributed run, nothing is compared.
     Returns what `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
     Raises as `hotrain.convert`.
     """
@@ -41,6 +42,8 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     fast: Any = torch.compile(model, mode="reduce-overhead" if on_gpu else None)
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if report.buffers is not None:
+        report.buffers.see_from(fast, model)
     if check and on_gpu and not distributed:
         Check(fast, model, report)
     return fast
@@ -79,7 +82,9 @@ class Check:
             ms = _milliseconds(exact, exact, args, kwargs)
         del exact
         if torch.cuda.is_available():
+            # The exact step was ours: neither its memory nor its peak is to be seen as the model's.
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         return ms
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

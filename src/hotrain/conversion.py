@@ -84,6 +84,7 @@ class ConversionReport:
     buffers: Buffers | None = None  # what became of all else that is kept, from the first training forward on
     plan: str = "speed"
     times: tuple[float, float] | None = None  # ms of forward and backward, exact and converted (`hotrain.compile`)
+    _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
         trained = any(state.reached for _, state in self.layers)
@@ -133,6 +134,29 @@ class ConversionReport:
                     group[key] = (group[key] or 0) + size
         return list(groups.values())
 
+    def totals(self) -> tuple[int | None, int] | None:
+        """Bytes that the whole model keeps between forward and backward of the batch that it saw first: now, and exact.
+
+        Both are of shapes alone (`hotrain.predicted_bytes`), exact in eager mode; of compiled graphs *now* is what
+        really crosses from forward to backward, None where a compiler's cache hid it. None before a training forward,
+        and for a model that cannot run on shapes alone or whose inputs were not seen (``memory="linear"``).
+        """
+        example = None if self.buffers is None else self.buffers.example
+        model = None if example is None else example.model()
+        if self.buffers is None or example is None or model is None:
+            return None
+        if self._totals is None:
+            from .analysis.predicted import before_and_now
+
+            try:
+                self._totals = before_and_now(model, example)
+            except ValueError:
+                return None
+        exact, now = self._totals
+        if self.buffers.uncut:
+            return None, exact
+        return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
+
     def __str__(self) -> str:
         converted, kept = self.converted, self.kept
         rows = [(row.name, str(row)) for row in converted]
@@ -144,6 +168,10 @@ class ConversionReport:
             head += f", {len(self.activations)} ReLUs keep a bit an entry"
         if self.times is not None:
             head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
+        totals = self.totals()
+        if totals is not None and totals[0] is not None:
+            share = totals[0] / max(totals[1], 1)
+            head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
         lines = [head, *self._summary(), *(f"  {name:<{width}}  {what}" for name, what in rows)]
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
 
@@ -216,7 +244,7 @@ def convert(
         (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
     Raises ValueError for an unknown method, a bad grid, a model that is compiled already, one with layers that were
-    converted under another plan, and when no layer matched.
+    converted under another plan, and when no layer matched: of a filter_fn, or with ``memory="linear"``.
     """
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):
@@ -256,13 +284,15 @@ def convert(
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
             chosen.append((name, module, target))
-    if not chosen:
+    # Between the layers there is something to compress in any model; a filter that matches nothing is a mistake.
+    if not chosen and (filter_fn is not None or method.memory != "block"):
         why = (
             "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
         )
         raise ValueError(
             f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
-            "Pass filter_fn=lambda module, name: ... to choose layers yourself."
+            "Pass filter_fn=lambda module, name: ... to choose layers yourself; "
+            'convert(model, "exact", memory="block") compresses what lies between them alone.'
         )
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)

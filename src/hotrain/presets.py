@@ -120,7 +120,7 @@ def hq() -> Method:
 
 @_register
 def hq8() -> Method:
-    """Ours, and what `hotrain.convert` does unless told otherwise: what saves memory and time at exact's accuracy.
+    """Ours, and the default of `hotrain.convert`: full rank in 8 bits, and compressed activations between the layers.
 
     Full rank and 8 bits on both paths: fp8 without a rotation where the device multiplies it, else rotated integers
     (``number="int"`` or ``"e4m3"`` fixes it). Everything between the layers is compressed too (``memory="block"``). A
@@ -140,7 +140,7 @@ def hq8() -> Method:
 
 @_register
 def hq4() -> Method:
-    """Ours: full rank, x kept rotated along the tokens in packed int4, a scale a row, stochastic rounding.
+    """Ours: full rank, x kept rotated along the tokens in packed int4, a per-row scale, stochastic rounding.
 
     The bytes of HOT (r = 8 in int8) without discarding a row; backward folds the row scales into g_y, so that the
     product along the tokens stays an integer product.

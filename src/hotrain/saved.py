@@ -1,9 +1,10 @@
 """Step 3, what forward leaves for backward: a format says its bytes, how a tensor goes in, and how it comes back.
 
-Everything that is kept passes through a format, and every memory figure asks it (and is checked against what autograd
-really holds, `hotrain.saved_bytes`). `Format` is for the projected rows of a layer's input, whose codes enter an
-integer product. The others are for tensors of any shape that come back as numbers: `Grouped` for values, `Levels` for
-slopes, which lie in a range known beforehand, `Bits` for yes and no.
+The formats are the reference of what is packed. The kernels pack the same codes, with a few bytes of their own beside
+them (the rows of each tile): measured bytes come from storages (`hotrain.saved_bytes`), predicted ones from here.
+`Format` is for the projected rows of a layer's input, whose codes enter an integer product. The others are for tensors
+of any shape that come back as numbers: `Grouped` for values, `Levels` for slopes, whose range is known beforehand,
+`Bits` for yes and no.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Activation:
 
     by_input: whether x is kept in their place, in the format of `policy.FORMATS`, from which backward makes the slope,
     and f(x) for the layer behind. Half the bytes, but backward computes f twice: not for GELU, whose slope in four
-    bits is read at the speed of memory (docs/performance.md).
+    bits is read at the speed of memory (docs/memory.md).
     """
 
     f: Callable[..., Tensor]

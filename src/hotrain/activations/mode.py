@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from .. import autograd, backward
 from ..saved import memory_order
@@ -43,6 +45,25 @@ KEY = "hotrain"  # under which a tracer writes on nodes whose they are
 ATTRIBUTE = "_hotrain_buffers"  # of a module: where it writes down what was served
 
 
+@dataclass(frozen=True)
+class Example:
+    """What a model was called with first: tensors without memory, and the autocast that it ran under."""
+
+    model: Any  # a weak reference
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: tuple[str, torch.dtype | None]
+
+    @classmethod
+    def of(cls, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+        def shape_alone(t: Tensor) -> Tensor:
+            return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
+
+        shapes, named = tree_map_only(Tensor, shape_alone, (args, dict(kwargs)))
+        kind = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
+        return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
+
+
 @dataclass
 class Buffers:
     """What became of the calls of a converted model: served operators, and those left full with the reason."""
@@ -55,9 +76,27 @@ class Buffers:
     uncut: bool = field(default=False, repr=False, compare=False)  # traced, and no graph of it seen by `partition`
     waits: bool = field(default=False, repr=False, compare=False)  # ran in eager mode on a GPU
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
+    graphs: list[int] = field(default_factory=list, repr=False, compare=False)  # bytes that each compiled graph keeps
+    example: Example | None = field(default=None, repr=False, compare=False)
+    root: Any = field(default=None, repr=False, compare=False)  # a weak reference to the model
+
+    def see_from(self, fast: Any, model: Any) -> None:
+        """`see` the first call of a compiled model, which runs no Python of ours."""
+
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training and torch.is_grad_enabled():
+                self.see(model, args, kwargs)
+                handle.remove()
+
+        handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"passing": set()}
+        return self.__dict__ | {"passing": set(), "example": None, "root": None}
+
+    def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember what the model is called with, by shapes, for the report's totals."""
+        if self.example is None:
+            self.example = Example.of(model, args, kwargs)
 
     def serve(self, what: str, form: str) -> None:
         self.served[what] = form
@@ -151,6 +190,11 @@ class Compressed(Mode):
         # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
         # what it kept first.
         return not _transforms() and current_checkpoint() == self.checkpoint
+
+
+def differentiates() -> bool:
+    """Whether autograd will ask for gradients of this forward: an exported program has those of PyTorch."""
+    return torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def _transforms() -> bool:

@@ -136,8 +136,9 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         for half in (forward, backward):
             half.graph.lint()
             half.recompile()
+    kept = halves.kept_bytes({places[number] for number in static if number < len(places)})
     for name in {_region(node) for node in forward.graph.nodes} & set(_regions):
-        account.tell(name)
+        account.tell(name, kept)
 
 
 def _made_of(graph: Graph, parameters: set[Node]) -> set[Node]:
@@ -250,9 +251,11 @@ class _Account:
             key = _region(node), tuple(sorted(names)), form, why
             self.rows[key] = self.rows.get(key, 0) + uses.entries(node) * node.meta["val"].dtype.itemsize
 
-    def tell(self, region: str) -> None:
+    def tell(self, region: str, kept: int) -> None:
+        """Write it into the report.  kept: bytes that cross the cut in all."""
         buffers = _regions[region]
         buffers.uncut = False
+        buffers.graphs.append(kept)
         for (where, names, form, why), size in self.rows.items():
             if where == region:
                 what = ", ".join(names)
@@ -320,6 +323,14 @@ class _Halves:
         if described is not None and len(described) == len(new):
             self.output.meta["desc"] = [d for d, parts in zip(described, new, strict=True) for _ in parts]
         return True
+
+    def kept_bytes(self, parameters: set[Node]) -> int:
+        """Bytes of the memory that crosses the cut, without that of parameters, each once."""
+        total = 0
+        for base in dict.fromkeys(_base(node) for node in list(self.output.args[0])[self.results :] if isinstance(node, Node)):  # type: ignore[arg-type]
+            if base not in parameters and isinstance(base.meta.get("val"), Tensor):
+                total += uses.entries(base) * base.meta["val"].dtype.itemsize
+        return total
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
         """Nodes of backward that are made from kept tensors alone, made in forward."""

@@ -4,6 +4,7 @@ forward under `mode.Compressed`. Blocks have their own, for a checkpointed block
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .exchange import Mixin, mix, unmix
-from .mode import ATTRIBUTE, KEY, Buffers, Compressed
+from .mode import ATTRIBUTE, KEY, Buffers, Compressed, differentiates
 from .norms import ComposedRMSNorm, is_composed
 from .stack import top
 
@@ -25,8 +26,10 @@ class Wrapped(Mixin):
     rank = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Wrapped):
+            return type(self).forward(self, *args, **kwargs)
         buffers = self.__dict__.get(ATTRIBUTE)
-        if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+        if buffers is None or not (self.training and differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
@@ -34,6 +37,8 @@ class Wrapped(Mixin):
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
+        if buffers.example is None and buffers.root is not None and buffers.root() is self:
+            buffers.see(self, args, kwargs)
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with nullcontext() if stands else Compressed(buffers):
@@ -67,7 +72,9 @@ class WrappedFunction(Mixin):
     rank = 2
 
     def forward(self, input: Tensor) -> Tensor:
-        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
+        if not isinstance(self, WrappedFunction):
+            return type(self).forward(self, input)  # type: ignore[no-any-return]
+        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         name = NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]
@@ -81,20 +88,22 @@ def wrap(model: nn.Module) -> Buffers:
     A model that is wrapped already keeps its wraps and gets new records.
     """
     buffers = Buffers()
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, which calls that one's class
+    buffers.root = weakref.ref(model)
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
         buffers.leave("what no block calls", why)
-    for module in _places(model):
-        mix(module, Wrapped)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        buffers.leave("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
+    # All is chosen before anything is changed.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    outer = list(_places(model))
+    norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
+    functions = [module for module in modules if type(module) in NAMES and "forward" not in module.__dict__]
+    for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
+        for module in found:
+            mix(module, mixin)
+    for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
         module.__dict__[ATTRIBUTE] = buffers
-    for module in model.modules():
-        if not isinstance(module, ComposedRMSNorm) and is_composed(module):
-            mix(module, WrappedNorm)
-        if type(module) in NAMES and "forward" not in module.__dict__:
-            mix(module, WrappedFunction)
-        if isinstance(module, ComposedRMSNorm | WrappedFunction):
-            module.__dict__[ATTRIBUTE] = buffers
     return buffers
 
 
@@ -110,7 +119,8 @@ def unwrap(model: nn.Module) -> None:
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and what stands in its lists of modules and has modules itself."""
-    yield model
+    if not isinstance(model, torch.jit.ScriptModule):
+        yield model
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             yield from (child for child in parent.children() if child is not model and is_block(child))
@@ -122,5 +132,5 @@ def is_block(module: nn.Module) -> bool:
         any(True for _ in module.children())
         and "forward" not in module.__dict__
         and not is_parametrized(module)  # its children make its weight, and its class is PyTorch's to exchange
-        and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule)
     )

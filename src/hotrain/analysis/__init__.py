@@ -1,7 +1,7 @@
 """Questions asked of a model: what it keeps, what it costs, how far its gradients are from exact.
 
-Nothing here changes the model it looks at: modes, buffers, gradients, generators and draw counters are left as
-found (`as_found`). The answers print as tables and carry their rows as plain dicts, for figures made elsewhere.
+Questions leave the model as it was: modes, buffers, gradients, generators and draw counters (`as_found`). Only `budget`
+changes it, since that is what it is for. The answers print as tables and carry their rows as plain dicts.
 
     saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
     predicted     the same without running the model

@@ -1,9 +1,9 @@
-"""Step 5, the two gradients on a GPU: each operand is read once, rotated, projected and turned into codes on the way.
+"""Step 5, Triton kernels: the two gradients of layers, and packing and unpacking of the activations between them.
 
-`reason` says what is served, `keep` is forward's part, `gradients` backward's. The numbers are those of
-`hotrain.backward`; `compress` has the one kernel that reads, `product` the products of codes, `rows` and `noise` the
-draws. `buffers` has the kernels of what lies between the layers, `unfused` those that eager mode has of its own. Triton
-is imported when something is first served, so that importing this package needs only torch.
+For layers `reason` says what is supported, `keep` is forward's part, `gradients` backward's, with the numbers of
+`hotrain.backward`: `compress` has the kernel that reads x, g_y or w, `product` the products of codes, `rows` and
+`noise` the draws. `buffers` has the kernels of activations, norms and attention, `unfused` those that eager mode adds.
+Triton is imported when a kernel first runs, so that importing this package needs only torch.
 """
 
 from __future__ import annotations

@@ -612,7 +612,7 @@ class Tiling:
         return eighths, each, blocks, min(blocks, self.waves * multiprocessors(device))
 
 
-# Measured on an H200 (docs/performance.md). Each program of the sums leaves two numbers a channel: few where there are
+# Measured on an H200 (docs/memory.md). Each program of the sums leaves two numbers a channel: few where there are
 # many channels.
 
 

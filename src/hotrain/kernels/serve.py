@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# What lies behind a norm, by the number that the kernels know it by.
+# The function behind a batch norm → its number in the kernels.
 FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5, "gelu_tanh": 6}
 
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and room to the next boundary of 16 bytes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class LayerState:
         key: int | Tensor
         word = None
         if x.device.type == "cuda":
+            if self.plan == "speed" and not torch.cuda.is_current_stream_capturing():
+                advise_compiling()
             self._place(x.device)
             kernels = autograd.kernels_for(x.device)
             assert kernels is not None
@@ -165,7 +168,8 @@ class LayerState:
         return self._prepare(mixes, geometry, x.device, w.requires_grad, *facts, module.bias is not None, transposed)
 
     def _asked(self, module: Any, x: Tensor) -> bool:
-        return torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
+        asked = torch.is_grad_enabled() and not torch.compiler.is_exporting()  # a program has PyTorch's gradients
+        return asked and (x.requires_grad or module.weight.requires_grad)
 
     def _mixes(self, module: Any) -> bool:
         return self.low_rank and module.weight.requires_grad and not self.chosen
@@ -244,6 +248,16 @@ class LayerState:
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
             _ready(self.draws, device)
+
+
+@cache
+def advise_compiling() -> None:
+    """Say, once a process, what would be faster than eager mode on a GPU."""
+    warnings.warn(
+        "hotrain: this model runs in eager mode on a GPU, where the host limits its speed; "
+        "fast = hotrain.compile(model) trains it as CUDA graphs.",
+        stacklevel=2,
+    )
 
 
 @lru_cache(maxsize=1024)

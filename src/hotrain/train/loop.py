@@ -98,8 +98,8 @@ class Result:
     finished: bool
     record_path: Path
     checkpoint_path: Path
-    updates: int = 0
     layers: list[dict[str, Any]] | None = None
+    updates: int = 0
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
@@ -291,7 +291,7 @@ class Training:
 
         self.net: nn.Module = self.model
         if run.compile:
-            graphs = run.plan == "graphs" and self.device.type == "cuda"
+            graphs = run.plan != "speed" and self.device.type == "cuda"
             self.net = torch.compile(self.model, mode="reduce-overhead" if graphs else None)  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = nn.parallel.DistributedDataParallel(self.net)
@@ -403,8 +403,8 @@ class Training:
         if self.device.type == "cuda" and self.update % WATCH:
             return
         # The scale as a tensor: get_scale() would wait for it.
-        scale = self.scaler._scale if self.scaler.is_enabled() else self.loss_sum.new_ones(())
-        seen = self.watched.look(self.loss_sum, scale)
+        scale = self.scaler._scale if self.scaler.is_enabled() else None
+        seen = self.watched.look(self.loss_sum, self.loss_sum.new_ones(()) if scale is None else scale)
         if not math.isfinite(seen[0]) and self.run.amp != "fp16":
             raise self._diverged(f"the training loss is {seen[0]}")
         if seen[1] < SCALE_FLOOR:
@@ -622,8 +622,8 @@ class Training:
             finished=finished,
             record_path=Path(self.run.out_dir) / record.RUNS,
             checkpoint_path=self.checkpoint_path,
-            updates=self.update - self.started_at,
             layers=None if self.setup.report is None else self.setup.report.ran(),
+            updates=self.update - self.started_at,
             model=self.model,
         )
 

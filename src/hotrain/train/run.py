@@ -113,7 +113,7 @@ class TrainRun:
     # Numerics and machine
     amp: Literal["bf16", "fp16"] | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N
-    compile: bool = False  # torch.compile; with plan="graphs" on a GPU the step runs as CUDA graphs
+    compile: bool = False  # torch.compile; on a GPU as CUDA graphs unless plan="speed"
     channels_last: bool = False  # keep images and their convolutions' weights by pixel, as GPUs' 16-bit kernels want it
     grad_checkpointing: bool = False
     deterministic: bool = False  # deterministic algorithms only: needed for a bit-exact resume on CUDA

@@ -1,0 +1,161 @@
+"""What the README says in numbers: the default beside exact, checkpointing and torchao, and where it pays."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import records
+
+import hotrain
+from hotrain.presets import DEFAULT, describe
+
+SUBJECT = "vit_base_patch16_224/b128"
+DEFAULT_VARIANT = "hotrain-default"
+# Exact training that the default is compared with: as CUDA graphs, which the default runs as, where that was measured.
+BASELINES = ("exact+graphs", "exact+compile")
+# variant → what the README calls it, and the method whose accuracy it has ("exact": it computes the same)
+SHOWN = {
+    "exact+graphs": ("exact, as CUDA graphs", "exact"),
+    "exact+compile": ("exact, compiled", "exact"),
+    "exact+compile+checkpoint": ("exact, every block checkpointed", "exact"),
+    "torchao-float8-tensorwise": ("torchao float8 (tensorwise)", None),
+    "exact-block": (f"exact products, `{DEFAULT}`'s buffers", "exact:memory=block"),
+    DEFAULT_VARIANT: (f"**hotrain, the default** (`{DEFAULT}`)", DEFAULT),
+}
+
+
+def headline(folder: Path = records.RESULTS) -> str:
+    """One run of one model: time, peak and, from the comparisons of the default, accuracy."""
+    run = _run_of_default(SUBJECT, folder)
+    if run is None:
+        return records._none_yet("step")
+    base = _baseline(run, SUBJECT)
+    assert base is not None
+    compared = _comparisons(folder)
+    lines = []
+    for variant, (name, method) in SHOWN.items():
+        ms = records._step_mean(run, SUBJECT, variant)
+        peak = records._step_mean(run, SUBJECT, variant, "peak_bytes")
+        if ms is None or peak is None or (variant in BASELINES and variant != base[0]):
+            continue
+        accuracy = [_accuracy(rows, model, method) for model, rows in compared.items()]
+        lines.append([name, f"{ms:.1f}", f"{ms / base[1]:.2f}", f"{peak / records.GIB:.2f}", *accuracy])
+    headers = ["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"]
+    headers += [f"accuracy, {LABELS[model]}" for model in compared]
+    text = records._markdown(headers, lines) + f"\n\nSteps: {_where(run[0])}."
+    layers = [row["layers"] for row in run if row["variant"] == DEFAULT_VARIANT and row.get("layers")]
+    if layers:
+        text += f" The default ran {records.ran(layers[-1])}."
+    if compared:
+        return text + f" Accuracy in %, {_seeds(compared)}: [results](docs/results.md)."
+    return text + " Accuracy of exactly this configuration is not recorded yet; what is: [results](docs/results.md)."
+
+
+LABELS = {"small_vit": "small ViT, CIFAR-10", "small_resnet18": "ResNet-18, CIFAR-10"}
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"one {row['device']}, PyTorch {row['torch'].partition('+')[0]}, commit {records._commit(row)}"
+
+
+def _run_of_default(subject: str, folder: Path) -> list[dict[str, Any]] | None:
+    """The latest run that measured the default and exact on a subject."""
+    for run in reversed(records._by_run(records._of_bench("step", folder)).values()):
+        if records._step_mean(run, subject, DEFAULT_VARIANT) is not None and _baseline(run, subject) is not None:
+            return run
+    return None
+
+
+def _baseline(run: list[dict[str, Any]], subject: str) -> tuple[str, float] | None:
+    """Exact training in a run: the variant, and its ms/step."""
+    for variant in BASELINES:
+        ms = records._step_mean(run, subject, variant)
+        if ms is not None:
+            return variant, ms
+    return None
+
+
+def _comparisons(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Model → rows of the latest comparison of the default, with exact under the same seeds, on a GPU."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path, summary in records.summaries(folder):
+        for model in LABELS:
+            rows = records._measured(summary)
+            if "_default_h200_" in path.name and records.paired_gaps(rows, model, DEFAULT):
+                found[model] = rows
+    return found
+
+
+def _accuracy(rows: list[dict[str, Any]], model: str, method: str | None) -> str:
+    if method is None:
+        return "–"
+    values = [row["accuracy"] for row in rows if (row["model"], row["method"]) == (model, method)]
+    if not values:
+        return "–"
+    if method == records.CONTROL:
+        return f"{statistics.fmean(values):.2f}"
+    return f"{statistics.fmean(values):.2f} ({records._mean(records.paired_gaps(rows, model, method), sign='+')})"
+
+
+def _seeds(compared: dict[str, list[dict[str, Any]]]) -> str:
+    counts = {len(records.paired_gaps(rows, model, DEFAULT)) for model, rows in compared.items()}
+    return f"in brackets the gap to exact, mean ± deviation over {' and '.join(map(str, sorted(counts)))} paired seeds"
+
+
+def pays(folder: Path = records.RESULTS) -> str:
+    """Of each model the default against exact in the latest run that has both, the fastest first."""
+    rows = records._of_bench("step", folder)
+    lines = []
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        run = _run_of_default(subject, folder)
+        base = run and _baseline(run, subject)
+        if run is None or not base:
+            continue
+        ms = records._step_mean(run, subject, DEFAULT_VARIANT)
+        peaks = [records._step_mean(run, subject, name, "peak_bytes") for name in (base[0], DEFAULT_VARIANT)]
+        if ms is None or None in peaks:
+            continue
+        gib = [f"{peak / records.GIB:.2f}" for peak in peaks if peak is not None]
+        cells = [f"{base[1]:.1f}", f"{ms:.1f}", f"{ms / base[1]:.2f}", *gib, f"`{base[0]}`", records._commit(run[0])]
+        lines.append((ms / base[1], [f"`{subject}`", *cells]))
+    if not lines:
+        return records._none_yet("step")
+    headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "exact is", "commit"]
+    return records._markdown(headers, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+
+
+def presets() -> str:
+    """The presets, a line each, from the first clause of their docstrings."""
+    lines = []
+    for name in hotrain.presets():
+        first = " ".join(describe(name).split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+        lines.append([f"`{name}`" + (" (default)" if name == DEFAULT else ""), first.replace("|", "\\|")])
+    return records._markdown(["preset", "what it is"], lines)
+
+
+FIELDS = {"ms": ("median_ms", 1.0, ".0f"), "peak": ("peak_bytes", records.GIB, ".1f")}
+
+
+def figure(asked: str, folder: Path = records.RESULTS) -> str:
+    """A number of a sentence: ``SUBJECT VARIANT ms`` or ``… peak`` (GiB), ``… over OTHER`` as a ratio.
+
+    It is of the latest run that has the variant, and a ratio is of one run.
+
+    Raises:
+        ValueError: `asked` is none of these, or no record has it.
+    """
+    words = asked.split()
+    if len(words) not in (3, 5) or words[2] not in FIELDS or words[3:4] not in ([], ["over"]):
+        raise ValueError(f"figure {asked!r}: accepted is SUBJECT VARIANT ms|peak, or that with 'over VARIANT'")
+    subject, variant, field = words[:3]
+    name, unit, form = FIELDS[field]
+    for run in reversed(records._by_run(records._of_bench("step", folder)).values()):
+        value = records._step_mean(run, subject, variant, name)
+        if value is not None and len(words) == 3:
+            return f"{value / unit:{form}}"
+        other = records._step_mean(run, subject, words[-1], name)
+        if value is not None and other is not None:
+            return f"{value / other:.2f}"
+    raise ValueError(f"figure {asked!r}: no record has it")
