@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hotrain.cli.errors import is_mistake, one_line
+from hotrain.cli.errors import is_mistake, one_line, wrapped
 from hotrain.cli.main import app
 from hotrain.train import load_data
 
@@ -96,3 +97,14 @@ def test_what_counts_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_says_how_to_get_it() -> None:
     assert "pip install 'hotrain[demo]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
     assert one_line(ValueError()) == "ValueError"
+
+
+def test_a_note_is_broken_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 30 + "/a/path-that-is/longer/than/the/terminal/is/wide/and/must/be/copied/whole/checkpoint.pt"
+    assert wrapped(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    lines = wrapped(text, terminal).splitlines()
+    assert max(map(len, lines[:-1])) <= 40
+    assert " ".join(line.strip() for line in lines) == text

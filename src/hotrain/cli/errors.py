@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -62,9 +62,14 @@ def one_line(error: BaseException) -> str:
     return text
 
 
+def wrapped(text: str, stream: TextIO, indent: str = "  ") -> str:
+    """``text`` in lines of the terminal's width, broken between words; unchanged where ``stream`` is no terminal."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def note(text: str) -> None:
     """A line for the reader that is no result: to stderr, so that ``--json`` output stays clean."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(text, file=sys.stderr, flush=True)
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotrain.cli.errors import interrupted, note
+from hotrain.cli.errors import interrupted, note, wrapped
 from hotrain.cli.options import (
     DataOption,
     DeviceOption,
@@ -107,7 +108,8 @@ def _outcome(run: TrainRun, result: Result) -> str:
             f"{run.model} {run.method_label} seed {run.seed}: {result.accuracy:.2f} % "
             f"(best {result.best_accuracy:.2f} %) in {result.seconds:.0f} s"
         )
-    lines += [f"layers      {line_of(group)}" for group in result.layers or ()]
+    ran = [group for group in result.layers or () if group["g_x"] is not None]  # of a finished run, resumed, none did
+    lines += [wrapped(f"layers      {line_of(group)}", sys.stdout, " " * 12) for group in ran]
     if result.saved_bytes is not None:
         lines.append(f"kept        {bytes_text(result.saved_bytes)} for backward, of a batch of {run.batch_size}")
     if result.step_ms is not None:
