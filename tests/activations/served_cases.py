@@ -131,6 +131,12 @@ CASES = {
     "batch_norm, plain, 3 axes": Case(
         lambda x: F.batch_norm(x, None, None, training=True), ((3, 7, 9),), (("norm", (3, 9, 7)),), beside=7
     ),
+    "batch_norm, samples": Case(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        ((30, 48), (48,), (48,)),
+        (("norm", (30, 48)),),
+        beside=48,
+    ),
     "softmax": Case(lambda x: F.softmax(x, -1), ((2, 3, 7, 49),), (("softmax", (2, 3, 7, 49)),)),
     "softmax, another axis": Case(lambda x: x.softmax(1), ((2, 48, 7),), (("softmax", (2, 7, 48)),)),
     "dropout": Case(lambda x: F.dropout(x, 0.3), ((2, 7, 48),), ((BITS, (2, 7, 48)),)),

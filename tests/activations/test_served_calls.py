@@ -220,11 +220,49 @@ def test_attention_masks(mask: str, dtype: torch.dtype) -> None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
 
     got, want = differentiate(lambda *t: served(call, *t), inputs), differentiate(call, inputs)
-    # For three axes PyTorch takes its plain formula: another order of sums.
-    rounding = 0 if m is None or m.dim() != 3 else 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(got[0], want[0], rtol=0, atol=rounding * 4, equal_nan=True)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
     assert all(torch.equal(g.isnan(), w.isnan()) for g, w in zip(got, want, strict=True))
     assert distance(got, want) <= 0.25
+
+
+REFUSED = {
+    "one axis": torch.randn(11),
+    "one axis of booleans": torch.arange(11) > 3,
+    "no axis": torch.tensor(0.0),
+    "integers": torch.ones(9, 11, dtype=torch.int64),
+    "another precision": torch.randn(9, 11).double(),
+}
+
+
+@pytest.mark.parametrize("mask", REFUSED)
+def test_masks_that_pytorch_refuses_are_refused(mask: str) -> None:
+    q, k, v = (rand(2, 3, n, 16) for n in (9, 11, 11))
+    want = outcome(F.scaled_dot_product_attention, q, k, v, REFUSED[mask])
+    assert isinstance(want, type)
+    assert outcome(lambda: served(F.scaled_dot_product_attention, q, k, v, REFUSED[mask])) is want
+
+
+def _image(*shape: int) -> Tensor:
+    return torch.randn(shape).to(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "channels last": _image(4, 32, 8, 8),
+    "some channels of it": _image(4, 32, 8, 8)[:, :16],
+    "some rows of it": _image(4, 32, 8, 8)[:, :, 2:6],
+    "some columns of it": _image(4, 32, 8, 8)[..., 1:7],
+    "one position of it": _image(4, 32, 8, 8)[:, :, :1, :1],
+    "five axes": torch.randn(2, 8, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+    "turned": torch.randn(4, 32, 8, 6).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_norms_result_lies_as_pytorchs(layout: str) -> None:
+    x = LAYOUTS[layout].detach().requires_grad_()
+    got, want = served(F.group_norm, x, 4), F.group_norm(x, 4)
+    assert torch.equal(got, want)
+    assert got.stride() == want.stride()
 
 
 def test_the_switch_of_attentions_kernels_is_heeded() -> None:

@@ -33,6 +33,10 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
         return None
     if q.shape[1] % k.shape[1] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
         return None
+    # PyTorch refuses the others, and runs its plain formula for three axes on a CPU.
+    axes = (2, 4) if q.device.type == "cpu" else (2, 3, 4)
+    if mask is not None and (mask.dim() not in axes or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
+        return None
     flash, efficient, cudnn = _switches()
     if q.device.type in ("cpu", "meta"):  # shapes alone stand for a CPU's tensors (`analysis.predicted`)
         fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
@@ -102,7 +106,7 @@ def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tenso
         mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
     mask = mask.to(q.dtype)
     if kind == "cpu":
-        return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape[-2:]) if mask.dim() == 2 else mask[None]
+        return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape)
     # The kernel reads rows of it in runs of 16 entries.
     keys = k.shape[-2]
     if keys % 16:

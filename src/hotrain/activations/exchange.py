@@ -36,6 +36,13 @@ class Mixin:
         return _mixed_again, (rebuild, arguments, mixins, _ours(self)), *state
 
 
+def _refuse_script(self: nn.Module) -> nn.Module:
+    raise RuntimeError(
+        f"hotrain: torch.jit.script cannot compile a converted {type(self).__name__}. Script a copy after "
+        "hotrain.revert(copy), or use torch.compile or torch.export on the model as it is."
+    )
+
+
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Of a module whose class has a way of its own: that one's, mixed again."""
     with _as_it_was(self):
@@ -110,6 +117,7 @@ def _made(plain: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Mo
             "__qualname__": plain.__qualname__,
             "forward": _with_signature_of(plain, parts[1][0]),
             _MARK: parts,
+            "__prepare_scriptable__": _refuse_script,
         }
         if hasattr(plain, "__deepcopy__"):
             names["__deepcopy__"] = _deepcopy

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from ..autograd import once
@@ -283,9 +284,8 @@ class Normalized(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """As PyTorch hands x to its group norm: channels last stays so on a CPU."""
-    stays = x.device.type == "cpu" and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return x.contiguous(memory_format=torch.channels_last if stays else torch.contiguous_format)
+    """As PyTorch hands x to its group norm: on a CPU channels last stays so, of a slice of such an image too."""
+    return x.contiguous(memory_format=suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format)
 
 
 def _along_channels(w: Tensor, axes: int) -> Tensor:

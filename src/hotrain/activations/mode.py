@@ -402,7 +402,7 @@ def _batch_norm(
     if not training:
         scope.leave("batch_norm", "it normalises with running statistics; served are those of the batch")
         return None
-    if input.dim() < 3:
+    if input.dim() < 2:
         return None
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
