@@ -236,6 +236,22 @@ def test_the_switch_of_attentions_kernels_is_heeded() -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_result_can_be_changed_in_place(name: str) -> None:
+    """A view that a custom function returns could not. Codes are a copy, so that gradients are those of forward."""
+    inputs = CASES[name].inputs()
+
+    def run(copies: bool) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        y = served(CASES[name].call, *inputs)
+        y = y.clone() if copies else y
+        y[..., :1] = 0.5
+        y *= 2
+        return y.detach(), *torch.autograd.grad(y.square().sum(), inputs)
+
+    assert all(torch.equal(g, w) for g, w in zip(run(False), run(True), strict=True))
+
+
 INPLACE = {
     "relu": lambda x: F.relu(x, inplace=True),
     "silu": lambda x: F.silu(x, inplace=True),

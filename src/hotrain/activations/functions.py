@@ -19,6 +19,14 @@ from .curves import ACTIVATIONS, ELSE, FACTOR
 from .policy import BITS, GROUPED
 from .recipes import is_recipe, make, restore, values, wide
 
+
+
+def _unviewed(y: Tensor) -> Tensor:
+    """A result that is a view of what was made for it alone: autograd lets nobody change a view in place that a custom
+    function returns, and PyTorch's functions return none."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 # ---- activations: y = f(x), g_x = g_y f'(x) ----
 
 
@@ -34,7 +42,7 @@ class Slope(torch.autograd.Function):
         made = launches.activate(lying, name) or launches.open_bits(lying, name)
         if made is not None:
             ctx.save_for_backward(made[1])
-            return as_it_was(made[0], ctx.order)
+            return _unviewed(as_it_was(made[0], ctx.order))
         y = kind.f(x)
         if kind.levels is None:
             ctx.save_for_backward(*BITS.keep(kind.slope(lying)))
@@ -482,7 +490,7 @@ class Linear(torch.autograd.Function):
         kept = _keep(x, form, given)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return F.linear(x, w, b), *_hand_out(ctx, *_own(kept, form))
+        return _unviewed(F.linear(x, w, b)), *_hand_out(ctx, *_own(kept, form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
