@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hotrain
+from hotrain.activations.exchange import Mixin
+from hotrain.activations.recompute import keep_all, recompute
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -203,6 +205,110 @@ def test_copies_are_served_too(way: str, tmp_path: Path) -> None:
     hotrain.revert(twin)
     assert type(twin) is Net
     assert type(net) is not Net
+
+
+class Sum(nn.Module):
+    """What fx can trace, and pickle: without annotations, which are strings here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.b(nn.functional.gelu(self.norm(self.a(x)))) + x
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_a_module_that_copies_itself(way: str) -> None:
+    """fx.GraphModule makes a class for each instance, from the first class of its own that is not called as it is."""
+    net = torch.fx.symbolic_trace(Sum())
+    hotrain.convert(net, "exact", memory="block")
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(3))
+    want = step(net, x)
+    for _ in range(2):  # a copy can be copied
+        net = copy.deepcopy(net) if way == "deepcopy" else pickle.loads(pickle.dumps(net))
+        assert all(torch.equal(g, w) for g, w in zip(step(net, x), want, strict=True))
+        with saving() as held:
+            net(x)
+        assert any(t.dtype == torch.uint8 for t in held)
+    hotrain.revert(net)
+    assert type(net).__mro__[1] is torch.fx.GraphModule
+    assert all(torch.equal(g, w) for g, w in zip(step(net, x), step(Sum(), x), strict=True))
+
+
+def _keep_forward(net: Net) -> None:
+    """As accelerate does under mixed precision: the bound forward, called by another on the instance."""
+    bound = net.forward
+    net.forward = lambda *args, **kwargs: bound(*args, **kwargs)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after", ["revert", "memory=linear", "revert and convert"])
+def test_a_forward_that_was_kept_while_converted(after: str) -> None:
+    net, plain = converted("hot-unbiased", how=_call, dropout=0.0), Net(dropout=0.0)
+    for block in (net, *net.blocks):
+        _keep_forward(block)
+    if after == "memory=linear":
+        hotrain.convert(net, "hot-unbiased", memory="linear")
+        hotrain.convert(plain, "hot-unbiased", memory="linear")
+    else:
+        hotrain.revert(net)
+        if after == "revert and convert":
+            hotrain.convert(net, "hot-unbiased", memory="block")
+            hotrain.convert(plain, "hot-unbiased", memory="block")
+    assert all(torch.equal(g, w) for g, w in zip(step(net), step(plain), strict=True))
+    assert torch.equal(net.eval()(batch()), plain.eval()(batch()))
+
+
+def _call(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+@pytest.mark.parametrize("kind", ["norm", "function", "recomputed"])
+def test_a_forward_of_another_mixin_that_was_kept(kind: str) -> None:
+    module: nn.Module = {"norm": LlamaLikeRMSNorm, "function": nn.Hardswish, "recomputed": Block}[kind]()
+    net = nn.Sequential(module, nn.Linear(32, 32))
+    x = batch()
+    want = net.eval()(x)
+    net.train()
+    if kind == "recomputed":
+        recompute({"0": module})
+    else:
+        hotrain.convert(net, "exact", memory="block")
+    assert isinstance(module, Mixin)
+    _keep_forward(module)
+    keep_all(net)
+    hotrain.revert(net)
+    assert not isinstance(module, Mixin)
+    assert torch.equal(net.eval()(x), want)
+
+
+class LlamaLikeRMSNorm(nn.Module):
+    """Composed, as transformers composes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden_states.dtype)
+
+
+def test_compiled_classes_count_their_graphs_apart() -> None:
+    """Dynamo compiles a code eight times at most: forwards of many classes must not share one."""
+    torch._dynamo.reset()
+    kinds = [type(f"Net{i}", (Net,), {}) for i in range(6)]
+    try:
+        for kind in kinds:
+            net = kind(dropout=0.0)
+            hotrain.convert(net, "exact", memory="block")
+            run = torch.compile(net, backend="eager", fullgraph=True)  # raises where the limit is reached
+            for mode in (True, False):
+                net.train(mode)
+                run(batch())
+    finally:
+        torch._dynamo.reset()
 
 
 def test_converting_again_changes_what_is_asked() -> None:

@@ -20,7 +20,6 @@ from .policy import BITS, GROUPED
 from .recipes import is_recipe, make, restore, values, wide
 
 
-
 def _unviewed(y: Tensor) -> Tensor:
     """A result that is a view of what was made for it alone: autograd lets nobody change a view in place that a custom
     function returns, and PyTorch's functions return none."""

@@ -19,6 +19,8 @@ class ComposedRMSNorm:
     """Mixed into the class of such a module: training forwards keep codes of what is normalised."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, ComposedRMSNorm):
+            return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         x, w = hidden_states, self.weight  # type: ignore[attr-defined]
         buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
         wanted = buffers is not None and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)

@@ -25,6 +25,8 @@ class Wrapped(Mixin):
     rank = 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Wrapped):
+            return type(self).forward(self, *args, **kwargs)
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -67,6 +69,8 @@ class WrappedFunction(Mixin):
     rank = 2
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(self, WrappedFunction):
+            return type(self).forward(self, input)  # type: ignore[no-any-return]
         plain = not torch.compiler.is_dynamo_compiling() or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
