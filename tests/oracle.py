@@ -134,7 +134,7 @@ def projection(lay: Any, key: int) -> Tensor:
         for kind in rows
     }
     gain = math.sqrt((tile - fixed) / sampled) if sampled else 1.0
-    out = 0
+    out, slots = 0, lay.slots.tolist()
     for sample in range(lay.samples):
         for t in range(lay.tiles):
             kind, at = ("square", t) if t < lay.square else ("line", t - lay.square)
@@ -142,12 +142,12 @@ def projection(lay: Any, key: int) -> Tensor:
             if sampled:
                 picks += [(i, gain) for i in drawn[kind][sample * counts[kind] + at]]
             for i, factor in picks:
-                for j, token in enumerate(lay.slots[t * tile : (t + 1) * tile]):
+                for j, token in enumerate(slots[t * tile : (t + 1) * tile]):
                     if token >= 0:
                         p[out, sample * lay.tokens + token] = factor * h[i, j]
                 out += 1
     for sample in range(lay.samples):
-        for token in lay.slots[lay.tiles * tile :]:
+        for token in slots[lay.tiles * tile :]:
             p[out, sample * lay.tokens + token] = 1.0
             out += 1
     assert out == lay.rows

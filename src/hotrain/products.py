@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _INT32 = (1 << 31) - 1
@@ -23,9 +24,10 @@ def has_int8_units(device_type: str) -> bool:
         return torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 5)
     if device_type != "cpu" or not torch.cpu._is_vnni_supported():
         return False
-    a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8)
-    want = (a.double() @ a.double().T).to(torch.int32)
-    return bool(torch.equal(torch._int_mm(a, a.T.contiguous()), want))
+    with _disable_current_modes():  # those of a tracer, whose tensors have no entries to look at
+        a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8, device="cpu")
+        want = (a.double() @ a.double().T).to(torch.int32)
+        return bool(torch.equal(torch._int_mm(a, a.T.contiguous()), want))
 
 
 def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:

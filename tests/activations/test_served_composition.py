@@ -18,10 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from served_cases import nbytes, saving
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hotrain
+from hotrain import products
 from hotrain.activations.exchange import Mixin
 from hotrain.activations.recompute import keep_all, recompute
 
@@ -114,6 +116,52 @@ def test_a_checkpoint_around_the_model() -> None:
     net = converted()
     want = step(net)
     assert all(torch.equal(g, w) for g, w in zip(step(Around(net)), want, strict=True))
+
+
+def _images() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 1), nn.GroupNorm(4, 32)
+    )
+
+
+SUBJECTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "tokens": (lambda: Net(dropout=0.0), (2, 17, 32)),
+    "images": (_images, (2, 32, 9, 11)),
+}
+
+
+@pytest.mark.parametrize("method", ["hq8", "hot", "hot-unbiased"])
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_exported_in_training_mode_it_is_exact_and_leaves_nothing_behind(subject: str, method: str) -> None:
+    make, shape = SUBJECTS[subject]
+    net, x = make(), torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    hotrain.convert(net, method, memory="block")
+    want = step(net, x)
+    again = torch.randn(shape[0] + 1, *shape[1:])
+    for strict in (False, True):
+        program = torch.export.export(net, (again,), strict=strict)
+        assert not [n for n in program.graph.nodes if "hotrain" in str(n.target) or "bmm" in str(n.target)]
+        torch.testing.assert_close(program.module()(again), make()(again))
+        step(net, again)
+        assert all(torch.equal(g, w) for g, w in zip(step(net, x), want, strict=True))
+
+
+@pytest.mark.parametrize("method", ["hq8", "hot", "hot-unbiased"])
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_step_of_fake_tensors(subject: str, method: str) -> None:
+    """As memory estimators make them: it runs, gives the shapes, and the next real step is as if it had not been."""
+    make, shape = SUBJECTS[subject]
+    net = make()
+    hotrain.convert(net, method, memory="block")
+    want = step(net, torch.ones(shape))
+    products.has_int8_units.cache_clear()
+    with FakeTensorMode():
+        fake = make()
+        hotrain.convert(fake, method, memory="block")
+        fake(torch.ones(shape)).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in fake.parameters())
+    assert all(torch.equal(g, w) for g, w in zip(step(net, torch.ones(shape)), want, strict=True))
 
 
 class Around(nn.Module):

@@ -14,7 +14,7 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .exchange import Mixin, mix, unmix
-from .mode import ATTRIBUTE, KEY, Buffers, Compressed
+from .mode import ATTRIBUTE, KEY, Buffers, Compressed, differentiates
 from .norms import ComposedRMSNorm, is_composed
 from .stack import top
 
@@ -28,7 +28,7 @@ class Wrapped(Mixin):
         if not isinstance(self, Wrapped):
             return type(self).forward(self, *args, **kwargs)
         buffers = self.__dict__.get(ATTRIBUTE)
-        if buffers is None or not (self.training and torch.is_grad_enabled()):  # type: ignore[attr-defined]
+        if buffers is None or not (self.training and differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
@@ -71,7 +71,7 @@ class WrappedFunction(Mixin):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, WrappedFunction):
             return type(self).forward(self, input)  # type: ignore[no-any-return]
-        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and torch.is_grad_enabled())  # type: ignore[attr-defined]
+        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         name = NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]

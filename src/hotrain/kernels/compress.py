@@ -499,7 +499,7 @@ def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Te
 
     Blocks of `tiles` tiles of any samples come first, then blocks of `rows` dense tokens.
     """
-    slots = torch.tensor(lay.slots, dtype=torch.int64)
+    slots = lay.slots
     start = torch.arange(lay.samples)[:, None] * lay.tokens
     end = lay.tiles * 16
 
@@ -709,8 +709,7 @@ def whole(size: int, rotate: bool) -> Layout:
     """The layout that makes P the rotation H along an axis of that size, padded to whole blocks, or the identity."""
     rows = Rows(16, 16, 0, "sequency")
     tiles = -(-size // 16) if rotate else 0
-    slots = (*range(size), *(-1,) * (16 * tiles - size)) if rotate else tuple(range(size))
-    return Layout(1, size, 0, tiles, 0 if rotate else size, slots, rows, rows)
+    return Layout(1, size, 0, tiles, 0 if rotate else size, rows, rows)
 
 
 @functools.lru_cache(maxsize=256)

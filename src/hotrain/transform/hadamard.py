@@ -12,6 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 TILE = 16
 
@@ -30,10 +31,15 @@ def sequency(n: int) -> tuple[int, ...]:
     return tuple(sum(a != b for a, b in itertools.pairwise(row)) for row in signs(n))
 
 
-@functools.lru_cache(maxsize=64)
 def matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal H_n/√n, shape (n, n); symmetric. Cached: do not write to it."""
-    return torch.tensor(signs(n), dtype=torch.float64).div_(n**0.5).to(device, dtype)
+    # What a tracer makes is its own.
+    return (_kept_matrix if _get_current_dispatch_mode() is None else _kept_matrix.__wrapped__)(n, dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(signs(n), dtype=torch.float64, device="cpu").div_(n**0.5).to(device, dtype)
 
 
 def rotate(t: Tensor, dim: int = -1, n: int = TILE) -> Tensor:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from .. import draws
 from . import hadamard
@@ -46,7 +48,7 @@ class Grid:
 class Layout:
     """`samples` sequences of `tokens` tokens, each cut into `square` + `line` tiles and `dense` single tokens.
 
-    `slots[i]` is the token that goes to slot i of a sample, −1 for a slot of zeros.
+    grid: that the square tiles are cut from, `down` of them one above the other; None where there are none.
     """
 
     samples: int
@@ -54,9 +56,10 @@ class Layout:
     square: int
     line: int
     dense: int
-    slots: tuple[int, ...]
     squares: Rows
     lines: Rows
+    grid: Grid | None = None
+    down: int = 0
 
     @property
     def tiles(self) -> int:
@@ -72,14 +75,36 @@ class Layout:
     def kept_fraction(self) -> float:
         return self.rows / max(1, self.samples * self.tokens)
 
+    @property
+    def slots(self) -> Tensor:
+        """The token that goes to each slot of a sample, −1 for a slot of zeros: int64, made anew at each call.
+
+        The square tiles, row by row; the tiles of a line; the dense tokens.
+        """
+        with _disable_current_modes():  # those of a tracer, whose tensors have no entries to look at
+            rest, none = torch.arange(self.tokens, device="cpu"), torch.arange(0, device="cpu")
+            squares = prefix = none
+            if self.grid is not None:
+                prefix = torch.arange(self.grid.prefix, device="cpu")
+                squares, border = _square_tiles(self.grid, math.isqrt(self.lines.tile), self.down, self.square)
+                rest = border if self.grid.dense_prefix else torch.cat((prefix, border))
+                prefix = prefix if self.grid.dense_prefix else none
+            line = self.line * self.lines.tile
+            padded = F.pad(rest[:line], (0, max(0, line - len(rest))), value=-1)
+            return torch.cat((squares, padded, rest[line:], prefix))
+
     @functools.cached_property
     def _on(self) -> dict[torch.device, Places]:
         return {}
 
     def places(self, device: torch.device) -> Places:
         """The slots as index tensors on that device, made once."""
+        if _get_current_dispatch_mode() is not None:
+            return Places.of(self, device)  # what a tracer makes is its own
         if device not in self._on:
             self._on[device] = Places.of(self, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured[self, device] = self._on[device]
         return self._on[device]
 
 
@@ -98,22 +123,27 @@ class Places:
 
     @classmethod
     def of(cls, lay: Layout, device: torch.device) -> Places:
-        end = lay.tiles * lay.lines.tile
-        filled = [i for i, token in enumerate(lay.slots[:end]) if token >= 0]
-        rows = [lay.squares.fixed_rows(device)] * lay.square + [lay.lines.fixed_rows(device)] * lay.line
-
-        def index(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        return cls(
-            index([lay.slots[i] for i in filled]),
-            None if len(filled) == end else index(filled),
-            index(list(lay.slots[end:])),
-            torch.stack(rows) if rows else index([]).view(0, lay.lines.fixed),
-        )
+        with _disable_current_modes():
+            slots, end, filled = lay.slots, lay.tiles * lay.lines.tile, None
+            tokens, singles = slots[:end], slots[end:]
+            if lay.tokens - lay.dense < end:
+                filled = (tokens >= 0).nonzero().flatten()
+                tokens = tokens[filled]
+        square, line = lay.squares.fixed_rows(device), lay.lines.fixed_rows(device)
+        fixed = torch.cat((square.expand(lay.square, -1), line.expand(lay.line, -1)))
+        return cls(_on(tokens, device), None if filled is None else _on(filled, device), _on(singles, device), fixed)
 
 
-@functools.lru_cache(maxsize=1024)
+# Of captured CUDA graphs, which read them wherever they were.
+_captured: dict[tuple[Layout, torch.device], Places] = {}
+
+
+def _on(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on a device; under a tracer, one of the tracer's."""
+    return t.to(device) if _get_current_dispatch_mode() is None else torch.tensor(t.tolist(), device=device)
+
+
+@functools.lru_cache(maxsize=256)  # a place tensor has an entry a token: many sizes of images are not kept for ever
 def layout(
     lead: tuple[int, ...], tile: int, rank: int, sampled: int, order: str, grid: Grid | None, across: bool
 ) -> Layout:
@@ -135,7 +165,7 @@ def layout(
     squares = Rows(tile, rank, sampled, "lp_l1" if tile > 1 else "sequency")
     lines = Rows(tile, rank, sampled, "sequency" if order == "auto" or tile == 1 else order)
     if tile == 1:
-        return Layout(samples, length, 0, length, 0, tuple(range(length)), squares, lines)
+        return Layout(samples, length, 0, length, 0, squares, lines)
     built = _cut(samples, length, grid, squares, lines, pad_grid=not across)
     if across and samples > 1 and built.kept_fraction > _WASTE * rank / tile:
         flat = _cut(1, samples * length, None, squares, lines, pad_grid=False)
@@ -146,55 +176,36 @@ def layout(
 
 def _cut(samples: int, length: int, grid: Grid | None, squares: Rows, lines: Rows, pad_grid: bool) -> Layout:
     tile, rank = lines.tile, lines.rank
-    slots: list[int] = []
-    rest = list(range(length))
-    dense: list[int] = []
+    down = across = dense = 0
+    rest = length
     if grid is not None:
-        side = math.isqrt(tile)
-        if grid.dense_prefix:
-            dense = rest[: grid.prefix]
+        side, (height, width) = math.isqrt(tile), (grid.height, grid.width)
+        down, across = height // side, width // side
         # A grid so small that its padded tiles would keep more rows than it has tokens is not padded.
-        filled = -(-grid.height // side) * -(-grid.width // side)
-        slots, border = _square_tiles(grid, side, pad_grid and filled * rank < grid.height * grid.width)
-        rest = [] if grid.dense_prefix else rest[: grid.prefix]
-        rest += border
-    square = len(slots) // tile
-    whole = len(rest) // tile * tile
-    remainder = rest[whole:]
-    slots += rest[:whole]
-    if len(remainder) > rank:
-        slots += remainder + [-1] * (tile - len(remainder))
-        whole += tile
+        if pad_grid and -(-height // side) * -(-width // side) * rank < height * width:
+            down, across = -(-height // side), -(-width // side)
+        rest -= min(down * side, height) * min(across * side, width)
+        if grid.dense_prefix:
+            dense = grid.prefix
+            rest -= dense
+    line, remainder = divmod(rest, tile)
+    if remainder > rank:
+        line += 1
     else:
-        dense = remainder + dense
-    slots += dense
-    return Layout(samples, length, square, whole // tile, len(dense), tuple(slots), squares, lines)
+        dense += remainder
+    return Layout(samples, length, down * across, line, dense, squares, lines, grid, down)
 
 
-def _square_tiles(grid: Grid, side: int, pad: bool) -> tuple[list[int], list[int]]:
-    """The slots of the grid's side×side tiles, and the tokens outside them in strips `side` wide at most.
-
-    With `pad` the grid is filled up with zeros so that every token lies in a tile.
+def _square_tiles(grid: Grid, side: int, down: int, square: int) -> tuple[Tensor, Tensor]:
+    """The slots of the grid's side×side tiles, −1 beyond its edge, and the tokens outside of them in strips `side` wide
+    at most: the one on the right row by row, then the one below column by column, so that neighbours stay neighbours.
     """
-    height, width = grid.height, grid.width
-    down, across = height // side, width // side
-    if pad:
-        down, across = -(-height // side), -(-width // side)
-
-    def token(v: int, h: int) -> int:
-        return grid.prefix + v * width + h if v < height and h < width else -1
-
-    slots = [
-        token(i * side + v, j * side + h)
-        for i in range(down)
-        for j in range(across)
-        for v in range(side)
-        for h in range(side)
-    ]
-    # The strip on the right row by row, then the strip below column by column: neighbours stay neighbours.
-    border = [token(v, h) for v in range(min(down * side, height)) for h in range(across * side, width)]
-    border += [token(v, h) for h in range(width) for v in range(down * side, height)]
-    return slots, border
+    across = square // down if down else grid.width // side
+    height, width = down * side, across * side
+    image = torch.arange(grid.prefix, grid.tokens, device="cpu").view(grid.height, grid.width)
+    padding = (0, max(0, width - grid.width), 0, max(0, height - grid.height))
+    inside = F.pad(image[:height, :width], padding, value=-1).reshape(down, side, across, side)
+    return inside.transpose(1, 2).flatten(), torch.cat((image[:height, width:].flatten(), image[height:].T.flatten()))
 
 
 def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
