@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hotrain
 from hotrain import products
+from hotrain.activations import wrap
 from hotrain.activations.exchange import Mixin
 from hotrain.activations.recompute import keep_all, recompute
 
@@ -162,6 +163,34 @@ def test_a_step_of_fake_tensors(subject: str, method: str) -> None:
         fake(torch.ones(shape)).sum().backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in fake.parameters())
     assert all(torch.equal(g, w) for g, w in zip(step(net, torch.ones(shape)), want, strict=True))
+
+
+def test_scripted_modules_are_left_as_they_are() -> None:
+    """A list of them too; what is around them is served, and the report says that they are not."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
+    net = nn.Sequential(nn.LayerNorm(32), scripted, nn.Linear(32, 32))
+    report = hotrain.convert(net)
+    assert "torch.jit.script" in str(report)
+    with saving() as held:
+        net(batch().requires_grad_()).sum().backward()
+    assert any(t.dtype == torch.uint8 for t in held)
+    assert net[1] is scripted
+    hotrain.revert(net)
+    assert type(net) is nn.Sequential
+    hotrain.convert(scripted, "exact", memory="block")
+    assert type(scripted) is torch.jit.RecursiveScriptModule
+
+
+def test_where_a_norm_cannot_be_looked_at_nothing_is_converted_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(module: nn.Module) -> bool:
+        raise KeyError("weight")
+
+    net = Net()
+    monkeypatch.setattr(wrap, "is_composed", fails)
+    with pytest.raises(KeyError):
+        wrap.wrap(net)
+    assert type(net) is Net
+    assert all(type(block) is Block for block in net.blocks)
 
 
 class Around(nn.Module):

@@ -89,16 +89,18 @@ def wrap(model: nn.Module) -> Buffers:
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
         buffers.leave("what no block calls", why)
-    for module in _places(model):
-        mix(module, Wrapped)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        buffers.leave("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
+    # All is chosen before anything is changed.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    outer = list(_places(model))
+    norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
+    functions = [module for module in modules if type(module) in NAMES and "forward" not in module.__dict__]
+    for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
+        for module in found:
+            mix(module, mixin)
+    for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
         module.__dict__[ATTRIBUTE] = buffers
-    for module in model.modules():
-        if not isinstance(module, ComposedRMSNorm) and is_composed(module):
-            mix(module, WrappedNorm)
-        if type(module) in NAMES and "forward" not in module.__dict__:
-            mix(module, WrappedFunction)
-        if isinstance(module, ComposedRMSNorm | WrappedFunction):
-            module.__dict__[ATTRIBUTE] = buffers
     return buffers
 
 
@@ -114,7 +116,8 @@ def unwrap(model: nn.Module) -> None:
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and what stands in its lists of modules and has modules itself."""
-    yield model
+    if not isinstance(model, torch.jit.ScriptModule):
+        yield model
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             yield from (child for child in parent.children() if child is not model and is_block(child))
@@ -126,5 +129,5 @@ def is_block(module: nn.Module) -> bool:
         any(True for _ in module.children())
         and "forward" not in module.__dict__
         and not is_parametrized(module)  # its children make its weight, and its class is PyTorch's to exchange
-        and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule)
     )
