@@ -256,13 +256,31 @@ def test_bad_arguments_change_nothing(options: dict[str, Any], message: str) -> 
 # Who is converted
 
 
+def test_a_model_without_a_layer_to_convert_is_compressed_between_its_layers() -> None:
+    """The report says which stay exact and why; where the layers are all that is compressed, it is an error."""
+    net = nn.Sequential(nn.Conv3d(16, 32, 1), nn.BatchNorm3d(32), nn.SiLU(), nn.Conv3d(32, 16, 1))
+    with pytest.raises(ValueError, match=r'no layer of Sequential matched:\n  0: Conv3d[^"]*convert\(model, "exact"'):
+        hotrain.convert(net, memory="linear")
+    assert type(net) is nn.Sequential
+    report = hotrain.convert(net)
+    assert [row.name for row in report.kept] == ["0", "3"]
+    assert "Conv3d is not" in str(report)
+    x = torch.randn(2, 16, 8, 8, 8)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
+    kept: list[Tensor] = []
+    with hooks:
+        net(x).sum().backward()
+    assert torch.uint8 in {t.dtype for t in kept}
+    assert "silu" in str(report)
+
+
 def test_nothing_matched_raises_and_says_why() -> None:
     with pytest.raises(ValueError, match=r"no layer of Net matched:\n  stem: excluded by filter_fn"):
         hotrain.convert(Net(), filter_fn=lambda module, name: False)
     with pytest.raises(ValueError, match="it has no Linear or Conv2d"):
-        hotrain.convert(nn.LayerNorm(8))
+        hotrain.convert(nn.LayerNorm(8), memory="linear")
     with pytest.raises(ValueError, match="0: too small"):
-        hotrain.convert(nn.Sequential(nn.Linear(4, 4)))
+        hotrain.convert(nn.Sequential(nn.Linear(4, 4)), memory="linear")
 
 
 def test_filter_fn_replaces_the_default_exclusions() -> None:

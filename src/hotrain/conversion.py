@@ -134,7 +134,8 @@ def convert(
         what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
         (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
-    Raises ValueError for an unknown method, a bad grid, and when no layer matched.
+    Raises ValueError for an unknown method, a bad grid, and when no layer matched: of a filter_fn, or with
+    ``memory="linear"``.
     """
     method = as_method(method)
     if number not in (numbers := ("auto", None, "int", *NUMBERS)):
@@ -171,13 +172,15 @@ def convert(
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
             chosen.append((name, module, target))
-    if not chosen:
+    # Between the layers there is something to compress in any model; a filter that matches nothing is a mistake.
+    if not chosen and (filter_fn is not None or method.memory != "block"):
         why = (
             "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
         )
         raise ValueError(
             f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
-            "Pass filter_fn=lambda module, name: ... to choose layers yourself."
+            "Pass filter_fn=lambda module, name: ... to choose layers yourself; "
+            'convert(model, "exact", memory="block") compresses what lies between them alone.'
         )
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
