@@ -54,13 +54,12 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 def _attention(shapes: Sequence[tuple[int, ...]], **options: Any) -> Case:
     q, k, v = shapes
-    out = (*q[:3], v[3])
-    kept = (("query_key", q), ("query_key", k), ("value_output", v), ("value_output", out))
+    kept = (("query_key", q), ("query_key", k), ("value_output", v))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
-    return Case(call, tuple(shapes), kept, beside=q[0] * q[1] * q[2])
+    return Case(call, tuple(shapes), kept)
 
 
 def _conv(x: tuple[int, ...], w: tuple[int, ...], bias: bool = True, **options: Any) -> Case:

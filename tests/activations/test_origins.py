@@ -244,7 +244,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "attention, Linear": (
         lambda: Called(_heads, out=linear()),
         (3, 2, 3, 8, 16),
-        _kept(*[("query_key", (2, 3, 8, 16))] * 2, *[("value_output", (2, 3, 8, 16))] * 2) + 4 * 2 * 3 * 8,
+        _kept(*[("query_key", (2, 3, 8, 16))] * 2, *[("value_output", (2, 3, 8, 16))] * 2),
         1,
     ),
     "batch norm, ReLU, convolution": _conv_case(False),

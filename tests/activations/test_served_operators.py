@@ -121,3 +121,33 @@ def test_a_second_derivative_is_right_or_an_error(name: str) -> None:
     plain = case.call if name != "hardsigmoid" else lambda x: (x + 3).clamp(0, 6) / 6
     for got, want in zip(second(lambda *t: served(case.call, *t)), second(plain), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+LOGITS = (1, 16, 64, 256, 2048)  # standard deviations of the logits; 2048: all weights but one are zero
+
+
+@pytest.mark.parametrize("std", LOGITS)
+def test_attentions_gradients_are_bounded_for_any_logits(std: float) -> None:
+    """They are those of attention at rounded q, k and v, whose weights sum to one.
+
+    Against the exact log-sum-exp, with the rounding of a logit in the exponent, they reach 1e20.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, 64, 64, generator=generator) for _ in range(3)]
+    inputs = [(t * scale).requires_grad_() for t, scale in zip(inputs, (std**0.5, std**0.5, 1), strict=True)]
+    call = torch.nn.functional.scaled_dot_product_attention
+    got = differentiate(lambda *t: served(call, *t), inputs)[1:]
+    want = differentiate(call, inputs)[1:]
+    ratios = [float(g.norm() / w.norm()) for g, w in zip(got, want, strict=True)]
+    assert ratios[2] == pytest.approx(1, abs=0.05)
+    if std <= 64:
+        assert ratios == pytest.approx([1, 1, 1], abs=0.1)
+    # g_q = scale Σ p (g v − Σ p g v) k, a mean of k with weights of g v's range at most; rounding adds a few percent.
+    _, k, v = inputs
+    g = torch.randn(v.shape, generator=torch.Generator().manual_seed(7))
+    products = g @ v.mT
+    span = products.amax(-1) - products.amin(-1)
+    assert bool((got[0].norm(dim=-1) <= 1.1 * 64**-0.5 * span * k.norm(dim=-1).amax(-1, keepdim=True)).all())
+    if std <= 16:
+        cosines = [torch.cosine_similarity(a.flatten(), b.flatten(), 0) for a, b in zip(got, want, strict=True)]
+        assert min(cosines) > 0.985

@@ -320,6 +320,9 @@ def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, dev
             U.restore_four(kept, (8, 4), dtype), kept[::2], kept[1::2], (8, 8, 4, 4), strict=True
         ):
             assert torch.equal(got, U.restore(codes, scale, bits, dtype))
+        first = U.restore_four(kept[:6], (8, 4), dtype)
+        assert len(first) == 3
+        assert all(torch.equal(a, b) for a, b in zip(first, U.restore_four(kept, (8, 4), dtype)[:3], strict=True))
 
 
 def test_attention_in_eager_mode_is_the_kernels(

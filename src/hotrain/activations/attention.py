@@ -1,7 +1,9 @@
 """Scaled dot products of queries, keys and values: PyTorch's fused kernels, with codes kept in place of tensors.
 
-Kept: q, k, v and the output as codes, a scale for every head of every token; the log-sum-exp of each row exactly, for
-backward makes the weights anew from it. Which kernel runs is PyTorch's choice, read from the same switches
+Kept: q, k and v as codes, a scale for every head of every token. Backward runs the kernel once more on what they were
+rounded to: gradients are those of attention at these values, with weights that sum to one. Against the exact output and
+log-sum-exp the weights that backward makes would be off by the exponential of the rounding of a logit, without bound
+(docs/numerics.md). Which kernel runs is PyTorch's choice, read from the same switches
 (`torch.nn.attention.sdpa_kernel`); where none of the fused ones can, PyTorch's function runs as it is.
 """
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..autograd import once
 from . import launches
@@ -137,30 +139,11 @@ class Attention(torch.autograd.Function):
         copies = _copies(q, k, kind)
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
         bias = _bias(mask, q, k, kind)
-        rest: tuple[Tensor | None, ...]
-        if kind == "flash":
-            out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-                q, wide_k, wide_v, dropout, causal, False, scale=scale
-            )
-            rest = (seed, offset, ends_q, ends_k)
-        elif kind == "cudnn":
-            out, lse, ends_q, ends_k, ctx.max_q, ctx.max_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-                q, wide_k, wide_v, bias, True, dropout, causal, False, scale=scale
-            )
-            rest = (seed, offset, ends_q, ends_k)
-        elif kind == "efficient":
-            out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
-                q, wide_k, wide_v, bias, True, dropout, causal, scale=scale
-            )
-            rest = (seed, offset)
-        else:
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                q, wide_k, wide_v, 0.0, causal, attn_mask=bias, scale=scale
-            )
-            rest = ()
+        out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
         # Token by token, as layers leave q, k and v in memory and want their gradients.
         codes = launches.keep_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
-        ctx.save_for_backward(mask, lse, *codes, *rest)
+        # What dropout left out is seen from the output alone.
+        ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
         ctx.mark_non_differentiable(*codes[6:])
@@ -170,36 +153,89 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
-        mask, lse, *saved = ctx.saved_tensors
-        lying = [_by_token(shape) for shape in ctx.shapes]
-        q, k, v, out = (
-            t.transpose(1, 2) for t in launches.restored_four((qk_form, vo_form), saved[:8], lying, ctx.dtype)
-        )
+        mask, *saved = ctx.saved_tensors
+        codes, seed = saved[:8], saved[8:]
+        lying = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
+        q, k, v, *out = (t.transpose(1, 2) for t in launches.restored_four((qk_form, vo_form), codes, lying, ctx.dtype))
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
-        bias, g_mask = _bias(mask, q, k, kind), None
-        if kind == "flash":
-            g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
-                g, q, k, v, out, lse, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout, causal, saved[8], saved[9],
-                scale=scale,
-            )  # fmt: skip
-        elif kind == "cudnn":
-            g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
-                g, q, k, v, out, lse, saved[8], saved[9], bias, saved[10], saved[11], ctx.max_q, ctx.max_k, dropout,
-                causal, scale=scale,
-            )  # fmt: skip
-        elif kind == "efficient":
-            needs = [True, True, True, ctx.needs_input_grad[3]]
-            g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
-                g, q, k, v, bias, out, lse, saved[8], saved[9], dropout, needs, causal, scale=scale
-            )
-            g_mask = g_mask if ctx.needs_input_grad[3] else None
-        else:
-            g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-            )
-        grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask
+        # For a compiler one operator, of g too: it runs in backward, and nothing but codes is kept for it.
+        run = gradients if _get_current_dispatch_mode() is None else torch.ops.hotrain.attention_gradients
+        wants_mask = ctx.needs_input_grad[3]
+        g_q, g_k, g_v, g_mask = run(
+            g, q, k, v, _bias(mask, q, k, kind), [*out, *seed], dropout, causal, scale, kind, wants_mask
+        )
+        grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask if wants_mask else None
         return *once("attention", grads, g, mask), *[None] * 6
+
+
+def gradients(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropped: list[Tensor],
+    dropout: float,
+    causal: bool,
+    scale: float,
+    kind: str,
+    wants_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of attention at q, k, v, with as many heads each: of these, and of the mask, empty where it is not wanted.
+
+    dropped: under dropout the output, seed and offset of forward.
+    """
+    out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
+    if dropout:
+        out, seed, offset = dropped
+    g_mask = None
+    if kind == "flash":
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, offset, scale=scale
+        )
+    elif kind == "cudnn":
+        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, out, lse, seed, offset, bias, ends_q, ends_k, max_q, max_k, dropout, causal, scale=scale
+        )
+    elif kind == "efficient":
+        needs = [True, True, True, wants_mask]
+        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
+            g, q, k, v, bias, out, lse, seed, offset, dropout, needs, causal, scale=scale
+        )
+    else:
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    return g_q, g_k, g_v, g_mask if wants_mask and g_mask is not None else g.new_empty(0)
+
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define(
+    "attention_gradients(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor[] dropped, float dropout, "
+    "bool causal, float scale, str kind, bool wants_mask) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.impl("attention_gradients", gradients, "CompositeExplicitAutograd")
+
+
+def _run(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
+    """The output, the log-sum-exp of each row, ends of sequences with seed and offset, and longest sequences."""
+    if kind == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return out, lse, [None] * 4, [None] * 2
+    if kind == "efficient":
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, dropout, causal, scale=scale
+        )
+        return out, lse, [None, None, seed, offset], [None] * 2
+    if kind == "flash":
+        found = _aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+    else:
+        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, causal, False, scale=scale)
+    out, lse, ends_q, ends_k, max_q, max_k, seed, offset, _ = found
+    return out, lse, [ends_q, ends_k, seed, offset], [max_q, max_k]
 
 
 def _copies(q: Tensor, k: Tensor, kind: str) -> int:

@@ -130,7 +130,7 @@ def keep_four(tensors: Sequence[Tensor], forms: tuple[str, str]) -> list[Tensor]
 def restored_four(
     forms: tuple[str, str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """`restored` of what `keep_four` left, in these shapes."""
+    """`restored` of what `keep_four` left, or of its first three, in these shapes."""
 
     def one_by_one() -> list[Tensor]:
         return [restored(forms[n // 2], kept[2 * n : 2 * n + 2], shape, dtype) for n, shape in enumerate(shapes)]

@@ -371,7 +371,7 @@ def _restore_four_kernel(
 
 
 def restore_four(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """`restore` of what `keep_four` left: (rows, C) each."""
+    """`restore` of what `keep_four` left, or of its first three: (rows, C) each."""
     outputs = [_output(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
     half, numbers = outputs[0][1], [number for _, _, number in outputs]
     block, each, warps = _lines(half)
@@ -381,7 +381,10 @@ def restore_four(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dty
         "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
         "WIDE": any(_is_wide(t.numel()) for t in out),
     }  # fmt: skip
-    tensors = (*kept[::2], *kept[1::2], *out)
-    case = (out[0].device, dtype, tuple(numbers), aligned(*tensors), tuple(constants.values()))
-    launch(_restore_four_kernel, 4 * blocks, case, (*tensors, *numbers, blocks), constants, num_warps=warps)
+    missing = 4 - len(out)  # which no program asks for
+    columns = (list(kept[::2]), list(kept[1::2]), out)
+    tensors = [t for column in columns for t in (*column, *column[-1:] * missing)]
+    numbers += numbers[-1:] * missing
+    case = (out[0].device, dtype, tuple(numbers), aligned(*tensors), tuple(constants.values()), missing)
+    launch(_restore_four_kernel, len(out) * blocks, case, (*tensors, *numbers, blocks), constants, num_warps=warps)
     return out
