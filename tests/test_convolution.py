@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import conv_gradients, projection, sqnr_db, unfolding
 from oracle import unfold as unfold_oracle
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
@@ -434,3 +434,15 @@ def test_patches_and_their_transpose(kind: str) -> None:
 def test_what_is_not_patches(kind: str) -> None:
     """Overlap, gaps, padding and groups are no Linear layer on patches; a gap of 1×1 strides is."""
     assert not geometry_of(CASE[kind][2], CASE[kind][5]).is_patches
+
+
+@pytest.mark.parametrize("method", ["hq8", "hot"])
+def test_gradients_of_channels_last_weights_have_their_strides(method: str) -> None:
+    """In axes of one entry too, which say nothing, but which DDP and foreach optimizers compare."""
+    layers = [nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 2, 2)]
+    net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    hotrain.convert(net, method)
+    net(torch.randn(2, 32, 12, 12).to(memory_format=torch.channels_last)).square().sum().backward()
+    for layer in layers:
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.stride() == layer.weight.stride()

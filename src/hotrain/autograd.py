@@ -366,7 +366,7 @@ class Conv2d(torch.autograd.Function):
             kept = step.keep(tokens if ctx.needs_input_grad[1] and step.origin is None else None, lay)
         _save(ctx, step, w, kept)
         ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = lay, geometry, x.dtype, w.dtype
-        ctx.shape, ctx.w_shape, ctx.dtype = x.shape, w.shape, x_cast.dtype
+        ctx.shape, ctx.w_shape, ctx.w_strides, ctx.dtype = x.shape, w.shape, w.stride(), x_cast.dtype
         return y
 
     @staticmethod
@@ -388,7 +388,7 @@ class Conv2d(torch.autograd.Function):
             if g_x is not None:
                 g_x = g_x.to(ctx.x_dtype)
             if g_w is not None:
-                g_w = g_w.view(ctx.w_shape)
+                g_w = convolution.laid_as(g_w.view(ctx.w_shape), ctx.w_strides)
         return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None, None)
 
 

@@ -151,6 +151,16 @@ def fold(columns: Tensor, geometry: Geometry, size: Pair) -> Tensor:
     return image
 
 
+def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A weight's gradient with the weight's own strides, where they differ in axes of one entry alone.
+
+    PyTorch takes such a gradient as it is, and DDP and foreach optimizers ask for equal strides.
+    """
+    pairs = zip(g_w.shape, g_w.stride(), strides, strict=True)
+    differs = [size for size, own, asked in pairs if own != asked]
+    return g_w.as_strided(g_w.shape, strides) if differs and all(size == 1 for size in differs) else g_w
+
+
 def channels_last(t: Tensor) -> Tensor:
     """(B, C, H, W) as a view (B, H, W, C): positions are tokens."""
     return t.permute(0, 2, 3, 1)
