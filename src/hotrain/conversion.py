@@ -243,8 +243,13 @@ def convert(
         what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
         (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
+<<<<<<< HEAD
     Raises ValueError for an unknown method, a bad grid, a model that is compiled already, one with layers that were
     converted under another plan, and when no layer matched: of a filter_fn, or with ``memory="linear"``.
+=======
+    Raises ValueError for an unknown method, a bad grid, and when no layer matched: of a filter_fn, or with
+    ``memory="linear"``.
+>>>>>>> h-programs
     """
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):

@@ -178,7 +178,7 @@ class Backward:
             return SHAPE
         if is_recomputed(user):
             return EXACT
-        if not gradient and _makes_codes(user):
+        if not gradient and _makes_codes(user) and op not in _MOVED:  # a product's result is moved as its input is
             return VALUE
         smooth = _smooth(user)
         if smooth == "backward":

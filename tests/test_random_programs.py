@@ -1,0 +1,84 @@
+"""Random programs, converted and not: a fixed number in each run, as many as wanted by hand (`programs`)."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+
+import programs
+import pytest
+import torch
+from torch import Tensor
+
+from hotrain.activations import functions
+
+# HOTRAIN_PROGRAMS=123456 for other programs than the usual ones.
+FIRST = int(os.environ.get("HOTRAIN_PROGRAMS", "0"))
+COUNT, SECONDS = 600, 40.0
+COMPILED = 36
+
+
+@pytest.fixture(autouse=True)
+def _small_and_fine() -> Iterator[None]:
+    with programs.small_and_fine(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about hooks and strides
+        yield
+
+
+def _told(p: programs.Program, wrong: list[str]) -> str:
+    return "\n".join([f"HOTRAIN_PROGRAMS={p.seed}", *wrong, str(p)])
+
+
+def test_programs_run_as_without() -> None:
+    """Forward, in-place writes, strides and gradients of each program; a failing one is printed, to be pasted."""
+    ran, begin = 0, time.monotonic()
+    for tried in range(COUNT):
+        p = programs.program(FIRST + tried)
+        wrong = programs.examine(p)
+        assert not wrong, _told(p, wrong)
+        ran += wrong is not None
+        if time.monotonic() - begin > SECONDS:
+            break
+    assert ran > 0.8 * tried
+
+
+@pytest.mark.slow
+def test_programs_run_compiled() -> None:
+    ran = 0
+    for tried in range(COMPILED):
+        p = programs.program(FIRST + tried)
+        wrong = programs.examine_compiled(p)
+        assert not wrong, _told(p, wrong)
+        ran += wrong is not None
+    torch._dynamo.reset()
+    assert ran > 0.5 * COMPILED
+
+
+@pytest.mark.parametrize("broken", ["gradient", "forward", "in place", "layout", "raises"])
+def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth too much in one gradient, and each of the other findings."""
+    forward, backward = functions.Slope.forward, functions.Slope.backward
+
+    def changed_forward(ctx: object, x: Tensor, name: str) -> Tensor:
+        y: Tensor = forward(ctx, x, name)
+        if broken == "raises":
+            raise RuntimeError("on purpose")
+        if broken == "in place":
+            x.add_(1)
+        if broken == "layout":
+            y = y.transpose(0, 1).contiguous().transpose(0, 1)
+        return y + 1e-6 if broken == "forward" else y
+
+    def changed_backward(ctx: object, g: Tensor) -> tuple[Tensor | None, ...]:
+        g_x, none = backward(ctx, g)
+        assert g_x is not None
+        return g_x * 1.1 if broken == "gradient" else g_x, none
+
+    monkeypatch.setattr(functions.Slope, "forward", staticmethod(changed_forward))
+    monkeypatch.setattr(functions.Slope, "backward", staticmethod(changed_backward))
+    lines = [("x = self.l(x)", programs.ROUND), ("x = F.relu(x)", programs.EXACT)]
+    p = programs.Program(0, (2, 16, 32), setup=["self.l = nn.Linear(32, 32)"], lines=lines)
+    kinds = {"gradient": "error", "in place": "forward", "layout": "strides"}
+    assert {what.partition(":")[0] for what in programs.examine(p) or ()} >= {kinds.get(broken, broken)}
