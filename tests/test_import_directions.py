@@ -62,6 +62,7 @@ ORDER = [
     ("hotrain.functional",),
     ("hotrain.nn",),
     ("hotrain.grids",),
+    ("hotrain.audit",),
     ("hotrain.conversion",),
     ("hotrain.compiling",),
     ("hotrain.calibration", "hotrain.analysis", "hotrain.optim"),

@@ -62,7 +62,7 @@ def test_the_outer_rooms_and_the_questions_wait_until_asked() -> None:
         n for n in new if n.startswith(("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain.analysis"))
     ]
     asked = probe("hotrain.saved_bytes, hotrain.cost, hotrain.fidelity, hotrain.plan, hotrain.calibrate")["new"]
-    assert "hotrain.analysis.saved_bytes" in asked
+    assert "hotrain.audit.saved_bytes" in asked
     assert not [n for n in asked if n.startswith(("hotrain.train", "hotrain.cli", "hotrain.plotting"))]
 
 

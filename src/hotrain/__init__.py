@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .analysis.fidelity import fidelity
     from .analysis.fit import fit
     from .analysis.planner import plan
-    from .analysis.predicted import predicted_bytes
-    from .analysis.saved_bytes import saved_bytes
+    from .audit.predicted import predicted_bytes
+    from .audit.saved_bytes import saved_bytes
     from .calibration import BitSchedule, Calibration, calibrate
 
 # Questions asked of a model: imported when first asked for.
@@ -39,8 +39,8 @@ _LAZY = {
     "calibrate": "calibration",
     "Calibration": "calibration",
     "BitSchedule": "calibration",
-    "predicted_bytes": "analysis.predicted",
-    "saved_bytes": "analysis.saved_bytes",
+    "predicted_bytes": "audit.predicted",
+    "saved_bytes": "audit.saved_bytes",
     "checkpoint_blocks": "analysis.budget",
     "cost": "analysis.cost",
     "fidelity": "analysis.fidelity",

@@ -88,7 +88,7 @@ class Check:
         return ms
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from .analysis.as_found import as_found
+        from .audit.as_found import as_found
 
         assert self.before is not None
         with as_found(self.model):
@@ -106,7 +106,7 @@ def _milliseconds(
     forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
     """Median time of forward and backward; the gradients of the model's parameters go nowhere."""
-    from .analysis.saved_bytes import tensors
+    from .audit.saved_bytes import tensors
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     times = []

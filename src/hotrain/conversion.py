@@ -146,10 +146,10 @@ class ConversionReport:
         if self.buffers is None or example is None or model is None:
             return None
         if self._totals is None:
-            from .analysis.predicted import before_and_now
+            from .audit.predicted import before_and_now
 
             try:
-                self._totals = before_and_now(model, example)
+                self._totals = before_and_now(model, example, revert)
             except ValueError:
                 return None
         exact, now = self._totals
@@ -243,13 +243,8 @@ def convert(
         what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
         (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
     Returns a report with one row a layer. Converting again changes the method of the layers it names.
-<<<<<<< HEAD
     Raises ValueError for an unknown method, a bad grid, a model that is compiled already, one with layers that were
     converted under another plan, and when no layer matched: of a filter_fn, or with ``memory="linear"``.
-=======
-    Raises ValueError for an unknown method, a bad grid, and when no layer matched: of a filter_fn, or with
-    ``memory="linear"``.
->>>>>>> h-programs
     """
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):

@@ -165,7 +165,6 @@ def test_a_step_of_fake_tensors(subject: str, method: str) -> None:
     assert all(torch.equal(g, w) for g, w in zip(step(net, torch.ones(shape)), want, strict=True))
 
 
-<<<<<<< HEAD
 def test_tracing_a_converted_model_with_fx_says_what_to_do() -> None:
     """In eval mode too, as torchvision's create_feature_extractor does."""
     net = Sum()
@@ -184,8 +183,6 @@ def test_scripting_a_converted_model_says_what_to_do() -> None:
     torch.jit.script(net)
 
 
-=======
->>>>>>> h-programs
 def test_scripted_modules_are_left_as_they_are() -> None:
     """A list of them too; what is around them is served, and the report says that they are not."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))

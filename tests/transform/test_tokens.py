@@ -193,18 +193,12 @@ def test_a_tracer_leaves_nothing_that_the_next_call_meets() -> None:
 def test_a_large_map_is_laid_out_without_a_step_for_each_token() -> None:
     """400×900 positions: 0.09 s with one, which multi-scale training pays at every new size."""
     lay = lay_of((1, 400, 900))
-<<<<<<< HEAD
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
         places = Places.of(lay, torch.device("cpu"))
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.045
-=======
-    start = time.perf_counter()
-    places = lay.places(torch.device("cpu"))
-    assert time.perf_counter() - start < 0.045
->>>>>>> h-programs
     assert places.tokens.untyped_storage().nbytes() == 400 * 900 * 8
     assert places.tokens.untyped_storage().data_ptr() == places.singles.untyped_storage().data_ptr()
 

@@ -36,7 +36,6 @@ class Mixin:
         return _mixed_again, (rebuild, arguments, mixins, _ours(self)), *state
 
 
-<<<<<<< HEAD
 def _refuse_script(self: nn.Module) -> nn.Module:
     raise RuntimeError(
         f"hotrain: torch.jit.script cannot compile a converted {type(self).__name__}. Script a copy after "
@@ -44,8 +43,6 @@ def _refuse_script(self: nn.Module) -> nn.Module:
     )
 
 
-=======
->>>>>>> h-programs
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Of a module whose class has a way of its own: that one's, mixed again."""
     with _as_it_was(self):

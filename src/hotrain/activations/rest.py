@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -159,7 +160,7 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last stands for any of the others, where bytes are predicted
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:

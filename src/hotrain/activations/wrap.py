@@ -28,14 +28,11 @@ class Wrapped(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Wrapped):
             return type(self).forward(self, *args, **kwargs)
-<<<<<<< HEAD
         if not isinstance(args, tuple):  # a placeholder of torch.fx for all arguments
             raise RuntimeError(
                 f"hotrain: torch.fx cannot trace a converted {type(self).__name__}. Trace it, or extract features, "
                 "before hotrain.convert, which takes a GraphModule as well."
             )
-=======
->>>>>>> h-programs
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ..activations.recompute import blocks, keep_all, recompute
+from ..audit.as_found import as_found
+from ..audit.saved_bytes import bytes_inside, saved_bytes
 from ..tables import bytes_text
-from .as_found import as_found
-from .saved_bytes import bytes_inside, saved_bytes
 
 _TIMED = 3  # forwards that a block's time is the median of
 

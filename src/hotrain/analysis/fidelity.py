@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..audit.as_found import as_found
 from ..tables import table
 from ..transform.hadamard import TILE, rotate, sequency
-from .as_found import as_found
 from .capture import Call, exact_calls
 from .loss import LossFn
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from ..activations.recompute import Recomputed, blocks, keep_all, recompute
 from ..activations.wrap import Wrapped
+from ..audit.as_found import as_found
+from ..audit.saved_bytes import bytes_inside, saved_bytes, tensors
 from ..conversion import convert, revert
 from ..method import Method
 from ..nn.state import layer_states
 from ..presets import DEFAULT
 from ..tables import bytes_text, table
-from .as_found import as_found
-from .saved_bytes import bytes_inside, saved_bytes, tensors
 
 EXACT, CHECKPOINTED, CONVERTED, BOTH = "exact", "checkpointed", "converted", "converted+checkpointed"
 VARIANTS = (EXACT, CHECKPOINTED, CONVERTED)

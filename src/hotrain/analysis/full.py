@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..activations.policy import SMALL
+from ..audit.saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
 from ..conversion import ConversionReport
 from ..tables import bytes_text, table
-from .saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
 
 SHARE = 0.01  # of the total, under which an operator is not worth a line
 NO_FORM = "no compressed form"

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..audit.as_found import as_found
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
 from ..presets import DEFAULT
 from ..tables import table
-from .as_found import as_found
 from .shapes import LayerShape, shape_of
 
 

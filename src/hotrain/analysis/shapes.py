@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..audit.as_found import as_found
 from ..convolution import Geometry
-from .as_found import as_found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hotrain.analysis.fit import FitReport
-    from hotrain.analysis.saved_bytes import SavedBytes
+    from hotrain.audit.saved_bytes import SavedBytes
     from hotrain.train import TrainRun
 
 ClassesOption = Annotated[

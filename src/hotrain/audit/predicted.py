@@ -1,15 +1,15 @@
 """What autograd would keep, predicted: a forward of tensors that have a shape and no memory.
 
-The same audit as `saved_bytes`, of a copy of the model whose tensors are PyTorch's fake ones, so that it costs no
-memory and no arithmetic, whatever the batch. Formats are asked for their bytes by the very code that packs. What is predicted
-is what the reference keeps on a CPU: on a GPU kernels keep a few bytes more beside low-rank codes, and attention's
-back ends differ in statistics.
+The same audit as `saved_bytes`, of a copy of the model with fake tensors, so that it costs no memory
+and no arithmetic, whatever the batch. Formats are asked for their bytes by the very code that packs. Predicted is what
+the reference keeps on a CPU: on a GPU kernels keep a few bytes more beside low-rank codes, and attention's back ends
+differ in statistics.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..activations.mode import Example
 from ..autograd import autocast_to
-from ..conversion import revert
 from .saved_bytes import SavedBytes, saved_bytes
 
 
@@ -30,20 +29,25 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
     inputs, kwargs: of tensors only shapes and dtypes are read; ``torch.empty(shape, device="meta")`` will do. The model
     is left as it is.  Raises ValueError where it cannot run without values (a model that routes tokens, say).
     """
-    return _predicted(model, inputs, kwargs, exact=False)
+    return _predicted(model, inputs, kwargs)
 
 
-def before_and_now(model: nn.Module, example: Example) -> tuple[int, int]:
-    """Bytes that a converted model keeps of a batch, exact and as it is.  Raises ValueError as `predicted_bytes`."""
+def before_and_now(model: nn.Module, example: Example, revert: Callable[[nn.Module], object]) -> tuple[int, int]:
+    """Bytes that a converted model keeps of a batch, exact and as it is.  revert: makes a copy of the model exact.
+
+    Raises ValueError as `predicted_bytes`.
+    """
     kind, dtype = example.autocast
     on = torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
     with on, torch.enable_grad():
-        exact, now = (_predicted(model, example.args, example.kwargs, exact=exact).total for exact in (True, False))
+        exact, now = (_predicted(model, example.args, example.kwargs, change).total for change in (revert, None))
     return exact, now
 
 
-def _predicted(model: nn.Module, inputs: Any, kwargs: Any, exact: bool) -> SavedBytes:
-    """exact: of the model without its conversion."""
+def _predicted(
+    model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None = None
+) -> SavedBytes:
+    """change: what is done to the copy first."""
     try:
         with FakeTensorMode(), _as_on_a_cpu():
             memory: dict[int, Any] = {}
@@ -52,8 +56,8 @@ def _predicted(model: nn.Module, inputs: Any, kwargs: Any, exact: bool) -> Saved
                     shaped = _shape_alone(t)
                     memory[id(t)] = nn.Parameter(shaped, t.requires_grad) if isinstance(t, nn.Parameter) else shaped
             shapes = copy.deepcopy(model, memory)
-            if exact:
-                revert(shapes)
+            if change is not None:
+                change(shapes)
             args, named = tree_map_only(Tensor, _shape_alone, (inputs, dict(kwargs)))
             return saved_bytes(shapes, *args, **named)
     except (NotImplementedError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.analysis.saved_bytes import CHECKPOINT, ELSEWHERE, WEIGHT_COPY, compare, operator_name, saved_bytes
+from hotrain.audit.saved_bytes import CHECKPOINT, ELSEWHERE, WEIGHT_COPY, compare, operator_name, saved_bytes
 
 
 class Of(nn.Module):
