@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--data", required=True)
     parser.add_argument("--recipes", required=True, help="comma-separated, each with an optional :epochs")
-    parser.add_argument("--methods", required=True, help="comma-separated")
+    parser.add_argument("--methods", required=True, help="comma-separated, each with an optional @plan")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--at-once", type=int, default=4, help="runs on one GPU")
@@ -124,9 +124,11 @@ def start(
     cell: tuple[str, int, str, int], args: argparse.Namespace, gpu: int, folder: Path, number: int
 ) -> subprocess.Popen[bytes]:
     recipe, epochs, method, seed = cell
+    method, _, plan = method.partition("@")
     command = [sys.executable, "-m", "hotrain.cli.main", "train", recipe, "--method", method, "--seed", str(seed)]
     command += ["--data", args.data, "--set", f"epochs={epochs}", "--out", str(folder / str(number)), "--quiet"]
     command += [part for setting in args.set for part in ("--set", setting)]
+    command += ["--set", f"plan={plan}"] if plan else []
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
     with (folder / f"{number}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -135,7 +137,11 @@ def start(
 def summary_row(record: dict[str, Any]) -> dict[str, Any]:
     keys = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "layers")
     losses = [row["train_loss"] for row in record["history"]]
-    return {**{key: record[key] for key in keys}, "step_ms": None, "epochs": len(losses), "train_loss": losses[-1]}
+    plan = record["config"]["plan"]
+    row = {**{key: record[key] for key in keys}, "plan": plan, "step_ms": None}
+    if plan == "memory":
+        row["method"] += "@memory"  # every layer converted, whatever it costs
+    return {**row, "epochs": len(losses), "train_loss": losses[-1]}
 
 
 if __name__ == "__main__":
