@@ -78,7 +78,7 @@ def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(functions.Slope, "forward", staticmethod(changed_forward))
     monkeypatch.setattr(functions.Slope, "backward", staticmethod(changed_backward))
-    lines = [("x = self.l(x)", programs.ROUND), ("x = F.relu(x)", programs.EXACT)]
+    lines = [("x = F.relu(x)", programs.EXACT), ("x = self.l(x)", programs.ROUND)]
     p = programs.Program(0, (2, 16, 32), setup=["self.l = nn.Linear(32, 32)"], lines=lines)
-    kinds = {"gradient": "error", "in place": "forward", "layout": "strides"}
+    kinds = {"gradient": "error", "in place": "input", "layout": "strides"}
     assert {what.partition(":")[0] for what in programs.examine(p) or ()} >= {kinds.get(broken, broken)}
