@@ -94,6 +94,9 @@ class StandIn:
     def reason(self, method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
         return None if method.saved == hotrain.Saved(8, rounding="stochastic") else "not this one"
 
+    def has_fp8(self, device: torch.device) -> bool:
+        return False
+
     def note(self, why: str, device: torch.device, dtype: torch.dtype) -> None:
         """Warns of nothing here."""
 

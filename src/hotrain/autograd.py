@@ -251,6 +251,24 @@ class Step:
         return g_x, g_w, g_b
 
 
+def differentiates() -> bool:
+    """Whether backward will ask for the gradients of this forward.
+
+    Exported and traced programs, `torch.func` and forward-mode derivatives have those of PyTorch: autograd functions
+    with a context cannot take part in them.
+    """
+    return torch.is_grad_enabled() and not _is_traced_or_transformed()
+
+
+def _is_traced_or_transformed() -> bool:
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return transformed or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+# Dynamo asks once. Of `is_exporting` itself that of PyTorch 2.11 makes True, whether it exports or not.
+_is_traced_or_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def autocast_dtype(t: Tensor) -> torch.dtype:
     """The dtype in which autocast hands t to a product: its own where it is on, float64 excepted."""
     return t.dtype if t.dtype == torch.float64 else autocast_to(t.device.type) or t.dtype

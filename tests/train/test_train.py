@@ -293,7 +293,7 @@ def test_amp_and_compile_settings_reach_the_model(tiny: Make, monkeypatch: pytes
     training.step(next(iter(training.setup.feed.updates(0))))
     assert seen == [torch.bfloat16]
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compiled.append(model) or model)
     assert updates(tiny(compile=True)).model in compiled
 
 

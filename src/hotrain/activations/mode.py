@@ -192,11 +192,6 @@ class Compressed(Mode):
         return not _transforms() and current_checkpoint() == self.checkpoint
 
 
-def differentiates() -> bool:
-    """Whether autograd will ask for gradients of this forward: an exported program has those of PyTorch."""
-    return torch.is_grad_enabled() and not torch.compiler.is_exporting()
-
-
 def _transforms() -> bool:
     """Whether `torch.func` differentiates or maps this, which autograd functions with a context cannot take part in."""
     return torch._C._are_functorch_transforms_active()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .mode import ATTRIBUTE, Buffers, differentiates
+from .. import autograd
+from .mode import ATTRIBUTE, Buffers
 from .policy import FORMATS, SMALL
 
 
@@ -23,7 +24,7 @@ class ComposedRMSNorm:
             return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         x, w = hidden_states, self.weight  # type: ignore[attr-defined]
         buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
-        wanted = buffers is not None and differentiates() and (x.requires_grad or w.requires_grad)
+        wanted = buffers is not None and autograd.differentiates() and (x.requires_grad or w.requires_grad)
         if args or kwargs or not (self.training and wanted) or x.numel() < SMALL:  # type: ignore[attr-defined]
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
         assert buffers is not None

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
+from .. import autograd
 from .exchange import Mixin, mix, unmix
-from .mode import ATTRIBUTE, KEY, Buffers, Compressed, differentiates
+from .mode import ATTRIBUTE, KEY, Buffers, Compressed
 from .norms import ComposedRMSNorm, is_composed
 from .stack import top
 
@@ -34,7 +35,7 @@ class Wrapped(Mixin):
                 "before hotrain.convert, which takes a GraphModule as well."
             )
         buffers = self.__dict__.get(ATTRIBUTE)
-        if buffers is None or not (self.training and differentiates()):  # type: ignore[attr-defined]
+        if buffers is None or not (self.training and autograd.differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
@@ -79,7 +80,7 @@ class WrappedFunction(Mixin):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, WrappedFunction):
             return type(self).forward(self, input)  # type: ignore[no-any-return]
-        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and differentiates())  # type: ignore[attr-defined]
+        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and autograd.differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         name = NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]

@@ -168,8 +168,7 @@ class LayerState:
         return self._prepare(mixes, geometry, x.device, w.requires_grad, *facts, module.bias is not None, transposed)
 
     def _asked(self, module: Any, x: Tensor) -> bool:
-        asked = torch.is_grad_enabled() and not torch.compiler.is_exporting()  # a program has PyTorch's gradients
-        return asked and (x.requires_grad or module.weight.requires_grad)
+        return autograd.differentiates() and (x.requires_grad or module.weight.requires_grad)
 
     def _mixes(self, module: Any) -> bool:
         return self.low_rank and module.weight.requires_grad and not self.chosen
