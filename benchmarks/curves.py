@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hotrain.bench.conditions import conditions, write
-from hotrain.cli.workbench import configure
+from hotrain.cli.prepare import configure
 from hotrain.train import Progress, TrainRun, train
 
 PATHS = ("definition", "kernels")

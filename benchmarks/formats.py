@@ -34,13 +34,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import hotrain
-from hotrain.activations import functions, mode, policy
+from hotrain.activations import format_policy, functions, mode
 from hotrain.bench.conditions import conditions, write
 from hotrain.saved import Grouped, Levels
 from hotrain.train.data import ArrayData, load_data
 from hotrain.train.models import create_model
 
-EXACT = dict.fromkeys(policy.FORMATS, "exact")
+EXACT = dict.fromkeys(format_policy.FORMATS, "exact")
 MULTIPLICATIONS = (torch.mul, Tensor.mul, Tensor.__mul__)
 
 # ---- formats: those of the policy, and candidates that only this file knows ----
@@ -126,7 +126,7 @@ VALUES |= {
 OF_NORMS = (*EVERYWHERE, "int4/row", "int4 nearest/row", "int2/row")
 OF_HEADS = ("int8", "int6", "int4", "int4 nearest", "int3", "int2")
 SLOPES: dict[str, Levels | Grouped] = {
-    "slope 4 bits": policy.SLOPES,
+    "slope 4 bits": format_policy.SLOPES,
     "slope 3 bits": Levels(3, first=-1, per_one=5),
     "slope 2 bits, -1 to 2": Levels(2, first=-1, per_one=1),
     "slope 2 bits, 0 to 1": Levels(2, first=0, per_one=3),
@@ -136,9 +136,9 @@ SLOPES: dict[str, Levels | Grouped] = {
     "input int3": VALUES["int3"],
 }
 DERIVED = Of(F.gelu, VALUES["int4"])
-policy.GROUPED.update(VALUES)
-policy.GROUPED["exact"] = Exact()  # type: ignore[assignment]
-policy.GROUPED["derived"] = DERIVED  # type: ignore[assignment]
+format_policy.GROUPED.update(VALUES)
+format_policy.GROUPED["exact"] = Exact()  # type: ignore[assignment]
+format_policy.GROUPED["derived"] = DERIVED  # type: ignore[assignment]
 
 # ---- operators ----
 
@@ -181,14 +181,14 @@ OPERATORS = (
     Operator("conv2d", (F.conv2d,), "conv", {1: "g_w"}, channels=1),
 )
 for _name in ATTENTION_OUTPUT:
-    policy.GROUPED[_name] = Either(*(policy.GROUPED[part] for part in _name.split(" / ")))  # type: ignore[assignment]
+    format_policy.GROUPED[_name] = Either(*(format_policy.GROUPED[part] for part in _name.split(" / ")))  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
 def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     """The policy with these formats, the rest of it exact; ``slope``: of GELU and SiLU."""
-    before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
-    policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
+    before, slopes = dict(format_policy.FORMATS), dict(functions.ACTIVATIONS)
+    format_policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
     for name in ("gelu", "silu"):
         form, kind = SLOPES[formats.get("slope", "slope 4 bits")], slopes[name]
         # Where it is not of slopes: codes of x, whose slope is found in backward.
@@ -197,7 +197,7 @@ def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        policy.FORMATS.update(before)
+        format_policy.FORMATS.update(before)
         functions.ACTIVATIONS.update(slopes)
 
 

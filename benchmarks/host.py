@@ -21,7 +21,7 @@ from torch import Tensor
 import hotrain
 from hotrain import autograd
 from hotrain.autograd import Step
-from hotrain.kernels import compress, launch, rows
+from hotrain.kernels import launch, quantize_kernels, rows
 
 
 def host_us(work: Callable[[], object], repeats: int = 50) -> float:
@@ -88,7 +88,7 @@ def main() -> None:
             else:
                 way(found[0], programs, args, found[1])
 
-        compress.launch = rows.launch = launched  # type: ignore[assignment]
+        quantize_kernels.launch = rows.launch = launched  # type: ignore[assignment]
         try:
             same = all(torch.equal(a, b) for a, b in zip(layer(), want, strict=True))
             print(
@@ -96,9 +96,9 @@ def main() -> None:
             )
         except (TypeError, RuntimeError) as error:
             print(f"  {way.__name__:26} {type(error).__name__}: {error}")
-    compress.launch = rows.launch = lambda *_, **__: None  # type: ignore[assignment]
+    quantize_kernels.launch = rows.launch = lambda *_, **__: None  # type: ignore[assignment]
     print(f"  without any launch         {host_us(layer):7.1f} µs")
-    compress.launch = rows.launch = original
+    quantize_kernels.launch = rows.launch = original
     profile = cProfile.Profile()
     profile.enable()
     for _ in range(50):

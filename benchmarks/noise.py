@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.bench.conditions import conditions, write
-from hotrain.cli.workbench import configure
+from hotrain.cli.prepare import configure
 from hotrain.train.distributed import processes
 from hotrain.train.loop import Training
 from hotrain.train.setup import autocast, build

@@ -3,8 +3,8 @@
     python benchmarks/steps.py resnet50/b256=exact+compile,hotrain-memory \\
         vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
 
-All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.turns`); `SUBJECT@1=…` runs
-on the second GPU, where a subject's variants belong together, and GPUs do not wait for one another. Groups start
+All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.side_by_side`). `NAME@1=…`
+runs on the second GPU, where a subject's variants belong together, and GPUs do not wait for one another. Groups start
 `--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes most
 memory. What is not ready after `--seconds` is stopped; what has failed is recorded with its error.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hotrain.bench import turns
+from hotrain.bench import side_by_side
 from hotrain.bench.conditions import conditions, write
 
 
@@ -44,7 +44,7 @@ def main() -> int:
     options = ["--steps", str(args.steps), "--device", args.device, *(["--tiny"] if args.tiny else [])]
     common = conditions(torch.device(args.device), sys.argv, args.commit)
     failed = 0
-    for row in turns.together(parts, options, args.seconds, waits, gpus if any(gpus) else None):
+    for row in side_by_side.together(parts, options, args.seconds, waits, gpus if any(gpus) else None):
         write(args.out, row | common)
         failed += row["error"] is not None
         times = row["error"] or f"{row['median_ms']:.2f} ms, peak {(row['peak_bytes'] or 0) / 2**30:.2f} GiB"

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrain.kernels import compress as C
-from hotrain.kernels import product as P
-from hotrain.kernels import serve
-from hotrain.kernels.definition import kept_rows
+from hotrain.kernels import dispatch
+from hotrain.kernels import gemm as P
+from hotrain.kernels import quantize_kernels as C
+from hotrain.kernels.reference import kept_rows
 from hotrain.transform.tokens import Grid, Layout, layout
 
 LAYERS = {  # tokens, grid, outputs, inputs
@@ -91,7 +91,7 @@ def label(kind: str, t: C.Tiling) -> str:
     return cut if t.registers is None else f"{cut} registers={t.registers}"
 
 
-X, G, W = serve._tilings(torch.bfloat16, few_rows=True)  # those in use, in fp8
+X, G, W = dispatch._tilings(torch.bfloat16, few_rows=True)  # those in use, in fp8
 G_TILINGS = [
     *(replace(G, loop=loop, stages=stages) for loop in (1, 2, 3, 4, 6, 12) for stages in (3, 4)),
     *(replace(G, group=group) for group in (2, 4, 16, 32)),

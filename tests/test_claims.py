@@ -92,7 +92,7 @@ def _hadamard() -> str:
 def _bits() -> str:
     method = hotrain.preset(DEFAULT)
     assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, 8, 8)
-    policy = importlib.import_module("hotrain.activations.policy")
+    policy = importlib.import_module("hotrain.activations.format_policy")
     bits = {int(re.match(r"int(\d)", form)[1]) for form in policy.FORMATS.values()}  # type: ignore[index]
     assert bits | {policy.SLOPES.bits} == {4, 8}
     return "8-bit codes; 4 to 8 bits"
@@ -124,7 +124,7 @@ def test_free_numbers_of_the_readme_are_few_and_true() -> None:
 
 
 def test_compute_capabilities_are_those_of_the_kernels() -> None:
-    serve = importlib.import_module("hotrain.kernels.serve")
+    serve = importlib.import_module("hotrain.kernels.dispatch")
     text = Path(serve.__file__).read_text(encoding="utf-8")
     assert "(8, 9)" in text
     assert "the kernels need compute capability 8.0" in text

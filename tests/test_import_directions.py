@@ -47,7 +47,7 @@ MAY_USE = {
 ORDER = [
     ("hotrain._version", "hotrain.tables"),
     ("hotrain.method",),
-    ("hotrain.ran",),
+    ("hotrain.layer_record",),
     ("hotrain.presets",),
     ("hotrain.draws",),
     ("hotrain.transform",),
@@ -149,7 +149,7 @@ def test_only_kernels_pull_in_triton() -> None:
     while more := {name for name, modules in eager.items() if modules & pulled} - pulled:
         pulled |= more
     assert {room(name) for name in pulled} == {"hotrain.kernels"}
-    assert not pulled & {"hotrain.kernels", "hotrain.kernels.serve"}
+    assert not pulled & {"hotrain.kernels", "hotrain.kernels.dispatch"}
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=dotted)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from . import backward, convolution, draws, forward
 from .convolution import Geometry, channels_last
+from .layer_record import Ran
 from .method import Method
-from .ran import Ran
 from .saved import Format
 from .transform.tokens import Grid, Layout, layout, project
 
@@ -50,8 +50,8 @@ _kernels: ModuleType | None = None
 class Origin(Protocol):
     """Where a layer's input comes from: backward makes it again, and the layer keeps nothing of it.
 
-    recipe: how (`hotrain.activations.recipes`).  tensors: of which; an operator before the layer keeps them.
-    remake: makes it of them, as autograd gives them back, in a shape and a dtype (`hotrain.activations.origin`).
+    recipe: how (`hotrain.activations.rematerialize`).  tensors: of which; an operator before the layer keeps them.
+    remake: makes it of them, as autograd gives them back, in a shape and a dtype (`hotrain.activations.sharing`).
     """
 
     @property

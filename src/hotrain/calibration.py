@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import draws
-from .analysis.capture import exact_calls
+from .analysis.layer_gradients import exact_calls
 from .analysis.loss import LossFn
-from .audit.as_found import as_found
+from .audit.unchanged import as_found
 from .backward import rotated_grad, wide
 from .method import GradInput
 from .nn.state import LayerState, layer_states

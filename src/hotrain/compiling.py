@@ -88,7 +88,7 @@ class Check:
         return ms
 
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from .audit.as_found import as_found
+        from .audit.unchanged import as_found
 
         assert self.before is not None
         with as_found(self.model):

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .activations.checkpointing import keep_all
+from .activations.interpose import unwrap, wrap
 from .activations.mode import Buffers, serve_layer
-from .activations.recipes import describe
-from .activations.recompute import keep_all
-from .activations.wrap import unwrap, wrap
+from .activations.rematerialize import describe
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
+from .layer_record import Ran
 from .method import NUMBERS, Method
 from .nn import HadamardLinear
 from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state, layer_states
 from .presets import DEFAULT
-from .ran import Ran
 from .tables import bytes_text
 from .transform.tokens import Grid
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .ran import Ran
+from .layer_record import Ran
 
 if TYPE_CHECKING:
     from torch import nn

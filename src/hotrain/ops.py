@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autograd
 from ._version import __version__
-from .activations.origin import Origin
+from .activations.sharing import Origin
 from .autograd import Grads, Needs, Step
 from .backward import wide
 from .convolution import Geometry

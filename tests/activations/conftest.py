@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hotrain.activations import mode, norms
+from hotrain.activations import composed_norms, mode
 
 
 @pytest.fixture
 def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest tensors are compressed too (of two entries and more), so that tests may be small."""
     monkeypatch.setattr(mode, "SMALL", 2)
-    monkeypatch.setattr(norms, "SMALL", 2)
+    monkeypatch.setattr(composed_norms, "SMALL", 2)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotrain.activations import functions
+from hotrain.activations.format_policy import BITS, FORMATS, GROUPED
 from hotrain.activations.mode import Buffers, Compressed
-from hotrain.activations.policy import BITS, FORMATS, GROUPED
 
 
 @dataclass(frozen=True)

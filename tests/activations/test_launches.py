@@ -27,9 +27,9 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.activations import functions, launches, origin, recipes
-from hotrain.activations.curves import ACTIVATIONS
-from hotrain.activations.policy import GROUPED
+from hotrain.activations import functions, kernel_ops, rematerialize, sharing
+from hotrain.activations.format_policy import GROUPED
+from hotrain.activations.slopes import ACTIVATIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST = torch.channels_last
@@ -59,7 +59,7 @@ DEFINITION = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def _small(small_tensors_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origin, "SMALL", 2)
+    monkeypatch.setattr(sharing, "SMALL", 2)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
 
@@ -102,26 +102,26 @@ SHAPE = (2, 7, 96)
 
 def _norm(w: bool, b: bool, form: str = ROW, cast: bool = False, seed: int = 3) -> tuple[str, list[Tensor | None]]:
     gamma, beta = draw(96, seed=8) if w else None, draw(96, seed=9) if b else None
-    return recipes.normed(recipes.values(form, 96), cast), [*kept(form, *SHAPE, seed=seed), gamma, beta]
+    return rematerialize.normed(rematerialize.values(form, 96), cast), [*kept(form, *SHAPE, seed=seed), gamma, beta]
 
 
 def _of(name: str, inner: tuple[str, list[Tensor | None]]) -> tuple[str, list[Tensor | None]]:
-    return recipes.of(name, inner[0]), inner[1]
+    return rematerialize.of(name, inner[0]), inner[1]
 
 
 def _product(a: tuple[str, list[Tensor | None]], b: tuple[str, list[Tensor | None]]) -> tuple[str, list[Tensor | None]]:
-    return recipes.product(a[0], b[0]), a[1] + b[1]
+    return rematerialize.product(a[0], b[0]), a[1] + b[1]
 
 
 def _values(form: str = GROUPS, columns: int = 96, seed: int = 3) -> tuple[str, list[Tensor | None]]:
-    return recipes.values(form, columns), kept(form, 2, 7, columns, seed=seed)
+    return rematerialize.values(form, columns), kept(form, 2, 7, columns, seed=seed)
 
 
 def _image(name: str = "", normed: bool = False) -> tuple[str, list[Tensor | None]]:
-    recipe, given = recipes.values(ROW, 96, True), kept(ROW, 2, 3, 5, 96)
+    recipe, given = rematerialize.values(ROW, 96, True), kept(ROW, 2, 3, 5, 96)
     if normed:
-        recipe, given = recipes.normed(recipe, False), [*given, draw(96, seed=8), draw(96, seed=9)]
-    return recipes.of(name, recipe) if name else recipe, given
+        recipe, given = rematerialize.normed(recipe, False), [*given, draw(96, seed=8), draw(96, seed=9)]
+    return rematerialize.of(name, recipe) if name else recipe, given
 
 
 # name → (recipe and what it uses up, shape)
@@ -163,12 +163,12 @@ def test_what_is_made_by_the_kernel_is_what_the_recipe_makes(name: str, dtype: t
     once (in the interpreter it cuts bfloat16 off): four units of the result, or of 1 where entries cancel."""
     build, shape = SERVED[name]
     recipe, given = build()
-    want = recipes.make(recipe, given, shape, dtype)
+    want = rematerialize.make(recipe, given, shape, dtype)
     with using(kernels), Calls() as calls:
-        got = launches.whole(recipe, given, shape, dtype)
+        got = kernel_ops.whole(recipe, given, shape, dtype)
     assert calls.names == {"restore_codes": 1}
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    assert got.is_contiguous(memory_format=LAST if recipes.is_image(recipe) else torch.contiguous_format)
+    assert got.is_contiguous(memory_format=LAST if rematerialize.is_image(recipe) else torch.contiguous_format)
     unit = CLOSE if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     assert ((got.double() - want.double()).abs() <= unit * (1 + want.double().abs())).all()
 
@@ -178,20 +178,20 @@ def test_an_unserved_recipe_is_made_as_before(name: str) -> None:
     build, shape = UNSERVED[name]
     recipe, given = build()
     with using(kernels), Calls() as calls:
-        got = launches.whole(recipe, given, shape, torch.float32)
+        got = kernel_ops.whole(recipe, given, shape, torch.float32)
     assert not calls.names
-    assert torch.equal(got, recipes.make(recipe, given, shape, torch.float32))
+    assert torch.equal(got, rematerialize.make(recipe, given, shape, torch.float32))
 
 
 def test_what_only_the_tensors_tell_is_made_as_before() -> None:
     """γ of a norm over two axes is a matrix, which the recipe does not say; float64 has no kernel."""
-    recipe, given = recipes.normed(recipes.values(ROW, 16), False), kept(ROW, 3, 6, 16)
+    recipe, given = rematerialize.normed(rematerialize.values(ROW, 16), False), kept(ROW, 3, 6, 16)
     given += [draw(6, 16, seed=8), draw(6, 16, seed=9)]
     vectors = [*given[:2], draw(16, seed=8), None]
     for tensors, dtype in ((given, torch.float32), (vectors, torch.float64)):
         with using(kernels):
-            got = launches.whole(recipe, tensors, (3, 6, 16), dtype)
-        assert torch.equal(got, recipes.make(recipe, tensors, (3, 6, 16), dtype))
+            got = kernel_ops.whole(recipe, tensors, (3, 6, 16), dtype)
+        assert torch.equal(got, rematerialize.make(recipe, tensors, (3, 6, 16), dtype))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_codes_are_the_formats_by_whichever_way(form: str, t: Callable[[], Tenso
     """No entry of these is so near to a half that a reciprocal moves it (`test_buffers` has those that may be)."""
     x = t()
     with using(kernels), Calls() as calls:
-        got = launches.keep(x, form)
+        got = kernel_ops.keep(x, form)
     assert calls.names == ({"keep_codes": 1} if serves else {})
     assert all(torch.equal(a, b) for a, b in zip(got, GROUPED[form].keep(x), strict=True))
 

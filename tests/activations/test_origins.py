@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrain
 from hotrain import autograd
-from hotrain.activations import mode, origin
+from hotrain.activations import mode, sharing
+from hotrain.activations.format_policy import BITS, FORMATS, GROUPED
 from hotrain.activations.mode import Buffers, Compressed
-from hotrain.activations.origin import Origins
-from hotrain.activations.policy import BITS, FORMATS, GROUPED
+from hotrain.activations.sharing import Origins
 from hotrain.nn.state import LayerState
 
 BACKEND = "aot_eager_decomp_partition"
@@ -34,7 +34,7 @@ X = (2, 16, 32)
 
 @pytest.fixture(autouse=True)
 def _small(small_tensors_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origin, "SMALL", 2, raising=False)
+    monkeypatch.setattr(sharing, "SMALL", 2, raising=False)
     torch._dynamo.reset()
 
 
@@ -503,7 +503,7 @@ def test_a_block_in_a_checkpoint_finds_the_same_the_second_time(reentrant: bool,
     def call(m: Any, x: Tensor) -> Tensor:
         for block in m.blocks:
             x = checkpoint(block, x, use_reentrant=reentrant) if m.again else block(x)
-            levels.append((origins(m).checkpoint, origin.current_checkpoint()))
+            levels.append((origins(m).checkpoint, sharing.current_checkpoint()))
         return m.out(m.norm(x))
 
     def block() -> nn.Module:
@@ -681,4 +681,4 @@ def test_hooks_without_a_name_are_no_checkpoint() -> None:
     """Somebody's saved-tensor hooks may be partials, which have no qualified name."""
     same = functools.partial(lambda scale, t: t * scale, 1)
     with torch.autograd.graph.saved_tensors_hooks(same, same):
-        assert origin.current_checkpoint() == 0
+        assert sharing.current_checkpoint() == 0

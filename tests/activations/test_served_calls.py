@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotrain.activations import attention, mode
+from hotrain.activations.format_policy import FORMATS, GROUPED
 from hotrain.activations.mode import Buffers, Compressed
-from hotrain.activations.policy import FORMATS, GROUPED
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hotrain
 from hotrain import products
-from hotrain.activations import wrap
-from hotrain.activations.exchange import Mixin
-from hotrain.activations.recompute import keep_all, recompute
+from hotrain.activations import interpose
+from hotrain.activations.checkpointing import keep_all, recompute
+from hotrain.activations.mixins import Mixin
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -204,9 +204,9 @@ def test_where_a_norm_cannot_be_looked_at_nothing_is_converted_by_half(monkeypat
         raise KeyError("weight")
 
     net = Net()
-    monkeypatch.setattr(wrap, "is_composed", fails)
+    monkeypatch.setattr(interpose, "is_composed", fails)
     with pytest.raises(KeyError):
-        wrap.wrap(net)
+        interpose.wrap(net)
     assert type(net) is Net
     assert all(type(block) is Block for block in net.blocks)
 

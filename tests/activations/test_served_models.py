@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import SWIN, call, timm_model
 
 import hotrain
-from hotrain.activations import mode, norms
+from hotrain.activations import composed_norms, mode
 
 SMALL = 2048
 # Of all gradients together, against their size: 0.03 to 0.12 were measured; twice the largest.
@@ -27,7 +27,7 @@ ERROR = 0.25
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mode, "SMALL", SMALL)
-    monkeypatch.setattr(norms, "SMALL", SMALL)
+    monkeypatch.setattr(composed_norms, "SMALL", SMALL)
     torch._dynamo.reset()
 
 

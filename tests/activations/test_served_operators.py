@@ -10,7 +10,7 @@ from served_cases import CASES, Case, Whole, differentiate, nbytes, saving, serv
 from torch import Tensor
 
 from hotrain.activations import functions
-from hotrain.activations.policy import FORMATS, GROUPED
+from hotrain.activations.format_policy import FORMATS, GROUPED
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 

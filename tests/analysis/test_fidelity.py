@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain.analysis.capture import exact_calls
 from hotrain.analysis.fidelity import energy_by_sequency, fidelity, gradient_surface
-from hotrain.audit.as_found import as_found
+from hotrain.analysis.layer_gradients import exact_calls
+from hotrain.audit.unchanged import as_found
 from hotrain.transform.hadamard import TILE, matrix
 from hotrain.transform.rows import Rows
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotrain
 from hotrain.analysis import fit as fitting
 from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, is_out_of_memory, parse_bytes, search
-from hotrain.analysis.full import LAYERS_ALONE, NO_FORM, full_table, still_full
+from hotrain.analysis.uncompressed import LAYERS_ALONE, NO_FORM, full_table, still_full
 
 
 @pytest.mark.parametrize(

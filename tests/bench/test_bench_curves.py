@@ -60,7 +60,7 @@ def test_losses_are_of_single_updates_over_epochs(
     curves: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the digits, two epochs: the mean of an epoch's losses is the trainer's own figure for it."""
-    from hotrain.cli.workbench import configure
+    from hotrain.cli.prepare import configure
     from hotrain.train import train
 
     entered: list[str] = []

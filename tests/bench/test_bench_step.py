@@ -1,4 +1,4 @@
-"""bench/step.py and subjects.py on tiny subjects: every variant alone, no times of a wrong one, failures on record."""
+"""bench/step.py and tasks.py on tiny subjects: every variant alone, no times of a wrong one, failures on record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotrain.bench import step, subjects
+from hotrain.bench import step, tasks
 from hotrain.bench.step import Bounds, FirstStep, Variant
 
 CPU = torch.device("cpu")
@@ -30,21 +30,21 @@ def _without_compiled_code() -> Iterator[None]:
 @pytest.mark.parametrize("subject", ALL)
 def test_the_same_subject_has_the_same_weights_and_batches(subject: str) -> None:
     """Variants are compared by their first step: it must start from one place."""
-    one, two = (FirstStep.of(subjects.build(subject, CPU, tiny=True)) for _ in range(2))
+    one, two = (FirstStep.of(tasks.build(subject, CPU, tiny=True)) for _ in range(2))
     assert one.loss == two.loss
     assert all(torch.equal(a, b) for a, b in zip(one.gradients, two.gradients, strict=True))
     assert any(g.count_nonzero() for g in one.gradients)
 
 
 def test_precisions_are_those_of_the_subjects() -> None:
-    vit, llama = (subjects.build(subject, CPU, tiny=True) for subject in (VIT, LLAMA))
+    vit, llama = (tasks.build(subject, CPU, tiny=True) for subject in (VIT, LLAMA))
     assert {p.dtype for p in vit.model.parameters()} == {torch.float32}
     assert {p.dtype for p in llama.model.parameters()} == {torch.bfloat16}
     assert llama.batches[0].requires_grad, "within a model, the first block has a g_x too"
     assert torch.get_default_dtype() == torch.float32
     assert isinstance(vit.optimizer(), torch.optim.AdamW)
     assert llama.optimizer() is None
-    resnet = subjects.build(RESNET, CPU, tiny=True)
+    resnet = tasks.build(RESNET, CPU, tiny=True)
     convolutions = [m for m in resnet.model.modules() if isinstance(m, nn.Conv2d)]
     assert all(m.weight.is_contiguous(memory_format=torch.channels_last) for m in convolutions)
     assert resnet.batches[0][0].is_contiguous(memory_format=torch.channels_last)
@@ -62,7 +62,7 @@ def test_heads_are_kept_exact_in_every_subject() -> None:
         BERT: ["bert.pooler.dense", "classifier"],
     }
     for subject, names in kept.items():
-        task = subjects.build(subject, CPU, tiny=True)
+        task = tasks.build(subject, CPU, tiny=True)
         linear = [name for name, module in task.model.named_modules() if isinstance(module, nn.Linear)]
         assert [name for name in linear if task.kept_exact(name)] == names
 
@@ -70,13 +70,13 @@ def test_heads_are_kept_exact_in_every_subject() -> None:
 @pytest.mark.parametrize(("subject", "count"), [(VIT, 2), (RESNET, 4), (FORMER, 5), (BERT, 2), (LLAMA, 2)])
 def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: str, count: int) -> None:
     """In eager mode the recomputed forward runs the same operators, with the same dropout: equal to the bit."""
-    plain, task = (subjects.build(subject, CPU, tiny=True) for _ in range(2))
+    plain, task = (tasks.build(subject, CPU, tiny=True) for _ in range(2))
     calls: list[nn.Module] = []
     for blocks in task.blocks:
         for block in blocks:
             if any(True for _ in block.parameters()):  # a reshape keeps nothing, so that nothing asks for it again
                 block.register_forward_pre_hook(lambda module, args: calls.append(module))
-    subjects.checkpoint_blocks(task)
+    tasks.checkpoint_blocks(task)
     losses = []
     for each in (plain, task):
         torch.manual_seed(1)
@@ -131,7 +131,7 @@ def test_the_budget_holds_while_a_variant_compiles_and_runs_and_not_after() -> N
     seen = []
     variant = step.VARIANTS["exact+compile+budget"]
 
-    def watched(task: subjects.Task) -> None:
+    def watched(task: tasks.Task) -> None:
         inner = task.loss
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_the_budget_holds_while_a_variant_compiles_and_runs_and_not_after() -> N
 
         task.loss = loss
 
-    truth = FirstStep.of(subjects.build(VIT, CPU, tiny=True))
+    truth = FirstStep.of(tasks.build(VIT, CPU, tiny=True))
     step.measure(VIT, dataclasses.replace(variant, change=watched), truth, CPU, 1, tiny=True)
     assert set(seen) == {step.BUDGET} != {before}
     assert config.activation_memory_budget == before
@@ -149,7 +149,7 @@ def test_the_budget_holds_while_a_variant_compiles_and_runs_and_not_after() -> N
 @pytest.mark.parametrize("subject", [RESNET, LLAMA])
 def test_offloading_changes_no_gradient(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "OFFLOADED", 1)
-    plain, task = (subjects.build(subject, CPU, tiny=True) for _ in range(2))
+    plain, task = (tasks.build(subject, CPU, tiny=True) for _ in range(2))
     step.VARIANTS["exact+compile+offload"].change(task)
     found, truth = FirstStep.of(task), FirstStep.of(plain)
     assert found.loss == truth.loss
@@ -180,7 +180,7 @@ def test_offloaded_activations_come_back_as_they_were(
         found.append((kept.clone().requires_grad_() * w).grad_fn._saved_other)
         return product.sum()
 
-    task = subjects.Task(model, [], [None], loss, lambda name: False, trains=False)
+    task = tasks.Task(model, [], [None], loss, lambda name: False, trains=False)
     step.VARIANTS["exact+compile+offload"].change(task)
     task.loss(model, None)
     saved, weight = found
@@ -192,7 +192,7 @@ def test_offloaded_activations_come_back_as_they_were(
 
 def test_what_a_task_takes_beside_activations() -> None:
     """BERT has all parts: float32 parameters, gradients and two moments, a step count each, and tokens of int64."""
-    task = subjects.build(BERT, CPU, tiny=True)
+    task = tasks.build(BERT, CPU, tiny=True)
     step.first_loss(task, task.model)
     optimizer = task.optimizer()
     assert optimizer is not None
@@ -217,7 +217,7 @@ def test_an_8_bit_optimizer_is_a_variant(adamw8bit: list[Any]) -> None:
 
 def test_8_bit_state_is_counted_as_what_it_holds(adamw8bit: list[Any]) -> None:
     """Its tensors say the size of float32: codes and scales count, and small parameters' moments as they are."""
-    task = subjects.build(VIT, CPU, tiny=True)
+    task = tasks.build(VIT, CPU, tiny=True)
     step.VARIANTS["exact+compile+adamw8bit"].change(task)
     step.first_loss(task, task.model)
     optimizer = task.optimizer()
@@ -232,11 +232,11 @@ def test_8_bit_state_is_counted_as_what_it_holds(adamw8bit: list[Any]) -> None:
 
 def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
     """Two exact first steps with other masks differ: a variant may differ from exact as much, and no more."""
-    task = subjects.build(BERT, CPU, tiny=True)
+    task = tasks.build(BERT, CPU, tiny=True)
     truth = FirstStep.of(task)
     assert truth.noise.loss_difference > 0
     assert 0.3 < truth.noise.gradient_cosine < 0.999
-    assert FirstStep.of(subjects.build(VIT, CPU, tiny=True)).noise == step.Agreement(0.0, 1.0)
+    assert FirstStep.of(tasks.build(VIT, CPU, tiny=True)).noise == step.Agreement(0.0, 1.0)
     task.model.zero_grad()
     exact = Bounds(0.01, 0.98)
     step.compare(task, step.first_loss(task, task.model), truth, exact)
@@ -249,12 +249,12 @@ def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
         step.compare(task, truth.loss * 1.2, truth, exact)
 
 
-def _wrong_sign(task: subjects.Task) -> None:
+def _wrong_sign(task: tasks.Task) -> None:
     for parameter in task.model.parameters():
         parameter.register_hook(torch.neg)
 
 
-def _out_of_memory(task: subjects.Task) -> None:
+def _out_of_memory(task: tasks.Task) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 9 GiB")
 
 
@@ -270,7 +270,7 @@ def test_a_variant_that_fails_or_is_wrong_has_its_error_and_no_times(monkeypatch
 
 
 def test_gates_let_nothing_pass_that_is_not_a_number() -> None:
-    task = subjects.build(VIT, CPU, tiny=True)
+    task = tasks.build(VIT, CPU, tiny=True)
     truth = FirstStep.of(task)
     with pytest.raises(step.Wrong, match="the loss of the first step is nan"):
         step.compare(task, math.nan, truth, Bounds(0.01, 0.4))

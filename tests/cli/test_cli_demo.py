@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hotrain.cli.cells import train_cells
 from hotrain.cli.demo import METHODS as DEMO_METHODS
+from hotrain.cli.demo_records import pick_surfaces, pictured
 from hotrain.cli.demo_text import notes
-from hotrain.cli.look import pick_surfaces, pictured
 from hotrain.cli.main import app
 from hotrain.cli.options import split_names
-from hotrain.cli.workbench import configure
+from hotrain.cli.parallel_runs import train_cells
+from hotrain.cli.prepare import configure
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
 

@@ -168,7 +168,7 @@ def test_a_signal_is_its_exit_code(number: int | None, code: int, monkeypatch: p
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt if number is None else interrupted(_with(number), "stopped, nothing is lost")
 
-    monkeypatch.setattr("hotrain.cli.workbench.configure", stop)
+    monkeypatch.setattr("hotrain.cli.prepare.configure", stop)
     done = CliRunner().invoke(app, ["train", "demo_vit"])
     assert done.exit_code == code
     assert done.stderr == ("interrupted\n" if number is None else "stopped, nothing is lost\n")
@@ -353,7 +353,7 @@ def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
 
 
 def test_what_is_looked_at_is_what_convert_does() -> None:
-    from hotrain.cli.workbench import look
+    from hotrain.cli.prepare import look
 
     assert look("demo_vit", settings=["method=exact"]).method == DEFAULT
     assert look("demo_vit", settings=["method=exact"], method="exact").method == "exact"

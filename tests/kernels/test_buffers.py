@@ -15,10 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import autograd
-from hotrain.activations import launches
-from hotrain.activations.curves import ACTIVATIONS
+from hotrain.activations import kernel_ops
+from hotrain.activations.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS
-from hotrain.kernels import buffers as B
+from hotrain.kernels import activation_kernels as B
 from hotrain.saved import Bits, Grouped, group_size, in_pieces
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -411,7 +411,7 @@ def image(t: Tensor | None) -> Tensor | None:
 def norm_definition(monkeypatch: pytest.MonkeyPatch, norm: Norm, name: str) -> list[Tensor]:
     """The definition in float32 throughout, as the kernel computes: it would round what f is of to x's dtype."""
     x, *vectors, shortcut = norm.tensors(torch.float32)
-    y, *kept = defined(monkeypatch, launches._normalize, image(x), *vectors, image(shortcut), name)
+    y, *kept = defined(monkeypatch, kernel_ops._normalize, image(x), *vectors, image(shortcut), name)
     return [y.permute(0, 2, 3, 1).reshape(norm.x.shape), *kept]
 
 
@@ -577,7 +577,7 @@ def test_a_norms_gradients_without_parameters_and_of_lower_ones(
     _, *kept = normalize(*norm.tensors(), "relu", None)
     g = torch.randn(37, 48, device=device)
     got = norm_gradient(g, *kept, norm.r, norm.w, "relu", None, True)
-    want = defined(monkeypatch, launches._norm_gradient, image(g), *kept, norm.r, norm.w, "relu", True)
+    want = defined(monkeypatch, kernel_ops._norm_gradient, image(g), *kept, norm.r, norm.w, "relu", True)
     _, (size, *sums, _) = exact_gradient(g, kept, norm, "relu")
     assert ((got[0] - want[0].flatten(1)).abs() <= CLOSE * size).all()
     assert ((got[1] - want[1]).abs() <= CLOSE * torch.stack(sums)).all()

@@ -10,8 +10,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import draws
-from hotrain.kernels import compress as C
-from hotrain.kernels.definition import kept_rows
+from hotrain.kernels import quantize_kernels as C
+from hotrain.kernels.reference import kept_rows
 from hotrain.method import GradInput
 from hotrain.quantize.integer import quantize
 from hotrain.transform.hadamard import rotate

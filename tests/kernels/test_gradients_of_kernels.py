@@ -171,19 +171,19 @@ def test_the_same_key_gives_the_same_bits_and_another_one_others(device):
 def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device, monkeypatch):
     from triton.compiler.errors import CompilationError
 
-    from hotrain.kernels import compress, serve
+    from hotrain.kernels import dispatch, quantize_kernels
 
     def fails(*_: object, **__: object) -> None:
         raise CompilationError("", None, "no such instruction")
 
-    monkeypatch.setattr(serve, "_broken", set())
+    monkeypatch.setattr(dispatch, "_broken", set())
     method = METHODS["hot-unbiased"]
     lay = layout_of((2, 32), None, 8, 4)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
     key = key_on(device)
     kept = kernels.keep(x, method, lay, key, 4)
     want = kernels.gradients(g_y, w, kept, method, lay, key, 4, (True, True, True))
-    monkeypatch.setattr(compress, "compress", fails)
+    monkeypatch.setattr(quantize_kernels, "compress", fails)
 
     def twice() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         kept = kernels.keep(x, method, lay, key, 4)
@@ -201,9 +201,9 @@ def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device
 
 
 def test_reasons_name_what_is_not_served(device, monkeypatch):
-    from hotrain.kernels import serve
+    from hotrain.kernels import dispatch
 
-    monkeypatch.setattr(serve, "_warned", set())
+    monkeypatch.setattr(dispatch, "_warned", set())
     lay = layout_of((2, 32), None, 8, 4)
     served = METHODS["hot-unbiased"]
     assert kernels.reason(served, lay, torch.bfloat16, device) is None

@@ -113,11 +113,11 @@ def _checkpointed(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_accumulation_makes_a_weights_codes_once_a_step(device, monkeypatch):
-    from hotrain.kernels import serve
+    from hotrain.kernels import dispatch
 
     made = []
-    real = serve._weight_codes
-    monkeypatch.setattr(serve, "_weight_codes", lambda *a: made.append(1) or real(*a))
+    real = dispatch._weight_codes
+    monkeypatch.setattr(dispatch, "_weight_codes", lambda *a: made.append(1) or real(*a))
     net, _ = pair("hot-unbiased", device, number="e4m3")
     x = torch.randn(2, 32, 32, device=device)
     with hotrain.accumulation():
@@ -188,13 +188,13 @@ def _as_if_on_a_gpu(question):
 def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkeypatch):
     """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then."""
     from hotrain import planning
-    from hotrain.kernels import compress, serve
+    from hotrain.kernels import dispatch, quantize_kernels
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    caches = (compress._index, compress.natural_rows, serve._no_key)
+    caches = (quantize_kernels._index, quantize_kernels.natural_rows, dispatch._no_key)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(compress, "_plans", {})
+    monkeypatch.setattr(quantize_kernels, "_plans", {})
     method = hotrain.preset("hot-unbiased")
     if options["number"] != "int":
         method = method.override(number=options["number"])
@@ -205,13 +205,13 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkey
         )
     )
     made = [cache.cache_info().misses for cache in caches]
-    plans = len(compress._plans)
+    plans = len(quantize_kernels._plans)
     assert plans
     net = nn.Linear(32, 48).to(device)
     hotrain.convert(net, "hot-unbiased", plan="memory", filter_fn=lambda m, n: True, **options)
     grads(net, torch.randn(2, 50, 32, device=device))
     assert [cache.cache_info().misses for cache in caches] == made
-    assert len(compress._plans) == plans
+    assert len(quantize_kernels._plans) == plans
 
 
 def test_what_no_kernel_serves_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):

@@ -8,7 +8,7 @@ from kernel_cases import gpu_only
 
 pytest.importorskip("triton")
 
-from hotrain.kernels.product import Blocks, fp8_product, int8_product
+from hotrain.kernels.gemm import Blocks, fp8_product, int8_product
 
 SMALL = Blocks(32, 32, 32, 4, 2)
 

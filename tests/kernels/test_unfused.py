@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.activations import launches, mode
-from hotrain.activations.curves import ACTIVATIONS
+from hotrain.activations import kernel_ops, mode
+from hotrain.activations.format_policy import BITS, GROUPED
 from hotrain.activations.functions import Norm, Slope
 from hotrain.activations.mode import Buffers
-from hotrain.activations.policy import BITS, GROUPED
-from hotrain.kernels import buffers as B
-from hotrain.kernels import serve
-from hotrain.kernels import unfused as U
+from hotrain.activations.slopes import ACTIVATIONS
+from hotrain.kernels import activation_kernels as B
+from hotrain.kernels import dispatch
+from hotrain.kernels import eager_kernels as U
 from hotrain.saved import Grouped, group_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -42,7 +42,7 @@ def served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The kernels in the formulas, in the interpreter too."""
     if device.type == "cpu":
         monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
-        monkeypatch.setattr(launches, "runs", lambda device, dtype: dtype in DTYPES)
+        monkeypatch.setattr(kernel_ops, "runs", lambda device, dtype: dtype in DTYPES)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
@@ -210,7 +210,7 @@ def test_a_norm_in_eager_mode_is_the_kernels(
     got = gradients(norm, x, w, b)
     assert calls == ["keep_normal", "row_norm_gradient" if by_row else "norm_gradient"]
     with monkeypatch.context() as patch:
-        patch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+        patch.setattr(kernel_ops, "_unfused", lambda t, dtype=None: None)
         want = gradients(norm, x, w, b)
     exact = gradients(CALLS[kind][0], x, w, b)
     torch.testing.assert_close(got[0], exact[0], rtol=1e-5, atol=1e-5)
@@ -253,7 +253,7 @@ def test_slopes_in_eager_mode_are_the_kernels(
         (got,) = torch.autograd.grad(y, x, g, retain_graph=True)
         assert calls == [name]
         with monkeypatch.context() as patch:
-            patch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+            patch.setattr(kernel_ops, "_unfused", lambda t, dtype=None: None)
             (want,) = torch.autograd.grad(y, x, g)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert got.stride() == want.stride()
@@ -356,7 +356,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_formula(
     for call, inputs in calls:
         want = torch.autograd.grad(call(), inputs, g)
         with monkeypatch.context() as patch:
-            patch.setattr(serve, "_broken", {"row norm gradient", "slope gradient", "open bits", "bits gradient"})
+            patch.setattr(dispatch, "_broken", {"row norm gradient", "slope gradient", "open bits", "bits gradient"})
             got = torch.autograd.grad(call(), inputs, g)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -395,7 +395,7 @@ def test_a_block_in_eager_mode(how: str, served: None, device: torch.device, mon
         )
 
     y, got = step()
-    monkeypatch.setattr(launches, "_unfused", lambda t, dtype=None: None)
+    monkeypatch.setattr(kernel_ops, "_unfused", lambda t, dtype=None: None)
     y_formula, want = step()
     near = 1e-5 if how == "float32" else 2**-6
     assert (y - y_formula).norm() <= near * y_formula.norm()

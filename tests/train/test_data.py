@@ -17,8 +17,8 @@ from PIL import Image
 
 from hotrain.train import TrainRun
 from hotrain.train import data as data_module
+from hotrain.train.batches import Feed, channel_statistics, random_crop, random_flip
 from hotrain.train.data import ArrayData, FolderData, load_data
-from hotrain.train.feed import Feed, channel_statistics, random_crop, random_flip
 
 
 def arrays(**changes: Any) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..autograd import once
-from . import launches
+from . import kernel_ops
 
 _aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ class Attention(torch.autograd.Function):
         bias = _bias(mask, q, k, kind)
         out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
         # Token by token, as layers leave q, k and v in memory and want their gradients.
-        codes = launches.keep_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
+        codes = kernel_ops.keep_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
         # What dropout left out is seen from the output alone.
         ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
@@ -160,7 +160,9 @@ class Attention(torch.autograd.Function):
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]
         lying = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
-        q, k, v, *out = (t.transpose(1, 2) for t in launches.restored_four((qk_form, vo_form), codes, lying, ctx.dtype))
+        q, k, v, *out = (
+            t.transpose(1, 2) for t in kernel_ops.restored_four((qk_form, vo_form), codes, lying, ctx.dtype)
+        )
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
         # For a compiler one operator, of g too: it runs in backward, and nothing but codes is kept for it.

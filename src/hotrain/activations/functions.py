@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from ..autograd import once
 from ..saved import as_it_was, memory_order
-from . import launches
-from .curves import ACTIVATIONS, ELSE, FACTOR
-from .policy import BITS, GROUPED
-from .recipes import is_recipe, make, restore, values, wide
+from . import kernel_ops
+from .format_policy import BITS, GROUPED
+from .rematerialize import is_recipe, make, restore, values, wide
+from .slopes import ACTIVATIONS, ELSE, FACTOR
 
 
 def _unviewed(y: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Slope(torch.autograd.Function):
         ctx.activation, ctx.order = name, memory_order(x)
         lying = x.permute(ctx.order)
         ctx.shape = lying.shape
-        made = launches.activate(lying, name) or launches.open_bits(lying, name)
+        made = kernel_ops.activate(lying, name) or kernel_ops.open_bits(lying, name)
         if made is not None:
             ctx.save_for_backward(made[1])
             return _unviewed(as_it_was(made[0], ctx.order))
@@ -55,14 +55,14 @@ class Slope(torch.autograd.Function):
         kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
             kept = ctx.saved_tensors  # once: a checkpoint refuses to make them again
-            made = launches.slope_gradient(g_y.permute(ctx.order), kept, kind.levels, factor)
+            made = kernel_ops.slope_gradient(g_y.permute(ctx.order), kept, kind.levels, factor)
             if made is not None:
                 return *once(ctx.activation, (as_it_was(made, ctx.order),), g_y), None
             slope = as_it_was(restore(kind.levels, kept, ctx.shape, g_y.dtype), ctx.order)
             g_x = g_y * slope if factor == 1.0 else g_y * (slope * factor)
             return *once(ctx.activation, (g_x,), g_y), None
         kept = ctx.saved_tensors
-        made = launches.bits_gradient(g_y.permute(ctx.order), kept[0], ctx.activation)
+        made = kernel_ops.bits_gradient(g_y.permute(ctx.order), kept[0], ctx.activation)
         if made is not None:
             return as_it_was(made, ctx.order), None
         # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
@@ -103,7 +103,7 @@ class Curve(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, Tensor, Tensor]:
         y = ACTIVATIONS[name].f(x)
         lying = x.movedim(1, -1) if image else x
-        codes, scale = launches.keep(lying, form)
+        codes, scale = kernel_ops.keep(lying, form)
         ctx.save_for_backward(codes, scale)
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
@@ -112,7 +112,7 @@ class Curve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x = launches.restored(ctx.form, ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
+        x = kernel_ops.restored(ctx.form, ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
         slope = ACTIVATIONS[ctx.activation].slope(x.movedim(-1, 1) if ctx.image else x)
         return *once(ctx.activation, ((g_y * slope).to(g_y.dtype),), g_y), None, None, None
 
@@ -171,7 +171,7 @@ class Norm(torch.autograd.Function):
             lifted = wide(x) if kind != "group" else wide(x).reshape(shape[0], dims, -1)
             return _channels_last(((lifted if mean is None else lifted - mean) * r).view(shape), kind)
 
-        codes, scale = launches.keep_normal(x, mean, r, kind, dims, form, normalized)
+        codes, scale = kernel_ops.keep_normal(x, mean, r, kind, dims, form, normalized)
         ctx.save_for_backward(w, r, codes, scale)
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
@@ -186,7 +186,7 @@ class Norm(torch.autograd.Function):
         if kind == "batch":
             grads = _batch_norm_backward(ctx, g_y, w, r, kept)
             return *once("batch norm", grads, g_y, w), *[None] * 7
-        made = launches.row_norm_gradient(g_y, kept, r, w, ctx.dtype, kind, dims, ctx.form)
+        made = kernel_ops.row_norm_gradient(g_y, kept, r, w, ctx.dtype, kind, dims, ctx.form)
         if made is not None:
             wants, (of_b, of_w) = ctx.needs_input_grad, made[1]
             grads = (
@@ -197,7 +197,7 @@ class Norm(torch.autograd.Function):
             return *once(f"{kind} norm", grads, g_y, w), *[None] * 7
         g = wide(g_y)
         order = [shape[0], *shape[2:], shape[1]] if kind == "group" else shape
-        normal = _channels_first(launches.restored(ctx.form, kept, order, g.dtype), kind)
+        normal = _channels_first(kernel_ops.restored(ctx.form, kept, order, g.dtype), kind)
         by_token = kind != "group"
         leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
         g_w = (g * normal).sum(leading).to(w.dtype) if ctx.needs_input_grad[1] else None
@@ -225,14 +225,14 @@ def _batch_norm_backward(
     """
     shape, full = ctx.shape, torch.promote_types(g.dtype, torch.float32)
     leading, count = [0, *range(2, len(shape))], shape.numel() // shape[1]
-    made = launches.channel_norm_gradient(g, kept, r, w, ctx.form) if ctx.needs_input_grad[0] else None
+    made = kernel_ops.channel_norm_gradient(g, kept, r, w, ctx.form) if ctx.needs_input_grad[0] else None
     if made is not None:
         return (
             made[0].to(ctx.dtype),
             made[1][1].to(w.dtype) if ctx.needs_input_grad[1] and w is not None else None,
             made[1][0].to(ctx.b_dtype) if ctx.needs_input_grad[2] else None,
         )
-    normal = _channels_first(launches.restored(ctx.form, kept, [shape[0], *shape[2:], shape[1]], g.dtype), ctx.kind)
+    normal = _channels_first(kernel_ops.restored(ctx.form, kept, [shape[0], *shape[2:], shape[1]], g.dtype), ctx.kind)
     g_b, g_w = g.sum(leading, dtype=full), (g * normal).sum(leading, dtype=full)
     g_x = None
     if ctx.needs_input_grad[0]:
@@ -319,7 +319,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
-        y = launches.restored(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        y = kernel_ops.restored(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
         return *once("softmax", (g_x,), g_y), None, None
 
@@ -358,7 +358,7 @@ Given = Sequence[Tensor | None]
 def _keep(t: Tensor, form: str, given: Given) -> Kept:
     if form in ("", "exact"):
         return () if not form else (t,)
-    return tuple(given) if is_recipe(form) else launches.keep(t, form)
+    return tuple(given) if is_recipe(form) else kernel_ops.keep(t, form)
 
 
 def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -366,14 +366,14 @@ def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) ->
         return kept[0] if form else None
     if is_recipe(form):
         return make(form, kept, shape, dtype)
-    return launches.restored(form, kept, shape, dtype)  # type: ignore[arg-type]
+    return kernel_ops.restored(form, kept, shape, dtype)  # type: ignore[arg-type]
 
 
 def _whole(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:
     """`_restore`, for a reader that has all of the tensor in memory. image: codes are of its channels."""
     if not is_recipe(form):
         form = values(form, shape[1 if image else -1], image)
-    return launches.whole(form, kept, shape, dtype)
+    return kernel_ops.whole(form, kept, shape, dtype)
 
 
 def _own(kept: Kept, form: str) -> tuple[Tensor, ...]:

@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_map_only
 
 from .. import autograd, backward
 from ..saved import memory_order
-from . import launches, ops, origin, recipes, rest
+from . import eager_fallback, kernel_ops, ops, rematerialize, sharing
 from .attention import backend, prepared_mask
-from .curves import ACTIVATIONS
+from .format_policy import FORMATS, GROUPED, SMALL
 from .functions import InPlace
-from .origin import Origins, Unfinished, current_checkpoint
-from .policy import FORMATS, GROUPED, SMALL
-from .stack import Mode, aside
+from .mode_stack import Mode, aside
+from .sharing import Origins, Unfinished, current_checkpoint
+from .slopes import ACTIVATIONS
 
 _traced = torch.ops.hotrain
 
@@ -115,10 +115,10 @@ class Buffers:
 
     def region(self) -> str:
         """For a tracer to write on the nodes of this model."""
-        from . import partition
+        from . import partitioner
 
         self.waits = False
-        return partition.region(self)
+        return partitioner.region(self)
 
     # A tracer runs them once and records nothing.
     serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -171,15 +171,15 @@ class Compressed(Mode):
                 return y
         if compiling or not serves:
             return func(*args, **kwargs)
-        rule = rest.rule_of(self.buffers.looked_at, func, args, kwargs)
+        rule = eager_fallback.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None:
-            if handler is None and rest.passes(self.buffers.looked_at, func):
+            if handler is None and eager_fallback.passes(self.buffers.looked_at, func):
                 self.buffers.passing.add(func)
             return func(*args, **kwargs)
         if not self._may_serve():
             return func(*args, **kwargs)
         with aside():
-            return rest.call(self.buffers, rule, func, args, kwargs)
+            return eager_fallback.call(self.buffers, rule, func, args, kwargs)
 
     def stands_for(self, buffers: Buffers) -> bool:
         """Whether this mode does what one of those buffers would, in a forward that begins now."""
@@ -210,19 +210,19 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
         if not (_large(input) and input.requires_grad):
             return None
         unfinished = scope.origins.unfinished_of(input)
-        if unfinished is not None and launches.serves_norm(unfinished.x, name):
+        if unfinished is not None and kernel_ops.serves_norm(unfinished.x, name):
             scope.serve(name, "slope" if ACTIVATIONS[name].levels else "bits")
             return _finished(scope, unfinished, name, input if inplace else None)
         kind, known = ACTIVATIONS[name], scope.origins.of(input)
         if kind.by_input:
             scope.serve(name, FORMATS["curve"])
-            image = _is_image(input) or (known is not None and recipes.is_image(known.recipe))
+            image = _is_image(input) or (known is not None and rematerialize.is_image(known.recipe))
             y, *codes = _operators().curve(input, name, FORMATS["curve"], image)
-            recipe = recipes.of(name, recipes.values(FORMATS["curve"], _columns(input, image), image))
+            recipe = rematerialize.of(name, rematerialize.values(FORMATS["curve"], _columns(input, image), image))
         else:
             scope.serve(name, "slope" if kind.levels else "bits")
             y = _operators().slope(input, name)
-            recipe, codes = ("", []) if known is None else (recipes.of(name, known.recipe), list(known.tensors))
+            recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
         if inplace:
             y = _written(scope, input, y)
         if recipe:
@@ -238,8 +238,8 @@ def _finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = 
     if place is not None:
         y = _written(scope, place, y)
     if what.shortcut is None:
-        recipe = recipes.normed(recipes.values(FORMATS["norm"], _columns(y, True), True), False)
-        scope.origins.note(y, recipes.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
+        recipe = rematerialize.normed(rematerialize.values(FORMATS["norm"], _columns(y, True), True), False)
+        scope.origins.note(y, rematerialize.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
     return y
 
 
@@ -256,7 +256,7 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
             what = scope.origins.unfinished_of(normed)
             if what is not None and what.shortcut is None and _lies_alike(what.x, shortcut):
                 y = func(input, other)
-                if not in_place or origin.read_apart():
+                if not in_place or sharing.read_apart():
                     scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
                 return y
         return None
@@ -326,7 +326,7 @@ def _note_norm(
 ) -> None:
     y, codes, scale = found
     image = kind in ("group", "batch")
-    recipe = recipes.normed(recipes.values(FORMATS["norm"], _columns(y, image), image), kind == "rms_cast")
+    recipe = rematerialize.normed(rematerialize.values(FORMATS["norm"], _columns(y, image), image), kind == "rms_cast")
     scope.origins.note(y, recipe, codes, scale, w, b)
 
 
@@ -402,7 +402,7 @@ def _batch_norm(
     if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
         return None
     scope.serve("batch_norm", FORMATS["norm"])
-    if torch.compiler.is_dynamo_compiling() and launches.serves_norm(input):
+    if torch.compiler.is_dynamo_compiling() and kernel_ops.serves_norm(input):
         mean, r = _operators().batch_statistics(input, running_mean, running_var, momentum, eps)
         what = Unfinished(input, mean, r, weight, bias)
         y = _finished(scope, what, "")
@@ -419,7 +419,7 @@ def _softmax(
     scope.serve("softmax", FORMATS["softmax"])
     y, *codes = _operators().kept_softmax(input if dtype is None else input.to(dtype), dim, FORMATS["softmax"])
     if dim in (-1, input.dim() - 1):
-        scope.origins.note(y, recipes.values(FORMATS["softmax"], _columns(y, False)), *codes)
+        scope.origins.note(y, rematerialize.values(FORMATS["softmax"], _columns(y, False)), *codes)
     return y
 
 
@@ -455,8 +455,8 @@ def _values(form: str, t: Tensor) -> str:
     """The recipe of codes of rows along the axis of t that lies densest; none where the axes lie in another order."""
     order = memory_order(t)
     if order == list(range(t.dim())):
-        return recipes.values(form, _columns(t, False))
-    return recipes.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
+        return rematerialize.values(form, _columns(t, False))
+    return rematerialize.values(form, _columns(t, True), True) if order == [0, 2, 3, 1] else ""
 
 
 def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
@@ -478,7 +478,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
             parts.append((recipe, made[begin : begin + 2] if own else given))
             begin += 2 * own
         if parts[0][0] and parts[1][0]:
-            scope.origins.note(y, recipes.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
+            scope.origins.note(y, rematerialize.product(parts[0][0], parts[1][0]), *parts[0][1], *parts[1][1])
     return y
 
 
@@ -514,7 +514,7 @@ def _linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = N
     form, given = _held(scope, input, FORMATS["linear"])
     y, made = _operators().kept_linear(input, weight, bias, form, given)
     if made:
-        scope.origins.note(input, recipes.values(form, _columns(input, False)), *made)
+        scope.origins.note(input, rematerialize.values(form, _columns(input, False)), *made)
     return y
 
 
@@ -550,7 +550,7 @@ def _conv2d(
         input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
     if made:
-        scope.origins.note(input, recipes.values(form, _columns(input, True), True), *made)
+        scope.origins.note(input, rematerialize.values(form, _columns(input, True), True), *made)
     return y
 
 
@@ -622,7 +622,7 @@ def _attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
     # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
-    scope.origins.note(y, recipes.heads(FORMATS["value_output"], _columns(y, False)), *codes)
+    scope.origins.note(y, rematerialize.heads(FORMATS["value_output"], _columns(y, False)), *codes)
     return y
 
 
@@ -632,7 +632,7 @@ def _attention(
 def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
     """`transpose` and `permute` of what attention returns."""
     known = scope.origins.of(input, by_heads=True)
-    if known is None or kwargs or not recipes.is_by_heads(known.recipe):
+    if known is None or kwargs or not rematerialize.is_by_heads(known.recipe):
         return None
     order = axes[0] if len(axes) == 1 else axes
     if len(order) == 2:
@@ -642,7 +642,7 @@ def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | 
     if [axis % input.dim() for axis in order] != [0, 2, 1, 3]:
         return None
     y = input.permute(0, 2, 1, 3)
-    scope.origins.note(y, recipes.by_tokens(known.recipe), *known.tensors)
+    scope.origins.note(y, rematerialize.by_tokens(known.recipe), *known.tensors)
     return y
 
 
@@ -650,7 +650,7 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         known = scope.origins.of(input)
         retyped = isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype)
-        if known is None or not recipes.is_in_order(known.recipe) or retyped:
+        if known is None or not rematerialize.is_in_order(known.recipe) or retyped:
             return None
         y = func(input, *args, **kwargs)
         if y is not input:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .. import autograd
 from . import functions
 from .attention import Attention
-from .curves import ACTIVATIONS
+from .slopes import ACTIVATIONS
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 

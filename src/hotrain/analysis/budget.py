@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activations.recompute import blocks, keep_all, recompute
-from ..audit.as_found import as_found
+from ..activations.checkpointing import blocks, keep_all, recompute
 from ..audit.saved_bytes import bytes_inside, saved_bytes
+from ..audit.unchanged import as_found
 from ..tables import bytes_text
 
 _TIMED = 3  # forwards that a block's time is the median of

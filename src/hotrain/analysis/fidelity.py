@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..audit.as_found import as_found
+from ..audit.unchanged import as_found
 from ..tables import table
 from ..transform.hadamard import TILE, rotate, sequency
-from .capture import Call, exact_calls
+from .layer_gradients import Call, exact_calls
 from .loss import LossFn
 
 PATHS = ("grad_input", "grad_weight")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..audit.as_found import as_found
+from ..audit.unchanged import as_found
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..audit.as_found import as_found
+from ..audit.unchanged import as_found
 from ..convolution import Geometry
 
 

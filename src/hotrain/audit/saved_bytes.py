@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from ..tables import bytes_text, table
-from .as_found import as_found
+from .unchanged import as_found
 
 CHECKPOINT = "checkpoint input"
 WEIGHT_COPY = "autocast copy of a weight"

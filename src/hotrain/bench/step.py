@@ -23,9 +23,9 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.bench import timing, turns
+from hotrain.bench import side_by_side, timing
 from hotrain.bench.conditions import Clocks
-from hotrain.bench.subjects import SUBJECTS, Task, build, checkpoint_blocks
+from hotrain.bench.tasks import SUBJECTS, Task, build, checkpoint_blocks
 from hotrain.presets import preset
 from hotrain.train import parse_method
 
@@ -335,7 +335,7 @@ def _measure(
         torch.cuda.synchronize(device)
 
     asked: list[Clocks] = []
-    with turns.turn() as waited:
+    with side_by_side.turn() as waited:
         for number in range(WARMUP if waited else 0):  # the GPU's clocks fell meanwhile
             one(number)
         marks = [clock.mark()]

@@ -71,7 +71,7 @@ def memory(
     precision, and why. With --fit: the largest batch, exact, checkpointed and converted.
     """
     from hotrain.analysis.fit import parse_bytes
-    from hotrain.analysis.full import full_table
+    from hotrain.analysis.uncompressed import full_table
     from hotrain.tables import bytes_text
 
     budget = None if fit is None else parse_bytes(fit)
@@ -130,7 +130,7 @@ def _shapes(
     device: str | None,
 ) -> tuple[TrainRun, nn.Module, Tensor]:
     """The run of a recipe or a timm model, its exact model, and random images."""
-    from hotrain.cli.workbench import CLASSES, exact_with_images, is_recipe, look
+    from hotrain.cli.prepare import CLASSES, exact_with_images, is_recipe, look
 
     run = look(name, method=method, data=data, settings=settings, device=device)
     if data is None and not is_recipe(name):
@@ -143,7 +143,7 @@ def _measured(
 ) -> tuple[SavedBytes, SavedBytes, dict[str, SavedBytes | None], list[Any]]:
     """Audits of the exact and of the converted model, predictions of both by name, and what stays full."""
     import hotrain
-    from hotrain.analysis.full import still_full
+    from hotrain.analysis.uncompressed import still_full
     from hotrain.train.setup import autocast, convert
 
     with autocast(run, images.device):
@@ -158,7 +158,7 @@ def _measured(
 def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any) -> FitReport:
     """`hotrain.fit` with the run's method and optimizer; tells every batch that it tries, and what it found."""
     import hotrain
-    from hotrain.activations.recompute import blocks
+    from hotrain.activations.checkpointing import blocks
     from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
     from hotrain.train.optimization import create_optimizer
     from hotrain.train.setup import autocast
@@ -265,7 +265,7 @@ def fidelity(
 ) -> None:
     """Error, cosine and bias of every layer's gradients against exact, on one training batch."""
     import hotrain
-    from hotrain.cli.workbench import converted, look
+    from hotrain.cli.prepare import converted, look
 
     with working(f"{model}: comparing gradients, {draws} draws"):
         run = look(model, method=method, data=data, settings=settings, seed=seed, device=device)

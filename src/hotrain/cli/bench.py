@@ -133,17 +133,17 @@ def step(
 
     A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
     """
+    from hotrain.bench import side_by_side
     from hotrain.bench import step as library
-    from hotrain.bench import turns
     from hotrain.bench.conditions import device_named
-    from hotrain.bench.subjects import SUBJECTS
+    from hotrain.bench.tasks import SUBJECTS
 
     where = device_named(device)
     chosen = None if variants is None else split_names(variants, "--variants")
     if together:
         parts = [(name, variant) for name in subjects or SUBJECTS for variant in chosen or library.VARIANTS]
         options = [*(["--tiny"] if tiny else []), "--steps", str(steps), "--device", str(where)]
-        rows = turns.together(parts, options, seconds)
+        rows = side_by_side.together(parts, options, seconds)
     else:
         rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
     lines, done = [], []

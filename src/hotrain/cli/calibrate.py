@@ -40,7 +40,7 @@ def calibrate(
     Use the file with `hotrain train RECIPE --set calibration_file=FILE`, for the same recipe and method.
     """
     import hotrain
-    from hotrain.cli.workbench import converted, look
+    from hotrain.cli.prepare import converted, look
     from hotrain.train import training_batches
 
     if out.exists() and not force:

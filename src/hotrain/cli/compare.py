@@ -59,7 +59,7 @@ def compare(
     """
     with working(f"{recipe or resume}: loading"):
         from hotrain import train as library
-        from hotrain.cli.workbench import labels
+        from hotrain.cli.prepare import labels
 
         if resume is None:
             folder = out or Path("runs") / f"compare-{recipe}"
@@ -82,7 +82,7 @@ def compare(
         _write_plan(folder, run, chosen, numbers)
         note(progress_line(result))
 
-    from hotrain.cli.outcome import conditions, keep, progress_line, records_of
+    from hotrain.cli.run_records import conditions, keep, progress_line, records_of
 
     try:
         outcome = library.compare(
@@ -121,7 +121,7 @@ def _asked(
     device: str | None,
     folder: Path,
 ) -> tuple[TrainRun, list[str], list[int]]:
-    from hotrain.cli.workbench import configure, labels
+    from hotrain.cli.prepare import configure, labels
 
     if methods is None:
         raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")

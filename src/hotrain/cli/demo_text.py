@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hotrain.cli.look import WARM_UP, pictured
+from hotrain.cli.demo_records import WARM_UP, pictured
 
 if TYPE_CHECKING:
     from hotrain.train import TrainRun

@@ -59,7 +59,7 @@ def train(
         if main:
             stack.enter_context(working(f"{recipe or resume}: loading"))
         from hotrain import train as library
-        from hotrain.cli.workbench import configure
+        from hotrain.cli.prepare import configure
 
         run = configure(
             recipe, resume=resume, method=method, data=data, settings=settings, seed=seed, device=device, out=out

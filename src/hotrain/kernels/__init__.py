@@ -8,7 +8,7 @@ Triton is imported when a kernel first runs, so that importing this package need
 
 from __future__ import annotations
 
-from .serve import (
+from .dispatch import (
     FUNCTIONS,
     accumulation,
     activate,

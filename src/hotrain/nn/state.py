@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd, ops, planning
-from ..activations.origin import Origin, Origins
+from ..activations.sharing import Origin, Origins
 from ..autograd import Step
 from ..convolution import Geometry
 from ..draws import Draws, place_all
+from ..layer_record import Ran
 from ..method import Method
-from ..ran import Ran
 from ..transform.tokens import Grid
 
 ATTRIBUTE = "_hotrain"

@@ -31,8 +31,8 @@ from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
 from hotrain.train import checkpoint, record
+from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes, processes
-from hotrain.train.feed import Batch
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
 from hotrain.train.progress import OnProgress, Progress, progress_bar, silent
 from hotrain.train.rng import rng_state, set_rng_state

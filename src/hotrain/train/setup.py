@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrain
+from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
-from hotrain.train.feed import Feed
 from hotrain.train.models import add_lora, create_model, default_image_size, normalization, resolve_device
 from hotrain.train.rng import seed_all
 from hotrain.train.run import TrainRun

@@ -79,7 +79,7 @@ def _memory(run: TrainRun, methods: Sequence[str]) -> list[dict[str, Any]]:
 def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]]]:
     import hotrain
     from hotrain.analysis.fidelity import gradient_surface
-    from hotrain.cli.workbench import converted
+    from hotrain.cli.prepare import converted
     from hotrain.train import replace, silent, train, training_batches
 
     model = run.model

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from .. import backward
 from ..saved import Bits, Grouped, Levels
-from .curves import ACTIVATIONS
-from .policy import GROUPED
+from .format_policy import GROUPED
+from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from .. import autograd
 from ..kernels import FUNCTIONS
 from ..saved import Bits, Grouped, Levels, group_size
-from .curves import ACTIVATIONS
-from .policy import FORMATS, GROUPED
-from .recipes import in_backward, is_image, make, parsed, restore, wide
+from .format_policy import FORMATS, GROUPED
+from .rematerialize import in_backward, is_image, make, parsed, restore, wide
+from .slopes import ACTIVATIONS
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _BITS = Bits(neighbours=True)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 from hotrain.cli.errors import note
-from hotrain.cli.outcome import progress_line
+from hotrain.cli.run_records import progress_line
 
 if TYPE_CHECKING:
     from hotrain.train import Comparison, TrainRun
@@ -24,7 +24,7 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
 
     Every cell runs with one thread. Raises ``ValueError`` for a bad method before any training.
     """
-    from hotrain.cli.workbench import labels
+    from hotrain.cli.prepare import labels
     from hotrain.train import Comparison
 
     labels(runs[0], methods)

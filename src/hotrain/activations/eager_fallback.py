@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from ..saved import as_it_was, memory_order
-from .policy import GROUPED, SMALL
+from .format_policy import GROUPED, SMALL
 
 _COLUMNS = 16  # entries along which there are to be groups at least
 

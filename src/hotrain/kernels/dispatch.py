@@ -22,7 +22,7 @@ from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 
 if TYPE_CHECKING:
-    from .compress import Hints, Output
+    from .quantize_kernels import Hints, Output
 
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -145,7 +145,7 @@ def prepare(handle: int, device: torch.device) -> None:
 def _hint(handle: int, device: torch.device) -> Hints:
     found = _hints.get((handle, device))
     if found is None:
-        from .compress import Hints
+        from .quantize_kernels import Hints
 
         found = _hints[handle, device] = Hints(device)
     return found
@@ -188,7 +188,7 @@ def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[]
 @functools.lru_cache(maxsize=1024)
 def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     """What x, g_y H, P g_y and Hᵀ w are turned into."""
-    from .compress import COPY, E4M3, E5M2, INT, NOTHING, Output
+    from .quantize_kernels import COPY, E4M3, E5M2, INT, NOTHING, Output
 
     numbers = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}
 
@@ -217,7 +217,7 @@ def kept_shapes(
     columns: int, lay: Layout, method: Method, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of what `keep` returns for x of that many columns and that dtype."""
-    from .compress import DTYPES, padded
+    from .quantize_kernels import DTYPES, padded
 
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
     return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
@@ -230,7 +230,7 @@ def _rows(lay: Layout, side: Tensor) -> Tensor:
 
 def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
     """Room for a scale and the rows; the scale is 1.0 where `output` has no codes."""
-    from .compress import COPY
+    from .quantize_kernels import COPY
 
     side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=device)
     if output.number == COPY:
@@ -240,7 +240,7 @@ def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
 
 def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> None:
     """The rows and the scale, None for none, as the definition has them."""
-    from .definition import kept_rows
+    from .reference import kept_rows
 
     _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
     if scale is not None:
@@ -259,7 +259,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
     Returns codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile
     keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
     """
-    from .compress import ROTATED, X, compress
+    from .quantize_kernels import ROTATED, X, compress
 
     x = _contiguous_rows(x)
     output = _outputs(method)[0]
@@ -275,7 +275,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
         return codes
 
     def definition() -> Tensor:
-        from .definition import compress
+        from .reference import compress
 
         _, _, codes, scale, _ = compress(x, lay, key, projected=output)
         _fill_side(lay, key, side, scale)
@@ -300,7 +300,7 @@ def forward(
 
     x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
     """
-    from .compress import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
+    from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
 
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
     fp8 = method.forward == "fp8"
@@ -318,7 +318,7 @@ def forward(
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
-        from .definition import compress
+        from .reference import compress
 
         found = compress(x, lay, key, operand, output, rotate=False)
         if side is not None:
@@ -334,7 +334,7 @@ def forward(
         )  # fmt: skip
 
     def weight_definition() -> tuple[Tensor | None, ...]:
-        from .definition import compress
+        from .reference import compress
 
         return compress(w, whole(outputs, False), key, operand, rotate=False)
 
@@ -368,7 +368,7 @@ def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
     an H200 (benchmarks/tune.py): there a program of x's walks far, because it draws its rows first, and g_y's are many,
     so that the last of them leave few multiprocessors idle. Integers, and all rows, are bound by instructions.
     """
-    from .compress import Tiling
+    from .quantize_kernels import Tiling
 
     if dtype == torch.float32:
         return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
@@ -390,7 +390,7 @@ def grad_codes(
 
     side: the rows of P that `keep` left; None where P is not needed.  needs: which of the three.
     """
-    from .compress import NOTHING, compress, whole
+    from .quantize_kernels import NOTHING, compress, whole
 
     _, rotated, projected, _ = _outputs(method)
     rotated = rotated if needs[0] else NOTHING
@@ -409,7 +409,7 @@ def grad_codes(
         )  # fmt: skip
 
     def definition() -> tuple[Tensor | None, ...]:
-        from .definition import compress
+        from .reference import compress
 
         return compress(g_y, tokens, key, rotated, projected, rotate=rotates, sums=needs[2])
 
@@ -449,7 +449,7 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> 
 
 
 def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    from .compress import compress_weight
+    from .quantize_kernels import compress_weight
 
     w, key = _contiguous_rows(w), _key(key, w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
@@ -458,7 +458,7 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) ->
         return compress_weight(w, key, output, _hint(handle, w.device), rotates, _tilings(w.dtype, False)[2])
 
     def definition() -> tuple[Tensor, Tensor]:
-        from .definition import compress_weight
+        from .reference import compress_weight
 
         return compress_weight(w, key, output, rotates)
 
@@ -513,7 +513,7 @@ def gradients(
 
 def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
     """(a bᵀ) with its scales, without the columns that pad b."""
-    from .product import fp8_product, int8_product
+    from .gemm import fp8_product, int8_product
 
     assert scale_a is not None
     if a.dtype != torch.int8:
@@ -521,7 +521,7 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
     def definition() -> Tensor:
-        from .definition import int8_product
+        from .reference import int8_product
 
         return int8_product(a, b[:columns], scale_a, scale_b, dtype)
 

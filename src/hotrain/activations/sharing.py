@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launches import whole
-from .policy import SMALL
-from .recipes import is_by_heads
+from .format_policy import SMALL
+from .kernel_ops import whole
+from .rematerialize import is_by_heads
 
 # ---- who knows which tensor ----
 

@@ -4,7 +4,7 @@
 
     keep       x               ──►  codes and scales of its groups            `saved.Grouped.keep`, int4 and int8
     activate   x               ──►  f(x), and codes of f's slopes             `saved.Levels.keep`
-    restore    codes, scales   ──►  x, or γ x + β, or f of these, or a product of two    `activations.recipes.make`
+    restore    codes, scales   ──►  x, or γ x + β, or f of these, or a product of two   `activations.rematerialize.make`
     normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or slopes of f    batch norm's forward
     sums       g_y             ──►  Σ g and Σ g x̂ a channel, g behind f       the first half of its backward
     gradient   g               ──►  g_x                                       the second half
@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compress import magnitude_bits
+from .dispatch import FUNCTIONS
 from .launch import aligned, cdiv, launch, multiprocessors, power_of_2
-from .serve import FUNCTIONS
+from .quantize_kernels import magnitude_bits
 
 # ---- functions, by their numbers in `FUNCTIONS` ----
 

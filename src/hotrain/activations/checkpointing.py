@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .exchange import Mixin, mix, unmix
-from .wrap import is_block
+from .interpose import is_block
+from .mixins import Mixin, mix, unmix
 
 ATTRIBUTE = "_hotrain_recomputed"
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")

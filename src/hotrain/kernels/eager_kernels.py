@@ -25,10 +25,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .buffers import _LIFT4, _RELU6, Rows, _apply, _high, _is_wide, _larger, _low, _pair, _scale_of, keep_groups
-from .compress import magnitude_bits
+from .activation_kernels import (
+    _LIFT4,
+    _RELU6,
+    Rows,
+    _apply,
+    _high,
+    _is_wide,
+    _larger,
+    _low,
+    _pair,
+    _scale_of,
+    keep_groups,
+)
+from .dispatch import FUNCTIONS
 from .launch import aligned, cdiv, launch, multiprocessors, power_of_2
-from .serve import FUNCTIONS
+from .quantize_kernels import magnitude_bits
 
 _TILE = 2048  # entries of a half of a tile
 _FLAT = 1024  # bytes of bits that a program makes or reads

@@ -13,7 +13,7 @@ from ..quantize.integer import quantize
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
-from .compress import COPY, E4M3, INT, NONE, NOTHING, Output, padded
+from .quantize_kernels import COPY, E4M3, INT, NONE, NOTHING, Output, padded
 
 
 def _host(key: Tensor) -> int:
@@ -54,7 +54,7 @@ def compress(
     rotate: bool = True,
     sums: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`hotrain.kernels.compress.compress`."""
+    """`hotrain.kernels.quantize_kernels.compress`."""
     word, values = _host(key), t.to(torch.float32)
     rot = rot_scale = proj = proj_scale = None
     if rotated.number != NONE:
@@ -69,13 +69,13 @@ def compress(
 
 
 def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True) -> tuple[Tensor, Tensor]:
-    """`hotrain.kernels.compress.compress_weight`."""
+    """`hotrain.kernels.quantize_kernels.compress_weight`."""
     values = w.to(torch.float32)
     codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _host(key))
     return _pad(codes.T), scale
 
 
 def int8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`hotrain.kernels.product.int8_product`."""
+    """`hotrain.kernels.gemm.int8_product`."""
     product = int_matmul(a, b.T).to(torch.float32)
     return (product * (scale_a[:, None] if scale_a.dim() else scale_a) * scale_b).to(dtype)

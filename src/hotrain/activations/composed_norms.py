@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd
+from .format_policy import FORMATS, SMALL
 from .mode import ATTRIBUTE, Buffers
-from .policy import FORMATS, SMALL
 
 
 class ComposedRMSNorm:

@@ -30,10 +30,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from ..saved import as_it_was, memory_order
-from . import uses
+from . import graph_uses
+from .eager_fallback import FORMS
+from .format_policy import BITS, SMALL
 from .mode import KEY
-from .policy import BITS, SMALL
-from .rest import FORMS
 
 if TYPE_CHECKING:
     from .mode import Buffers
@@ -68,7 +68,7 @@ class Partitioner(CustomPartitionerFn):
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
-        ours = get_hash_for_files((__file__, uses.__file__))
+        ours = get_hash_for_files((__file__, graph_uses.__file__))
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
@@ -112,7 +112,7 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         if len(group) > 1 or base in others or node in weights or not _is_large(node):
             continue
         found = made.uses(halves.arguments[node.name])
-        factors = made.factors(halves.arguments[node.name]) if found.whole == uses.EXACT else None
+        factors = made.factors(halves.arguments[node.name]) if found.whole == graph_uses.EXACT else None
         forms = None if factors is None else _cheaper(node, factors, halves.kept)
         if forms:
             account.add(node, found.names, "its derivative in " + ", ".join(sorted(set(forms.values()) - {""})), "")
@@ -184,46 +184,46 @@ def _is_large(node: Node) -> bool:
         type(value) is FakeTensor
         and value.dtype in _FLOATS
         and bool(_region(node))
-        and uses.entries(node) >= SMALL
+        and graph_uses.entries(node) >= SMALL
         and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded one's memory is small
     )
 
 
-def _form(node: Node, found: uses.Uses, alone: bool) -> tuple[str, str, set[str]]:
+def _form(node: Node, found: graph_uses.Uses, alone: bool) -> tuple[str, str, set[str]]:
     """In which form it is to be kept, "" for as it is, and why so; of which functions."""
     kind = found.whole
     value = node.meta["val"]
-    if kind == uses.VALUE and (uses.spans_magnitudes(node) or uses.is_normed(node)):
-        kind = uses.RATIO
-    if kind == uses.OURS:
+    if kind == graph_uses.VALUE and (graph_uses.spans_magnitudes(node) or graph_uses.is_normed(node)):
+        kind = graph_uses.RATIO
+    if kind == graph_uses.OURS:
         return "", "", found.names
-    if kind == uses.EXACT:
+    if kind == graph_uses.EXACT:
         return "", _reason(found.exact), found.exact
-    if uses.is_statistic(node):
+    if graph_uses.is_statistic(node):
         return "", "a sum or a mean of many, which is small beside them", {"statistics"}
     if not alone:
         return "", "several views of one tensor are kept", found.names
-    if kind == uses.RATIO:
+    if kind == graph_uses.RATIO:
         if value.dtype != torch.float32:
             return "", "its derivative asks for all digits", found.names
         return "bfloat16", "", found.names
-    if kind in (uses.VALUE, uses.SHAPE) and not isinstance(_Rows(value).columns, int):
+    if kind in (graph_uses.VALUE, graph_uses.SHAPE) and not isinstance(_Rows(value).columns, int):
         return "", "of a size that changes from call to call", found.names
-    return {uses.VALUE: _SMOOTH_FORM, uses.SIGN: "sign", uses.SHAPE: "shape"}[kind], "", found.names
+    return {graph_uses.VALUE: _SMOOTH_FORM, graph_uses.SIGN: "sign", graph_uses.SHAPE: "shape"}[kind], "", found.names
 
 
 def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> dict[Node, str]:
     """Forms for what is made from a kept tensor, "" for as it is; nothing where they would not be much less than it."""
     forms, size, known = {}, 0.0, {n.name: n for n in kept}
     for factor, kind in factors.items():
-        value, number = factor.meta.get("val"), uses.entries(factor)
+        value, number = factor.meta.get("val"), graph_uses.entries(factor)
         if not isinstance(value, Tensor):
             return {}
         if value.dtype == torch.bool and _is_static(value):
             form, each = "bits", 1 / 8
         elif value.dtype not in _FLOATS or number < SMALL:
             form, each = "", value.dtype.itemsize
-        elif kind == uses.RATIO or uses.spans_magnitudes(factor, known):
+        elif kind == graph_uses.RATIO or graph_uses.spans_magnitudes(factor, known):
             form, each = ("bfloat16" if value.dtype == torch.float32 else ""), 2
         elif isinstance(_Rows(value).columns, int):
             form, each = _SMOOTH_FORM, 1 + 1 / 16
@@ -231,11 +231,11 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
             return {}
         forms[factor] = form
         size += number * each
-    return forms if size < _CHEAPER * uses.entries(node) * node.meta["val"].dtype.itemsize else {}
+    return forms if size < _CHEAPER * graph_uses.entries(node) * node.meta["val"].dtype.itemsize else {}
 
 
 def _reason(names: set[str]) -> str:
-    if uses.CHECKPOINT in names:
+    if graph_uses.CHECKPOINT in names:
         return "from it a block is recomputed"
     return "there is no rule for it"
 
@@ -249,7 +249,7 @@ class _Account:
     def add(self, node: Node, names: set[str], form: str, why: str) -> None:
         if form or why:
             key = _region(node), tuple(sorted(names)), form, why
-            self.rows[key] = self.rows.get(key, 0) + uses.entries(node) * node.meta["val"].dtype.itemsize
+            self.rows[key] = self.rows.get(key, 0) + graph_uses.entries(node) * node.meta["val"].dtype.itemsize
 
     def tell(self, region: str, kept: int) -> None:
         """Write it into the report.  kept: bytes that cross the cut in all."""
@@ -285,9 +285,9 @@ class _Halves:
         self.handed: dict[Node, list[Node]] = {}  # by what was kept until now
         self.taken: list[Node] = []  # new arguments of backward
 
-    def uses(self) -> uses.Backward:
+    def uses(self) -> graph_uses.Backward:
         old = (self.arguments[node.name] for node in self.kept if self.is_needed(node))
-        return uses.Backward(self.backward, [*old, *self.taken])
+        return graph_uses.Backward(self.backward, [*old, *self.taken])
 
     def is_needed(self, node: Node) -> bool:
         return node not in self.handed and bool(self.arguments[node.name].users)
@@ -329,7 +329,7 @@ class _Halves:
         crossing: Any = self.output.args[0]
         bases = {_base(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
         held = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
-        return sum(uses.entries(base) * base.meta["val"].dtype.itemsize for base in held)
+        return sum(graph_uses.entries(base) * base.meta["val"].dtype.itemsize for base in held)
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
         """Nodes of backward that are made from kept tensors alone, made in forward."""
@@ -410,7 +410,7 @@ class _Rows:
         if _is_static(value):
             self.order = memory_order(value)
         else:
-            self.order = sorted(range(value.dim()), key=lambda axis: -uses.hint(value.stride(axis)))
+            self.order = sorted(range(value.dim()), key=lambda axis: -graph_uses.hint(value.stride(axis)))
         sizes = [value.shape[axis] for axis in self.order]
         self.lasting = 0  # of the last axes
         columns: Any = 1

@@ -15,10 +15,10 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
-from .exchange import Mixin, mix, unmix
+from .composed_norms import ComposedRMSNorm, is_composed
+from .mixins import Mixin, mix, unmix
 from .mode import ATTRIBUTE, KEY, Buffers, Compressed
-from .norms import ComposedRMSNorm, is_composed
-from .stack import top
+from .mode_stack import top
 
 
 class Wrapped(Mixin):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..activations.policy import SMALL
+from ..activations.format_policy import SMALL
 from ..audit.saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
 from ..conversion import ConversionReport
 from ..tables import bytes_text, table

@@ -17,7 +17,7 @@ class Ran:
     kernels: whether Triton kernels ran it, else the reference in plain PyTorch.
     shapes: (dtype, bytes) of each tensor that the layer itself keeps of its input, for one call; empty where the input
         is shared, and where the weight is frozen.
-    source: from whose codes backward makes the input (`hotrain.activations.recipes`), "" for its own.
+    source: from whose codes backward makes the input (`hotrain.activations.rematerialize`), "" for its own.
     frozen: whether the weight wants no gradient, so that nothing of the input is kept.
     exact_bytes: of the input as exact training keeps it, for one call.
     """

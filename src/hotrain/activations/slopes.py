@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..saved import Levels
-from .policy import SLOPES
+from .format_policy import SLOPES
 
 
 @dataclass(frozen=True)
