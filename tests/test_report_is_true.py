@@ -1,0 +1,149 @@
+"""What the report of a conversion says is kept is what is alive between forward and backward: twelve models."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from zoo import Entry, call, timm_model
+
+import hotrain
+from hotrain.activations.partitioner import partition
+
+
+def _wide(entry: Entry, batch: int) -> Entry:
+    """The entry with so many samples that most tensors are large enough to be compressed."""
+
+    def inputs() -> Tensor | dict[str, Tensor]:
+        made = entry.inputs()
+        if isinstance(made, dict):
+            return {name: t.repeat(batch // len(t), *[1] * (t.dim() - 1)) for name, t in made.items()}
+        return torch.randn(batch, *made.shape[1:])
+
+    return Entry(entry.build, inputs)
+
+
+def _hf(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        models = {
+            "bert": (transformers.BertConfig, transformers.BertForSequenceClassification),
+            "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "vit": (transformers.ViTConfig, transformers.ViTForImageClassification),
+            "segformer": (transformers.SegformerConfig, transformers.SegformerForImageClassification),
+        }
+        config, model = models[kind]
+        return model(config(**sizes))
+
+    return build
+
+
+def _ids() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, 50, (8, 64))}
+
+
+def _pixels() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(8, 3, 64, 64)}
+
+
+_BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+_LLAMA = {**_BERT, "num_key_value_heads": 1, "vocab_size": 60}
+_SEGFORMER = {
+    "depths": [1, 1], "num_encoder_blocks": 2, "hidden_sizes": [32, 64], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
+    "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 32,
+}  # fmt: skip
+
+MODELS: dict[str, Entry] = {
+    "vit": _wide(timm_model("vit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
+    "deit": _wide(timm_model("deit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
+    "swin": _wide(timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=32, depths=(2, 2), num_heads=(2, 4)), 8),
+    "resnet": _wide(timm_model("resnet18", 64), 8),
+    "convnext": _wide(timm_model("convnext_atto", 64), 8),
+    "efficientnet": _wide(timm_model("test_efficientnet", 64), 8),
+    "mobilenet": _wide(timm_model("mobilenetv3_small_050", 64), 8),
+    "bert": Entry(_hf("bert", vocab_size=50, hidden_dropout_prob=0.0, **_BERT), _ids),
+    "gpt2": Entry(_hf("gpt2", vocab_size=60, n_positions=64, n_embd=64, n_layer=2, n_head=2), _ids),
+    "llama": Entry(_hf("llama", **_LLAMA), _ids),
+    "hf_vit": Entry(_hf("vit", image_size=64, patch_size=8, **_BERT), _pixels),
+    "segformer": Entry(_hf("segformer", **_SEGFORMER), _pixels),
+}  # fmt: skip
+
+
+def _step(model: Any, inputs: Tensor | dict[str, Tensor]) -> None:
+    call(model, inputs).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager(name: str) -> None:
+    entry = MODELS[name]
+    torch.manual_seed(0)
+    model = entry.build()
+    inputs = entry.inputs()
+    exact = copy.deepcopy(model)
+    report = hotrain.convert(model)
+    _step(model, inputs)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
+    alive = hotrain.saved_bytes(model, *args, **kwargs)
+    own: Counter[str] = Counter()
+    for row in alive.rows:
+        if row["operator"] in ("hotrain linear", "hotrain conv2d"):
+            own[row["module"]] += row["bytes"]
+    said = {row.name: row.ran.own_bytes for row in report.converted}
+    assert said, "nothing was converted"
+    assert {layer: own[layer] for layer in said} == said
+    assert any(row.ran.source for row in report.converted) or name in ("mobilenet", "efficientnet"), "nothing is shared"
+    assert report.totals() == (alive.total, hotrain.saved_bytes(exact.train(), *args, **kwargs).total)
+    assert sum(group["bytes"] or 0 for group in report.ran()) == sum(said.values())
+
+
+def _kept(run: Any, model: nn.Module, inputs: Tensor | dict[str, Tensor]) -> list[tuple[str, int]]:
+    """(dtype, bytes) of each storage that the compiled forward hands to its backward, without the parameters'."""
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, tuple[str, int]] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in held:
+            found[storage.data_ptr()] = str(t.dtype).removeprefix("torch."), storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = call(run, inputs)
+    sizes = list(found.values())
+    del y
+    return sizes
+
+
+def _nothing(graph: torch.fx.GraphModule, _: Any) -> Any:
+    return make_boxed_func(graph.forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(name: str) -> None:
+    """The operators of a compiled step write down what they do while they run, and the cut of the graph what crosses."""
+    entry = MODELS[name]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = entry.build()
+    inputs = entry.inputs()
+    report = hotrain.convert(model)
+    backend = aot_autograd(fw_compiler=_nothing, bw_compiler=_nothing, partition_fn=partition)
+    run = torch.compile(model, backend=backend)
+    _step(run, inputs)
+    alive = Counter(_kept(run, model, inputs))
+    said = Counter(kept for row in report.converted for kept in row.ran.shapes)
+    assert report.converted
+    assert said <= alive, f"said to be kept, but not alive: {said - alive}"
+    assert report.buffers is not None
+    assert len(report.buffers.graphs) == 1
+    assert report.buffers.graphs[0] == sum(size * count for (_, size), count in alive.items())
