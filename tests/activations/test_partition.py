@@ -141,12 +141,12 @@ KEPT: dict[str, tuple[Callable[..., Tensor], int, set[str], float]] = {
     "expm1": (torch.expm1, 1, {"its derivative in bfloat16"}, BFLOAT16_ERROR),
     "a phase": (torch.sin, 1, {"its derivative in int8"}, INT8_ERROR),
     "a phase squared": (lambda x: x.square().cos(), 1, {"its derivative in int8"}, INT8_ERROR),
-    "elu": (lambda x: F.elu(x, 0.3), 1, {"its derivative in bfloat16, bits"}, BFLOAT16_ERROR),
-    "selu": (F.selu, 1, {"its derivative in bfloat16, bits"}, BFLOAT16_ERROR),
+    "elu": (lambda x: F.elu(x, 0.3), 1, {"its derivative in 1 bit per element, bfloat16"}, BFLOAT16_ERROR),
+    "selu": (F.selu, 1, {"its derivative in 1 bit per element, bfloat16"}, BFLOAT16_ERROR),
     "a comparison": (
         lambda x: torch.where(x.square() > 1, x.square(), x),
         1,
-        {"its derivative in bits, int8"},
+        {"its derivative in 1 bit per element, int8"},
         INT8_ERROR,
     ),
     "a difference": (lambda x: x * (x - x.mean(-1, keepdim=True)), 1, {"its derivative in int8"}, INT8_ERROR),
@@ -234,7 +234,7 @@ def test_sixteen_bits_of_which_all_are_wanted_stay_and_are_told() -> None:
     short = torch.eye(48, dtype=torch.bfloat16)
     model, buffers = calling(lambda x: positive(x.bfloat16() @ short).log(), X)
     gradients(torch.compile(model, backend=BACKEND), [rand(*X)])
-    assert any("all digits" in why for why in buffers.full.values())
+    assert any("full precision" in why for why in buffers.full.values())
 
 
 def test_a_result_and_an_argument_are_whose_they_are() -> None:

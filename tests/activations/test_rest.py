@@ -200,7 +200,7 @@ def test_the_report_says_which_functions_keep_codes_and_how_much_others_keep() -
         y = F.glu(x + 0)
         y = y / torch.sin(y)
     assert buffers.served == {"glu (saved)": "int8", "div (saved)": "bfloat16, int8"}
-    assert buffers.full == {"sin": "1.0 MiB a call, for which there is no rule"}  # 64 · 64 · 64 · 4 bytes
+    assert buffers.full == {"sin": "1.0 MiB per call, no rounding rule for it"}  # 64 · 64 · 64 · 4 bytes
     assert eager_fallback.rule_of(buffers.looked_at, torch.sin, (x,), {}) is None  # known now
 
 

@@ -475,7 +475,7 @@ def test_what_was_served_and_what_was_not_is_written_down() -> None:
         F.leaky_relu(rand(*X), 0.2)
     assert set(buffers.served) == {"gelu"}
     assert set(buffers.full) == {"scaled_dot_product_attention", "leaky_relu"}
-    assert "full: no fused kernel" in str(buffers)
+    assert "kept in full precision: no fused kernel" in str(buffers)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -1,11 +1,13 @@
-"""Compressed activations: norms, activation functions, attention, dropout and products save codes for backward.
+"""Compressed activations: norms, activation functions, attention, dropout and products save quantized tensors.
 
-policy, curves            which format each function saves, and the slopes of activation functions
-functions, attention      the formulas: forward, what is packed, the gradients from what is unpacked
-ops, launches             a custom operator for each, for autograd and the compiler alike; those of one kernel each
-mode, stack, exchange, wrap
-                          the function mode that calls these operators in place of PyTorch's while a model runs
-norms, recompute          RMS norms that a model composes by hand, and activation checkpointing, recognized by class
-origin, recipes           activation sharing: a layer's input is made again from the codes of the operator before
-rest, uses, partition     tensors without an operator: saved-tensor hooks in eager mode, a partitioner pass compiled
+format_policy, slopes     which number format each operator saves, and the derivatives of activation functions
+functions, attention      autograd functions: forward, what is packed for backward, gradients from what is unpacked
+ops, kernel_ops           a custom operator for each, for eager mode and torch.compile; opaque ones with a Triton kernel
+mode, mode_stack          the TorchFunctionMode that calls these operators in place of PyTorch's, and its place
+interpose, mixins         module classes exchanged for ones whose forward runs under the mode
+composed_norms            RMS norms that a model writes out by hand, recognized by class and result
+checkpointing             activation checkpointing of blocks, switched on by class
+sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
+eager_fallback            saved-tensor hooks for functions without an operator of their own, in eager mode
+partitioner, graph_uses   the same for compiled graphs, as a pass behind PyTorch's partitioner
 """

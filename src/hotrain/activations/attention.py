@@ -1,10 +1,10 @@
-"""Scaled dot products of queries, keys and values: PyTorch's fused kernels, with codes kept in place of tensors.
+"""Scaled dot-product attention on PyTorch's fused kernels, with q, k and v saved quantized.
 
-Kept: q, k and v as codes, a scale for every head of every token. Backward runs the kernel once more on what they were
-rounded to: gradients are those of attention at these values, with weights that sum to one. Against the exact output and
-log-sum-exp the weights that backward makes would be off by the exponential of the rounding of a logit, without bound
-(docs/numerics.md). Which kernel runs is PyTorch's choice, read from the same switches
-(`torch.nn.attention.sdpa_kernel`); where none of the fused ones can, PyTorch's function runs as it is.
+Each head of each token has a scale of its own. Backward dequantizes q, k and v and runs the forward kernel once more:
+the gradients are those of attention at the rounded values, whose weights sum to one. With the log-sum-exp of the exact
+forward the weights would be wrong by the exponential of a logit's rounding error, which has no bound
+(docs/numerics.md). PyTorch's own choice of kernel is followed, from the same switches
+(`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run, PyTorch's function runs unchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,20 @@ _aten = torch.ops.aten
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> str | None:
-    """Which fused kernel can run, None for none."""
-    # The kernels believe the shapes they are given: what PyTorch broadcasts or refuses must not reach them.
+    """Choose the fused kernel that PyTorch would run.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, H or a divisor of it, T', D).
+        v: as k.
+        mask: booleans, or floating-point numbers that are added to the logits.
+        dropout: probability of dropping an attention weight.
+        causal: whether the causal mask is applied.
+
+    Returns:
+        "cpu", "flash", "efficient" or "cudnn"; None if no fused kernel can run.
+    """
+    # The kernels do not check shapes: what PyTorch broadcasts or refuses must not reach them.
     same = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[2] > 0
     if not same or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or (causal and mask is not None):
         return None
@@ -38,7 +50,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     if mask is not None and (mask.dim() not in axes or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
         return None
     flash, efficient, cudnn = _switches()
-    if q.device.type in ("cpu", "meta"):  # shapes alone stand for a CPU's tensors (`analysis.predicted`)
+    if q.device.type in ("cpu", "meta"):  # meta tensors are counted as a CPU's (`audit.predicted`)
         fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
         trained = mask is not None and mask.requires_grad
         return "cpu" if fits and not trained else None
@@ -60,19 +72,16 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     return None
 
 
-_preferred: dict[tuple[Any, ...], bool] = {}  # by what was asked: a tracer goes through `functools.cache`
+_preferred: dict[tuple[Any, ...], bool] = {}  # by arguments; Dynamo would trace through `functools.cache`
 
 
 def _prefers_cudnn(
     device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
 ) -> bool:
-    """Whether PyTorch itself would run cuDNN's kernel, without a mask: it is asked, with one sample of tensors.
-
-    heads: of q, for one of k and v.
-    """
+    """Whether PyTorch would run cuDNN's kernel without a mask; ``heads`` is the number of q's heads for one of k's."""
     asked = (device, dtype, heads, queries, keys, width, drops, causal)
     if asked not in _preferred:
-        with _disable_current_modes():  # those of a tracer
+        with _disable_current_modes():  # those of make_fx and Dynamo
             q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
             k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
             dropout = 0.1 if drops else 0.0
@@ -92,14 +101,24 @@ def _is_ampere(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# A tracer cannot follow the questions.
+# Dynamo cannot trace these calls.
 _prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
-    """The mask as the kernel asks: added to the logits, in q's dtype, for every head; differentiable."""
+    """Convert a mask to what the kernel takes: numbers added to the logits. Differentiable.
+
+    Args:
+        mask: as `backend`'s.
+        q: (B, H, T, D).
+        k: (B, H or a divisor of it, T', D).
+        kind: the kernel, of `backend`.
+
+    Returns:
+        The mask in q's dtype, broadcast to (B, H, T, T') except for the kernel "cpu"; None without a mask.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -107,7 +126,7 @@ def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tenso
     mask = mask.to(q.dtype)
     if kind == "cpu":
         return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape)
-    # The kernel reads rows of it in runs of 16 entries.
+    # The kernel reads its rows in runs of 16 elements.
     keys = k.shape[-2]
     if keys % 16:
         mask = F.pad(mask.expand(*mask.shape[:-1], keys), (0, -keys % 16))[..., :keys]
@@ -115,15 +134,15 @@ def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tenso
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
-    # Booleans are kept as they are, shared by all layers, and turned into numbers by each, twice.
+    # A boolean mask is saved as it is, shared by all layers; each layer converts it in forward and in backward.
     return prepared_mask(mask, q, k, kind) if mask is not None and mask.dtype == torch.bool else mask
 
 
 class Attention(torch.autograd.Function):
-    """softmax(q kᵀ scale + mask) v.  q: (B, H, T, D).  k, v: (B, H or a divisor, T', D).
+    """softmax(q kᵀ scale + mask) v, saving q, k and v quantized.
 
-    mask: booleans, True where a query may look, or numbers of `prepared_mask`.  Returns the result, and its codes and
-    scales, of (B, T, H, D).
+    q is (B, H, T, D), k and v are (B, H or a divisor of it, T', D). The mask is boolean, True where a query may attend,
+    or numbers of `prepared_mask`. Returns the result (B, H, T, D), and its codes and scales, of (B, T, H, D).
     """
 
     @staticmethod
@@ -144,9 +163,9 @@ class Attention(torch.autograd.Function):
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
         bias = _bias(mask, q, k, kind)
         out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
-        # Token by token, as layers leave q, k and v in memory and want their gradients.
+        # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
         codes = kernel_ops.keep_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
-        # What dropout left out is seen from the output alone.
+        # Under dropout backward needs forward's output: a second run would draw another mask.
         ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = dropout, causal, scale, kind, qk_form, vo_form
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
@@ -159,13 +178,13 @@ class Attention(torch.autograd.Function):
         dropout, causal, scale, kind, qk_form, vo_form = ctx.args
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]
-        lying = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
+        shapes = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
         q, k, v, *out = (
-            t.transpose(1, 2) for t in kernel_ops.restored_four((qk_form, vo_form), codes, lying, ctx.dtype)
+            t.transpose(1, 2) for t in kernel_ops.restored_four((qk_form, vo_form), codes, shapes, ctx.dtype)
         )
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
-        # For a compiler one operator, of g too: it runs in backward, and nothing but codes is kept for it.
+        # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
         run = gradients if _get_current_dispatch_mode() is None else torch.ops.hotrain.attention_gradients
         wants_mask = ctx.needs_input_grad[3]
         g_q, g_k, g_v, g_mask = run(
@@ -188,9 +207,23 @@ def gradients(
     kind: str,
     wants_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of attention at q, k, v, with as many heads each: of these, and of the mask, empty where it is not wanted.
+    """Gradients of attention at the dequantized q, k and v, by a second run of the forward kernel.
 
-    dropped: under dropout the output, seed and offset of forward.
+    Args:
+        g: gradient of the output, (B, H, T, D).
+        q: (B, H, T, D), dequantized.
+        k: (B, H, T', D), dequantized; heads repeated as `_copies` says.
+        v: as k.
+        bias: the mask as numbers, or None.
+        dropped: the output, seed and offset of forward under dropout; empty without dropout.
+        dropout: probability of dropping an attention weight.
+        causal: whether the causal mask is applied.
+        scale: factor of the logits.
+        kind: the kernel, of `backend`.
+        wants_mask: whether the gradient of the mask is computed.
+
+    Returns:
+        Gradients of q, k, v and the mask; the last is empty if it was not asked for.
     """
     out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
     if dropout:
@@ -227,7 +260,7 @@ _lib.impl("attention_gradients", gradients, "CompositeExplicitAutograd")
 def _run(
     kind: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
-    """The output, the log-sum-exp of each row, ends of sequences with seed and offset, and longest sequences."""
+    """One forward: output, log-sum-exp per row, [lengths, seed, offset], [longest]."""
     if kind == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         return out, lse, [None] * 4, [None] * 2
@@ -245,11 +278,12 @@ def _run(
 
 
 def _copies(q: Tensor, k: Tensor, kind: str) -> int:
-    """How often each head of k and v is written out: cuDNN shares them among heads of q by itself."""
+    """How often each head of k and v is repeated; cuDNN supports grouped queries itself."""
     return 1 if kind == "cudnn" else q.shape[1] // k.shape[1]
 
 
 def _by_token(shape: torch.Size) -> tuple[int, ...]:
+    """(B, H, T, D) → (B, T, H, D)."""
     return shape[0], shape[2], shape[1], shape[3]
 
 

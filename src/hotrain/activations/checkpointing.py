@@ -1,7 +1,7 @@
-"""Blocks that keep their inputs alone and run forward a second time in backward: activation checkpointing by class.
+"""Activation checkpointing of whole blocks: each saves its inputs alone and runs forward again in backward.
 
-A block's class is exchanged for one whose forward passes through `torch.utils.checkpoint.checkpoint`; module names and
-state_dict keys stay.
+The class of a block is exchanged for one whose forward calls `torch.utils.checkpoint.checkpoint`. Module names and
+state_dict keys do not change.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 
 
 class Recomputed(Mixin):
-    """Mixed into the class of a block: where grad is enabled, forward keeps its arguments and is repeated in backward.
+    """Mixin for a block: with grad enabled, forward saves its arguments alone and is repeated in backward.
 
-    Outermost of all mixins, so that the second forward passes through the others as the first one did.
+    It is the outermost of all mixins, so that both forwards run through the others.
     """
 
     rank = 0
@@ -47,7 +47,14 @@ class Recomputed(Mixin):
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → module of what can be recomputed: what stands in lists of modules and has modules itself, innermost."""
+    """Find the blocks that can be checkpointed: the innermost elements of module lists that have submodules.
+
+    Args:
+        model: where to look.
+
+    Returns:
+        Module name → module.
+    """
     found = {
         f"{name}.{key}" if name else key: child
         for name, parent in model.named_modules()
@@ -60,14 +67,25 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def recompute(modules: dict[str, nn.Module]) -> None:
-    """Make these blocks recompute."""
+    """Switch checkpointing on.
+
+    Args:
+        modules: name → block, as `blocks` returns them.
+    """
     for module in modules.values():
         mix(module, Recomputed)
         module.__dict__[ATTRIBUTE] = True
 
 
 def keep_all(model: nn.Module) -> list[str]:
-    """Make every block keep what it did before. Returns the names of those that recomputed."""
+    """Switch checkpointing off in the whole model.
+
+    Args:
+        model: the model, changed in place.
+
+    Returns:
+        Names of the blocks that were checkpointed.
+    """
     names = [name for name, module in model.named_modules() if ATTRIBUTE in module.__dict__]
     for module in model.modules():
         if module.__dict__.pop(ATTRIBUTE, False):
@@ -85,7 +103,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """Let the norms of the block write to copies of their running statistics: the first forward has counted."""
+    """Let the block's norms update copies of their running statistics: the first forward has updated them already."""
     norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
     before = [dict(norm._buffers) for norm in norms]
     try:

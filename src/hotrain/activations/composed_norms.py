@@ -1,7 +1,7 @@
-"""RMS norms that a model composes by hand (transformers' Llama, Qwen, T5 and others): one operator instead of four.
+"""RMS norms written out by hand (transformers' Llama, Qwen, T5 and others), replaced by one operator.
 
-Recognised by what they are, not by name alone: a module with a weight along the last axis and an epsilon whose output
-is, to the bit, that of the formula.
+A module is recognized by its class name and its result: it has a weight along the last axis and an epsilon, and its
+output is bitwise that of the formula.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .mode import ATTRIBUTE, Buffers
 
 
 class ComposedRMSNorm:
-    """Mixed into the class of such a module: training forwards keep codes of what is normalised."""
+    """Mixin for such a module: forward in training saves the normalized input quantized."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, ComposedRMSNorm):
@@ -33,12 +33,12 @@ class ComposedRMSNorm:
 
 
 def epsilon(module: Any) -> float:
-    """What the module adds to the mean of squares, NaN where it does not say."""
+    """The number that the module adds to the mean of squares; NaN if it has no attribute for it."""
     return float(getattr(module, "variance_epsilon", getattr(module, "eps", float("nan"))))
 
 
 def is_composed(module: nn.Module) -> bool:
-    """Whether the module is a composed RMS norm; found by a forward of a few random numbers."""
+    """Whether the module is an RMS norm written out by hand, tested by a forward of a few random numbers."""
     weight = module._parameters.get("weight")
     if "rmsnorm" not in type(module).__name__.lower() or isinstance(module, nn.RMSNorm) or weight is None:
         return False
@@ -49,7 +49,7 @@ def is_composed(module: nn.Module) -> bool:
         x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
         try:
             got = module(x)
-        except Exception:  # a norm that asks for something else
+        except Exception:  # it takes other arguments
             return False
         normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon(module))
         return isinstance(got, Tensor) and torch.equal(got, weight * normal.to(x.dtype))

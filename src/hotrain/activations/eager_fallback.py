@@ -1,23 +1,26 @@
-"""What no operator serves: functions of PyTorch whose derivative bears it keep codes of what they save, in eager mode.
+"""Eager fallback: quantize the saved tensors of functions without a dedicated op, where the derivative allows it.
 
-Saved-tensor hooks are there while one function of `RULES` is called, never around a whole forward. So what hotrain's
-own operators, converted layers and anybody's autograd functions save does not pass through them, nor what any function
-saves that has no rule; PyTorch checks versions of that as ever, and `torch.func` and checkpoints find no hooks.
+Saved-tensor hooks are active only while one function of `RULES` is called, never around a whole forward. So tensors
+that hotrain's own operators, converted layers and other autograd functions save do not pass through them, and neither
+do those of functions without a rule: PyTorch checks their versions as always, and `torch.func` and checkpoints see no
+hooks.
 
-**A list of what may be rounded, not of what may not**: a function that nobody has thought through stays exact, and the
-report names it with its bytes. A rule is there for
+**The table lists what may be rounded, not what may not**: a function without a rule stays exact, and the report names
+it with its bytes. There are rules for
 
-* products: the derivative is a polynomial of what is saved, so that an error stays in proportion to the largest of its
-  neighbours: int8, as `policy` has it for matrices;
-* curves whose slope is bounded and has no step (softplus, GLU, erf …): int8;
-* poles and exponentials: the derivative divides by what is saved, or what is saved spans orders of magnitude, and int8
-  would make zeros of small entries. bfloat16 keeps their exponent, and halves float32; what has 16 bits already stays;
-* `abs`, which asks for signs, and pooling, which asks for a shape.
+* products: the derivative is a polynomial of the saved tensor, so that an error stays in proportion to the largest
+  element of its group: int8, as `format_policy` has it for matrices;
+* smooth functions whose derivative is bounded and continuous (softplus, GLU, erf …): int8;
+* poles and exponentials: the derivative divides by the saved tensor, or the saved tensor spans orders of magnitude, and
+  int8 would flush small elements to zero. bfloat16 keeps their exponent and halves float32; 16-bit tensors stay as
+  they are;
+* `abs`, which needs the sign, and pooling, which needs the shape.
 
-Not there: losses, log-softmax and log-sum-exp (the head's logits are wanted exactly); attention (a log-sum-exp enters
-an exponential); sin and cos (a phase is wanted exactly, however large); comparisons, clamps, maxima, sorting and
-indexing; prelu, selu and others with a step in their slope; differences of what is saved (var, std, lerp, mse_loss,
-grid_sample), whose error is in proportion to the mean, not to the deviation; linalg, prod and cdist; recurrent layers.
+Exact stay: losses, log-softmax and log-sum-exp (the logits are needed in full precision); attention (a log-sum-exp
+enters an exponential); sin and cos (the phase is needed in full precision, however large); comparisons, clamps, maxima,
+sorting and indexing; prelu, selu and others whose derivative has a step; differences of saved tensors (var, std, lerp,
+mse_loss, grid_sample), whose error is in proportion to the mean, not to the deviation; linalg, prod and cdist;
+recurrent layers.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ from torch.nn import functional as F
 from ..saved import as_it_was, memory_order
 from .format_policy import GROUPED, SMALL
 
-_COLUMNS = 16  # entries along which there are to be groups at least
+_COLUMNS = 16  # the least elements of a row that is quantized in groups
 
 
 class _Short:
-    """bfloat16: rounded in proportion to each entry, and never to zero."""
+    """bfloat16: the rounding error is relative to each element, and none becomes zero."""
 
     def keep(self, rows: Tensor) -> tuple[Tensor]:
         return (rows.to(torch.bfloat16),)
@@ -51,7 +54,7 @@ class _Short:
 
 
 class _Sign:
-    """−1, 0 or 1 in a byte each."""
+    """Sign: −1, 0 or 1, one byte per element."""
 
     def keep(self, rows: Tensor) -> tuple[Tensor]:
         return (rows.sgn().to(torch.int8),)
@@ -61,7 +64,7 @@ class _Sign:
 
 
 class _Shape:
-    """No entry at all: what comes back has the shape, and no values that mean anything."""
+    """The shape alone: the unpacked tensor has undefined values."""
 
     def keep(self, rows: Tensor) -> tuple[Tensor]:
         return (rows.new_empty(0),)
@@ -71,8 +74,8 @@ class _Shape:
 
 
 FORMS: dict[str, Any] = {"int8": GROUPED["int8"], "bfloat16": _Short(), "sign": _Sign(), "shape": _Shape()}
-# form → the forms that serve where that one is asked for; "" is the tensor as it is
-_SERVED_BY = {
+# form → forms that are precise enough where that one is asked for; "" is the tensor as it is
+_SATISFIED_BY = {
     "": ("",),
     "bfloat16": ("", "bfloat16"),
     "int8": ("", "bfloat16", "int8"),
@@ -83,10 +86,12 @@ _SERVED_BY = {
 
 @dataclass(frozen=True)
 class Rule:
-    """In which of `FORMS` a function keeps what it saves; "" for as it is.
+    """The form, of `FORMS`, in which a function's saved tensors are packed; "" for as they are.
 
-    places: of its arguments, by place.  others: of all else: results, and what it makes of its arguments before it
-    saves that (a cast, a transposed operand). An argument without a place, or by keyword, counts among the others.
+    Attributes:
+        others: form of all but the arguments in ``places``: results, arguments by keyword, and what the function makes
+            of its arguments before it saves that (a cast, a transposed operand).
+        places: position of an argument → its form.
     """
 
     others: str = ""
@@ -96,7 +101,7 @@ class Rule:
 _EXACT = Rule()
 _PRODUCT, _SMOOTH, _WIDE = Rule("int8"), Rule("int8"), Rule("bfloat16")
 _DIVISION = Rule(places={0: "int8", 1: "bfloat16"})
-_NORM = Rule(places={0: "bfloat16"})  # the result divides; neighbours may belong to a norm that is much larger
+_NORM = Rule(places={0: "bfloat16"})  # the derivative divides by the result; its group may include a far larger norm
 _POOL = Rule(places={0: "shape"})
 
 
@@ -112,7 +117,7 @@ def _pow(*args: Any, **kwargs: Any) -> Rule:
 
 
 def _elu(*args: Any, **kwargs: Any) -> Rule:
-    # Of any other alpha the slope has a step at zero.
+    # With any other alpha the derivative has a step at zero.
     return _SMOOTH if _given(args, kwargs, 1, "alpha", 1.0) == 1 else _EXACT
 
 
@@ -128,7 +133,7 @@ def _interpolate(*args: Any, **kwargs: Any) -> Rule:
 
 
 def _everywhere(names: str, rule: Rule | Callable[..., Rule]) -> dict[Any, Any]:
-    """The rule for the functions of these names, of torch and of tensors, those in place too."""
+    """One rule for the functions of these names, of torch and of Tensor, in-place ones too."""
     homes = [(home, kind) for home in (torch, Tensor) for kind in ("{}", "{}_")]
     found = [getattr(home, kind.format(name), None) for name in names.split() for home, kind in homes]
     return {func: rule for func in found if func is not None}
@@ -160,14 +165,21 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # the last stands for any of the others, where bytes are predicted
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor replaces any of them where bytes are predicted
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
-    """The rule for a call; None for one that is to run as it is.
+    """Look up the rule of a call.
 
-    looked_at: names of functions without a rule of which it is known what they save. The first call of such a one with
-    a large tensor has a rule, under which everything stays as it is and is counted.
+    Args:
+        looked_at: names of functions without a rule whose saved bytes are known. The first call of another one with a
+            large tensor gets a rule under which all is saved as it is and counted.
+        func: the function of PyTorch.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The rule; None if the call runs unchanged.
     """
     rule = RULES.get(func)
     if rule is None and name_of(func) in looked_at:
@@ -180,15 +192,25 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
 
 
 def passes(looked_at: set[str], func: Any) -> bool:
-    """Whether calls of func have no rule from now on, whatever they are given."""
+    """Whether no call of func will have a rule, whatever its arguments."""
     return func not in RULES and name_of(func) in looked_at
 
 
 def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """func(*args, **kwargs), what it saves kept as the rule has it. buffers: the `mode.Buffers` that are told.
+    """Call a function with its saved tensors packed as the rule says.
 
-    Inside of a checkpoint it runs as it is: what a second forward keeps there must be what the first one kept. Hooks of
-    others, around all of this, get the codes.
+    Within a checkpoint the function runs unchanged: both forwards must save the same. Outer hooks of others get the
+    quantized values.
+
+    Args:
+        buffers: the `mode.Buffers` in which the result is recorded for the report.
+        rule: of `rule_of`.
+        func: the function of PyTorch.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What func returns.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
@@ -200,22 +222,23 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
         with saved_tensors_hooks(one.pack, _unpack):
             y = func(*args, **kwargs)
     finally:
-        one.args = ()  # the graph holds the hooks for as long as it lives
+        one.args = ()  # the graph keeps the hooks alive, and they would keep the arguments alive
     name = name_of(func)
     buffers.looked_at.add(name)
     if one.forms:
         buffers.serve(f"{name} (saved)", ", ".join(sorted(one.forms)))
     if one.full:
         size = sum(one.full.values()) / 2**20
-        why = "for which there is no rule" if rule is _EXACT else "of which its derivative asks for all digits"
+        why = "no rounding rule for it" if rule is _EXACT else "its derivative needs full precision"
         if name not in buffers.full:
-            buffers.leave(name, f"{size:.1f} MiB a call, {why}")
+            buffers.leave(name, f"{size:.1f} MiB per call, {why}")
     elif one.forms:
-        buffers.full.pop(name, None)  # no operator serves it, but this does
+        buffers.full.pop(name, None)  # without an operator of its own, but packed here
     return y
 
 
 def name_of(func: Any) -> str:
+    """The name of a function in the report."""
     return getattr(func, "__name__", str(func)).strip("_")
 
 
@@ -229,7 +252,7 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _Call:
-    """One call of a function.  forms: what it kept something in.  full: storage → bytes of what is large and stayed."""
+    """One call of a function, with the forms it packed into and, by storage, the bytes of large tensors saved as is."""
 
     def __init__(self, rule: Rule, args: tuple[Any, ...], outer: _Hooks | None) -> None:
         self.rule, self.args, self.outer = rule, args, outer
@@ -241,9 +264,9 @@ class _Call:
             return _Whole(t, self.outer)
         form = "" if _overlaps(t) else self._form(t)
         mark, kept = _Mark(t, self.outer), _alive.get(id(t))
-        if kept is None or kept.mark != mark or kept.form not in _SERVED_BY[form]:
+        if kept is None or kept.mark != mark or kept.form not in _SATISFIED_BY[form]:
             kept = _Codes(t, form, self.outer, mark) if form else _Whole(t, self.outer, mark)
-            if self.rule is not _EXACT:  # which is not there each time
+            if self.rule is not _EXACT:  # which is there for the first call alone
                 _alive[id(t)] = kept
         if kept.form:
             self.forms.add(kept.form)
@@ -255,7 +278,7 @@ class _Call:
     def _form(self, t: Tensor) -> str:
         places = [place for place, arg in enumerate(self.args) if arg is t]
         asked = [self.rule.places.get(place, self.rule.others) for place in places] or [self.rule.others]
-        form = min(asked, key=lambda form: len(_SERVED_BY[form]))
+        form = min(asked, key=lambda form: len(_SATISFIED_BY[form]))
         return "" if form == "bfloat16" and t.dtype != torch.float32 else form
 
 
@@ -264,14 +287,14 @@ def _unpack(kept: _Codes | _Whole) -> Tensor:
 
 
 class _Whole:
-    """A tensor kept as it is, as if there were no hooks: by those around, else under the check of its version."""
+    """A tensor saved as it is: by the outer hooks, or, as PyTorch saves it, with a check of its version."""
 
     __slots__ = ("__weakref__", "kept", "mark", "outer", "version")
     form = ""
 
     def __init__(self, t: Tensor, outer: _Hooks | None, mark: _Mark | None = None) -> None:
         self.outer, self.version, self.mark = outer, t._version, mark
-        # Detached, for a result holds the node that would hold it.
+        # Detached: a result refers to its node, which would refer to the result.
         self.kept = t.detach() if outer is None else outer[0](t)
 
     def restore(self) -> Tensor:
@@ -282,7 +305,7 @@ class _Whole:
 
 
 class _Codes:
-    """A tensor kept in a form, its groups along the memory's own order."""
+    """A packed tensor, its groups along the axes in memory order."""
 
     __slots__ = (
         "__weakref__",
@@ -290,11 +313,11 @@ class _Codes:
         "dtype",
         "form",
         "kept",
-        "lying",
         "mark",
         "order",
         "outer",
         "rows",
+        "shape",
         "version",
     )
 
@@ -302,31 +325,31 @@ class _Codes:
         self.form, self.outer, self.mark, self.dtype = form, outer, mark, t.dtype
         self.order = memory_order(t)
         dense = t.permute(self.order)
-        self.lying = dense.shape
+        self.shape = dense.shape
         rows = dense.reshape(-1, _columns(dense.shape))
         self.rows = rows.shape
         codes = FORMS[form].keep(rows)
         self.kept = codes if outer is None else tuple(outer[0](part) for part in codes)
         self.version = t._version
-        # What PyTorch would check with the tensor in hand: one without memory of its own that shares its counter.
+        # For PyTorch's check of the version: an empty tensor that shares the version counter.
         self.counter = t.detach()
         self.counter.data = t.new_empty(0)
 
     def restore(self) -> Tensor:
         if self.outer is None:
-            _check(self.counter, self.version, self.lying)
+            _check(self.counter, self.version, self.shape)
             kept = self.kept
         else:  # under which PyTorch does not check
             kept = tuple(self.outer[1](part) for part in self.kept)
         rows = FORMS[self.form].restore(kept, self.rows, self.dtype).contiguous()
-        return as_it_was(rows.view(self.lying), self.order)
+        return as_it_was(rows.view(self.shape), self.order)
 
 
 class _Mark:
-    """By which another node that saves the very same tensor finds what one keeps of it.
+    """Identity of a saved tensor, by which a second node that saves it finds the first one's packed values.
 
-    Equal are those of one object that lives, in one memory (a weak reference lets no other take its place), not
-    written to since, under the same hooks. What is written through `.data` neither this nor PyTorch can see.
+    Two are equal if they are of one live tensor in one storage (weak references exclude a new one at the same address),
+    not written to since, under the same hooks. Writes through `.data` are invisible to this and to PyTorch.
     """
 
     __slots__ = ("rest", "storage", "tensor")
@@ -343,7 +366,7 @@ class _Mark:
     __hash__ = None  # type: ignore[assignment]
 
 
-# id of a tensor → what lives of it in a graph
+# id of a tensor → what a live graph saves of it
 _alive: weakref.WeakValueDictionary[int, _Codes | _Whole] = weakref.WeakValueDictionary()
 
 
@@ -356,7 +379,7 @@ def _check(counter: Tensor, version: int, shape: Sequence[int]) -> None:
 
 
 def _columns(shape: Sequence[int]) -> int:
-    """How many entries a row has: those of the last axes, as many as it takes."""
+    """Elements per row: the product of the last axes, as many as `_COLUMNS` takes."""
     columns = 1
     for size in reversed(shape):
         columns *= size
@@ -366,7 +389,7 @@ def _columns(shape: Sequence[int]) -> int:
 
 
 def _overlaps(t: Tensor) -> bool:
-    """Whether entries may share memory, as an expanded tensor's do: its codes would be more than it is."""
+    """Whether elements may share memory, as an expanded tensor's do: codes would take more bytes than the tensor."""
     reach = 0
     for size, stride in sorted(zip(t.shape, t.stride(), strict=True), key=lambda axis: axis[1]):
         if size > 1:
@@ -383,7 +406,7 @@ _UNCHANGED = {
 
 
 def _is_of_a_leaf(t: Tensor) -> bool:
-    """Whether t is a leaf, or a view, cast or copy of one: a parameter, or an input, which live anyway."""
+    """Whether t is a leaf (a parameter or an input, alive anyway) or a view, cast or copy of one."""
     node = t.grad_fn
     while node is not None and node.name().rstrip("0123456789").removesuffix("Backward") in _UNCHANGED:
         node = node.next_functions[0][0]

@@ -1,6 +1,7 @@
-"""The formulas: what each operator's backward needs, kept in a format of `hotrain.saved`.
+"""Autograd functions of norms, activations, softmax, dropout, products and pooling that save quantized tensors.
 
-Forward results are PyTorch's own. Gradients are exact in g_y, and in x but for the format's rounding.
+The results of forward are PyTorch's own. The gradients use g_y as it is, and saved tensors with the rounding of their
+format of `hotrain.saved`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from .slopes import ACTIVATIONS, ELSE, FACTOR
 
 
 def _unviewed(y: Tensor) -> Tensor:
-    """A result that is a view of what was made for it alone: autograd lets nobody change a view in place that a custom
-    function returns, and PyTorch's functions return none."""
+    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
@@ -31,30 +31,30 @@ def _unviewed(y: Tensor) -> Tensor:
 
 
 class Slope(torch.autograd.Function):
-    """y = f(x); kept: f'(x), in four bits where it varies, in one where it is one of two values."""
+    """y = f(x), saving the derivative f'(x): 4 bits per element, or 1 bit where it has two values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         kind = ACTIVATIONS[name]
         ctx.activation, ctx.order = name, memory_order(x)
-        lying = x.permute(ctx.order)
-        ctx.shape = lying.shape
-        made = kernel_ops.activate(lying, name) or kernel_ops.open_bits(lying, name)
+        ordered = x.permute(ctx.order)
+        ctx.shape = ordered.shape
+        made = kernel_ops.activate(ordered, name) or kernel_ops.open_bits(ordered, name)
         if made is not None:
             ctx.save_for_backward(made[1])
             return _unviewed(as_it_was(made[0], ctx.order))
         y = kind.f(x)
         if kind.levels is None:
-            ctx.save_for_backward(*BITS.keep(kind.slope(lying)))
+            ctx.save_for_backward(*BITS.keep(kind.slope(ordered)))
         else:
-            ctx.save_for_backward(*kind.levels.keep(lying, lambda piece: kind.slope(wide(piece))))
+            ctx.save_for_backward(*kind.levels.keep(ordered, lambda piece: kind.slope(wide(piece))))
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         kind, factor = ACTIVATIONS[ctx.activation], FACTOR.get(ctx.activation, 1.0)
         if kind.levels is not None:
-            kept = ctx.saved_tensors  # once: a checkpoint refuses to make them again
+            kept = ctx.saved_tensors  # read once: a checkpoint does not recompute them a second time
             made = kernel_ops.slope_gradient(g_y.permute(ctx.order), kept, kind.levels, factor)
             if made is not None:
                 return *once(ctx.activation, (as_it_was(made, ctx.order),), g_y), None
@@ -65,7 +65,7 @@ class Slope(torch.autograd.Function):
         made = kernel_ops.bits_gradient(g_y.permute(ctx.order), kept[0], ctx.activation)
         if made is not None:
             return as_it_was(made, ctx.order), None
-        # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
+        # Not a product: where the derivative is 0, an infinite gradient becomes 0 as in PyTorch, not 0 · inf.
         passed = as_it_was(restore(BITS, kept, ctx.shape), ctx.order)
         scaled = g_y if factor == 1.0 else g_y * factor
         closed = (
@@ -77,10 +77,10 @@ class Slope(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """y, written to x, which is no longer what it was: x's own gradient comes by way of y alone.
+    """Write y to x; the gradient of the result is that of y alone.
 
-    Of a copy PyTorch makes the gradient of x too, zeros in the contiguous order; their sum with the other is then in
-    that order, and so is every gradient before it.
+    With `copy_` PyTorch would also add a gradient of x, zeros in the contiguous layout; the sum, and every gradient
+    before it, would then have that layout.
     """
 
     @staticmethod
@@ -94,20 +94,20 @@ class InPlace(torch.autograd.Function):
 
 
 class Curve(torch.autograd.Function):
-    """y = f(x); kept: x in the format, in rows along its last axis, along its channels where it is an image.
+    """y = f(x), saving x quantized in groups along its last axis, or along its channels for an image.
 
-    Returns y, and codes and scales: f(x) can be made of them as well.
+    Returns y, and codes and scales of x, from which f(x) can be made as well.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, Tensor, Tensor]:
         y = ACTIVATIONS[name].f(x)
-        lying = x.movedim(1, -1) if image else x
-        codes, scale = kernel_ops.keep(lying, form)
+        ordered = x.movedim(1, -1) if image else x
+        codes, scale = kernel_ops.keep(ordered, form)
         ctx.save_for_backward(codes, scale)
         ctx.mark_non_differentiable(codes, scale)
         ctx.set_materialize_grads(False)
-        ctx.activation, ctx.form, ctx.shape, ctx.image = name, form, lying.shape, image
+        ctx.activation, ctx.form, ctx.shape, ctx.image = name, form, ordered.shape, image
         return y, codes, scale
 
     @staticmethod
@@ -121,15 +121,15 @@ class Curve(torch.autograd.Function):
 #
 #   g_x = r (γg − mean(γg) − x̂ mean(γg x̂)),  g_γ = Σ g x̂,  g_β = Σ g
 #
-# with means over what a statistic was taken of. RMSNorm has no μ and no mean(γg).
+# with means over the axes of the statistics. RMSNorm has no μ and no mean(γg).
 
 
 class Norm(torch.autograd.Function):
-    """Layer, RMS, group and batch norm; kept: x̂ in the format, and r.
+    """Layer, RMS, group and batch norm, saving x̂ quantized, and r = 1/σ.
 
-    kind: ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers), ``"group"``,
-    ``"batch"``.  dims: how many axes the statistics run over; for ``"group"`` the number of groups.
-    x: (..., C) for layer and RMS norms, (N, C, ...) for the others.  Returns y, and codes and scales of x̂.
+    ``kind`` is ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers),
+    ``"group"`` or ``"batch"``. ``dims`` is the number of axes that the statistics reduce; for ``"group"`` the number of
+    groups. x is (..., C) for layer and RMS norms, (N, C, ...) for the others. Returns y, and codes and scales of x̂.
     """
 
     @staticmethod
@@ -218,10 +218,9 @@ class Norm(torch.autograd.Function):
 def _batch_norm_backward(
     ctx: Any, g: Tensor, w: Tensor | None, r: Tensor, kept: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Both means are the sums that g_w and g_b are: γ is one for all that they run over.
+    """Gradients of x, γ and β. Both means are g_w and g_b over the count, since γ is constant within a channel.
 
-    Tensors stay in g's dtype and sums are wide: of what a compiler writes to memory between the sums and the rest, half
-    the bytes.
+    Tensors stay in g's dtype and sums are in float32 at least: this halves what a compiler writes between the two.
     """
     shape, full = ctx.shape, torch.promote_types(g.dtype, torch.float32)
     leading, count = [0, *range(2, len(shape))], shape.numel() // shape[1]
@@ -247,11 +246,10 @@ def _batch_norm_backward(
 
 
 class Normalized(torch.autograd.Function):
-    """y = f(γ x̂ + β + shortcut) of batch norm in one kernel, and its gradients in two; kept: x̂ in the format, r, and
-    bits or slopes of f.
+    """Fused batch norm: y = f(γ x̂ + β + shortcut) in one kernel, its gradients in two.
 
-    x, shortcut: (N, C, H, W) in channels-last.  mean, r: (C,), of x.  name: of f, "" for none.  Returns y, and codes
-    and scales of x̂.
+    Saves x̂ quantized, r, and the derivative of f in 4 bits or 1 bit per element. x and shortcut are (N, C, H, W) in
+    channels-last; mean and r are x's, (C,); ``name`` is f's, "" for none. Returns y, and codes and scales of x̂.
     """
 
     @staticmethod
@@ -284,7 +282,7 @@ class Normalized(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """As PyTorch hands x to its group norm: on a CPU channels last stays so, of a slice of such an image too."""
+    """x dense, in the layout that PyTorch's group norm takes: on a CPU channels-last is preserved, for slices too."""
     return x.contiguous(memory_format=suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format)
 
 
@@ -304,7 +302,7 @@ def _channels_first(t: Tensor, kind: str) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Kept: y in the format.  Returns y, and its codes and scales."""
+    """Softmax, saving y quantized. Returns y, and its codes and scales."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, form: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,15 +326,15 @@ class Softmax(torch.autograd.Function):
 
 
 class Dropout(torch.autograd.Function):
-    """Kept: a bit an entry."""
+    """Dropout, saving its mask in 1 bit per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         y, mask = torch.native_dropout(x, p, True)
         ctx.order = memory_order(mask)
-        lying = mask.permute(ctx.order)
-        ctx.save_for_backward(*BITS.keep(lying))
-        ctx.p, ctx.shape = p, lying.shape
+        ordered = mask.permute(ctx.order)
+        ctx.save_for_backward(*BITS.keep(ordered))
+        ctx.p, ctx.shape = p, ordered.shape
         return y
 
     @staticmethod
@@ -346,10 +344,10 @@ class Dropout(torch.autograd.Function):
         return torch.where(mask, g_y * scale, 0.0), None
 
 
-# ---- what a factor or a layer's input is held as ----
+# ---- in which form a factor or a layer's input is saved ----
 #
-# form: "" for nothing, "exact" for itself, a format of the policy, or a recipe of `origin` with the tensors it uses up.
-# Of its own codes a function returns the tensors, so that others can refer to them.
+# form: "" for not at all, "exact" for as it is, a format of the policy, or a recipe of `rematerialize` with its
+# tensors. A function returns the codes that it packed itself, so that others can share them.
 
 Kept = tuple[Tensor | None, ...]
 Given = Sequence[Tensor | None]
@@ -370,19 +368,19 @@ def _restore(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) ->
 
 
 def _whole(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:
-    """`_restore`, for a reader that has all of the tensor in memory. image: codes are of its channels."""
+    """`_restore` for a consumer that reads the tensor from memory; of an image, codes are along its channels."""
     if not is_recipe(form):
         form = values(form, shape[1 if image else -1], image)
     return kernel_ops.whole(form, kept, shape, dtype)
 
 
 def _own(kept: Kept, form: str) -> tuple[Tensor, ...]:
-    """Codes and scales that were made here."""
+    """Codes and scales, if they were packed here."""
     return kept if form in GROUPED else ()  # type: ignore[return-value]
 
 
-def _hand_out(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
-    """Codes as further results of a function."""
+def _as_results(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
+    """Codes as further results of a function, without gradients."""
     ctx.mark_non_differentiable(*codes)
     ctx.set_materialize_grads(False)
     return codes
@@ -392,10 +390,10 @@ def _hand_out(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
 
 
 class Product(torch.autograd.Function):
-    """Kept of each factor what the other's gradient needs: large ones in the format, small ones as they are.
+    """y = a b by element, saving the factors that gradients need: large ones quantized, small ones exact.
 
-    a_given, b_given: the tensors of their recipes.  Codes are of rows along the axis that lies densest.
-    Returns y, and codes and scales made here, of a and then of b.
+    ``a_given`` and ``b_given`` are the tensors of their recipes. Groups are along the axis with the smallest stride.
+    Returns y, and codes and scales packed here, of a and then of b.
     """
 
     @staticmethod
@@ -412,7 +410,7 @@ class Product(torch.autograd.Function):
         ctx.split = len(a_kept)
         ctx.save_for_backward(*a_kept, *b_kept)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-        return a * b, *_hand_out(ctx, *_own(a_kept, ctx.forms[0]), *_own(b_kept, ctx.forms[1]))
+        return a * b, *_as_results(ctx, *_own(a_kept, ctx.forms[0]), *_own(b_kept, ctx.forms[1]))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -427,7 +425,7 @@ class Product(torch.autograd.Function):
 def _turned_back(
     kept: Kept, form: str, order: list[int] | None, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
-    """`_restore`, of what was kept with its axes in that order."""
+    """`_restore` of what was packed with its axes in that order."""
     if order is None:
         return _restore(kept, form, shape, dtype)
     t = _restore(kept, form, [shape[axis] for axis in order], dtype)
@@ -438,10 +436,9 @@ def _turned_back(
 
 
 class Matmul(torch.autograd.Function):
-    """a: (..., I, K).  b: (..., K, J).  Kept of each what the other's gradient needs, as of `Product`'s factors.
+    """y = a b of a (..., I, K) and b (..., K, J), saving its factors as `Product` does.
 
-    Codes have their groups along the axis that is dense in memory: along K of a transposed b. given: the tensors of a's
-    recipe.
+    Groups are along the axis with stride 1: along K of a transposed b. ``given`` are the tensors of a's recipe.
     """
 
     @staticmethod
@@ -449,18 +446,18 @@ class Matmul(torch.autograd.Function):
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
         ctx.turned = [_is_turned(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
-        lying = [_turn(t, turned) for t, turned in zip((a, b), ctx.turned, strict=True)]
-        kept = [_keep(t, form, given) for t, form in zip(lying, ctx.forms, strict=True)]
+        ordered = [_turn(t, turned) for t, turned in zip((a, b), ctx.turned, strict=True)]
+        kept = [_keep(t, form, given) for t, form in zip(ordered, ctx.forms, strict=True)]
         ctx.split = len(kept[0])
         ctx.save_for_backward(*kept[0], *kept[1])
-        ctx.shapes, ctx.lying, ctx.dtype = (a.shape, b.shape), [t.shape for t in lying], a.dtype
+        ctx.shapes, ctx.packed_shapes, ctx.dtype = (a.shape, b.shape), [t.shape for t in ordered], a.dtype
         return torch.matmul(a, b)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         saved, split = ctx.saved_tensors, ctx.split
-        a = _restore(saved[:split], ctx.forms[0], ctx.lying[0], ctx.dtype)
-        b = _restore(saved[split:], ctx.forms[1], ctx.lying[1], ctx.dtype)
+        a = _restore(saved[:split], ctx.forms[0], ctx.packed_shapes[0], ctx.dtype)
+        b = _restore(saved[split:], ctx.forms[1], ctx.packed_shapes[1], ctx.dtype)
         g_a = None if b is None else (g_y @ _turn(b, not ctx.turned[1])).sum_to_size(ctx.shapes[0])
         g_b = None if a is None else (_turn(a, not ctx.turned[0]) @ g_y).sum_to_size(ctx.shapes[1])
         return *once("matmul", (g_a, g_b), g_y, a, b), None, None, None
@@ -474,13 +471,13 @@ def _turn(t: Tensor, turned: bool) -> Tensor:
     return t.mT if turned else t
 
 
-# ---- layers that stay exact: the product is, what is kept of x is not ----
+# ---- layers that stay exact: the products are exact, the saved x is quantized ----
 
 
 class Linear(torch.autograd.Function):
-    """y = x wᵀ + b, g_x = g w, g_w = gᵀ x; kept: x in the format, and w itself.
+    """y = x wᵀ + b, g_x = g w, g_w = gᵀ x, saving x quantized, and w as it is.
 
-    given: the tensors of x's recipe.  Returns y, and codes and scales made here.
+    ``given`` are the tensors of x's recipe. Returns y, and codes and scales packed here.
     """
 
     @staticmethod
@@ -489,7 +486,7 @@ class Linear(torch.autograd.Function):
         kept = _keep(x, form, given)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return _unviewed(F.linear(x, w, b)), *_hand_out(ctx, *_own(kept, form))
+        return _unviewed(F.linear(x, w, b)), *_as_results(ctx, *_own(kept, form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -506,9 +503,9 @@ class Linear(torch.autograd.Function):
 
 
 class Conv2d(torch.autograd.Function):
-    """A convolution; kept: x in the format, grouped along channels, and w itself.
+    """A convolution, saving x quantized in groups along its channels, and w as it is.
 
-    given: the tensors of x's recipe.  Returns y, and codes and scales made here.
+    ``given`` are the tensors of x's recipe. Returns y, and codes and scales packed here.
     """
 
     @staticmethod
@@ -531,7 +528,7 @@ class Conv2d(torch.autograd.Function):
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
-        return y, *_hand_out(ctx, *_own(kept, form))
+        return y, *_as_results(ctx, *_own(kept, form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -541,7 +538,7 @@ class Conv2d(torch.autograd.Function):
             x = _whole(tuple(kept), ctx.form, ctx.shape, ctx.dtype, image=True)
             x = x.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
         else:
-            x = g_y.new_empty(1).expand(ctx.shape)  # asked for its shape alone
+            x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
         g_x, g_w, g_b = torch.ops.aten.convolution_backward(
             g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
@@ -552,7 +549,7 @@ class Conv2d(torch.autograd.Function):
 
 
 class MaxPool2d(torch.autograd.Function):
-    """Kept: which entry of its window each maximum was, one byte instead of an index of eight."""
+    """Max pooling, saving the position of each maximum within its window: 1 byte per output, not an 8-byte index."""
 
     @staticmethod
     def forward(
@@ -581,7 +578,7 @@ class MaxPool2d(torch.autograd.Function):
 
 
 class AvgPool2d(torch.autograd.Function):
-    """Kept: nothing; backward asks for the shape and order of x alone."""
+    """Average pooling, saving nothing: backward needs the shape and memory layout of x alone."""
 
     @staticmethod
     def forward(
@@ -604,13 +601,13 @@ class AvgPool2d(torch.autograd.Function):
 
 
 def _pooled(ctx: Any, g_y: Tensor) -> Tensor:
-    """In the place of what was pooled: asked for its shape and order alone."""
+    """A stand-in for the input, of which backward reads the shape and memory layout alone."""
     form = torch.channels_last if ctx.channels_last else torch.contiguous_format
     return torch.empty(ctx.shape, dtype=ctx.dtype, device=g_y.device, memory_format=form)
 
 
 def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The first row and column of every window, negative in the padding: (H', 1) and (W',)."""
+    """The first row (H', 1) and column (W',) of every window, negative in the padding."""
     rows = torch.arange(y.shape[-2], device=y.device) * stride[0] - padding[0]
     columns = torch.arange(y.shape[-1], device=y.device) * stride[1] - padding[1]
     return rows[:, None], columns

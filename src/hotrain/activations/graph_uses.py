@@ -1,12 +1,12 @@
-"""What backward does with a tensor that a compiled graph keeps, read from the graph itself: which rounding it bears.
+"""How a compiled backward graph uses each saved tensor, and so which rounding the tensor may have.
 
-`rest` has a rule for each of PyTorch's functions, for in eager mode a function is all that is seen. A compiled backward
-is there in full, so that the rule is for the use: the tensor multiplies a gradient, is divided by, is compared.
-Functions whose derivative is bounded and has no step are known by the name that PyTorch leaves on what it made of them
-(``original_aten``). As in `rest` the table lists what may be rounded: a use that nobody has thought through is exact.
+`eager_fallback` has a rule for each of PyTorch's functions, since in eager mode only the function is seen. A compiled
+backward is there in full, so the rules are for uses: the tensor multiplies a gradient, is divided by, is compared.
+Functions with a bounded, continuous derivative are recognized by the name that PyTorch leaves on what it decomposed
+(``original_aten``). As in `eager_fallback` the table lists what may be rounded: any other use is exact.
 
-Words: *kept* is a tensor that forward hands to backward; a *gradient* is what depends on the gradient of the result;
-between the two is what backward makes from kept tensors alone.
+Words: *kept* is a tensor that forward passes to backward; a *gradient* is a node that depends on the gradient of the
+result; the other nodes are made in backward from kept tensors alone.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
-# The class of a use, and what of two that meet in one tensor: the weaker form, or none.
+# The class of a use. A tensor with several uses gets the most precise form that they need.
 EXACT, OURS, SHAPE, SIGN, VALUE, RATIO = "exact", "ours", "shape", "sign", "value", "ratio"
-CHECKPOINT = "checkpoint"  # the name of what a checkpoint makes a second time
+CHECKPOINT = "checkpoint"  # the name of what a checkpoint recomputes
 
-# Entries as they are, in another place, type or sign.
+# Moved, cast or negated elements.
 _MOVED = {
     _aten.view, _aten.reshape, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.expand, _aten.squeeze,
     _aten.unsqueeze, _aten.clone, _aten.alias, _aten.slice, _aten.select, _aten.cat, _aten.split, _aten.unbind,
     _aten.split_with_sizes, _aten.neg, _aten._to_copy, _aten.constant_pad_nd, _aten.flip, _aten.roll,
     _prims.convert_element_type, operator.getitem,
 }  # fmt: skip
-# Products, of which each factor's error is in proportion to that factor.
+# Products: the error is in proportion to the rounded factor.
 _PRODUCTS = {
     _aten.mul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.dot, _aten.mv, _aten.square,
     _aten.convolution_backward, _aten.convolution,
 }  # fmt: skip
 _SUMS = {_aten.add, _aten.sub, _aten.rsub}
-# A bounded slope and no step in the function itself, whatever its derivative has.
+# Continuous functions with a bounded derivative, which may itself have steps.
 _CONTINUOUS = {
     _aten.relu, _aten.abs, _aten.sigmoid, _aten.tanh, _aten.erf, _aten.clamp, _aten.clamp_min, _aten.clamp_max,
 }  # fmt: skip
-# Their result is as precise, for its size, as what they are given.
+# The relative error of the result is in proportion to that of the input.
 _RATIOS = {_aten.reciprocal, _aten.rsqrt, _aten.sqrt}
 _SIGNS = {_aten.sign, _aten.sgn}
 _SHAPES = {
@@ -54,14 +54,14 @@ _SHAPES = {
 }  # fmt: skip
 _POWERS = (1, 2, 3)
 
-# Of PyTorch's functions by name, forward and "_backward", whatever they are decomposed into. The slopes of the last two
-# have steps, at ±3, where few entries are.
+# Functions of PyTorch by name, forward and "_backward", whatever they are decomposed into. The derivatives of the last
+# two have steps at ±3, where few elements are.
 _SMOOTH = {
     "glu", "gelu", "silu", "mish", "softplus", "log_sigmoid", "log_sigmoid_forward", "sigmoid", "tanh", "erf",
     "hardswish", "hardsigmoid",
 }  # fmt: skip
 
-# Results that span orders of magnitude, so that a scale for several of them makes zeros of the small ones.
+# Results that span orders of magnitude: a shared scale would flush small elements to zero.
 _WIDE_RESULTS = {
     _aten.exp, _aten.exp2, _aten.expm1, _aten.reciprocal, _aten.rsqrt, _aten.sqrt, _aten._softmax, _aten.cumprod,
     _aten.prod,
@@ -69,23 +69,30 @@ _WIDE_RESULTS = {
 _REDUCED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.std, _aten.logsumexp}
 _PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `ops`
 
-# What ends a network: the logits are wanted with all their digits.
+# The loss: logits are needed in full precision.
 _WANTED_EXACTLY = {"log_softmax", "logsumexp", "nll_loss", "nll_loss2d", "cross_entropy_loss"}
 
-_FEW = 16  # of so many entries one is made: a statistic, which stays as it is
+_FEW = 16  # a reduction of at least so many elements is a statistic, which stays exact
 
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass
 class Uses:
-    """How backward uses one kept tensor.  classes: of its uses.  names: of PyTorch's functions that want it so."""
+    """How backward uses one kept tensor.
+
+    Attributes:
+        classes: the classes of its uses.
+        names: functions of PyTorch that these uses belong to.
+        exact: those of them that need full precision.
+    """
 
     classes: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
-    exact: set[str] = field(default_factory=set)  # of those that want all digits
+    exact: set[str] = field(default_factory=set)
 
     def add(self, kind: str, user: Node) -> None:
+        """Record one use: its class, and the node that uses the tensor."""
         name = name_of(user)
         self.classes.add(kind)
         self.names.add(name)
@@ -94,7 +101,7 @@ class Uses:
 
     @property
     def whole(self) -> str:
-        """One class for all. What is in proportion to each entry has its sign too, and serves as a value."""
+        """One class that is precise enough for all uses; RATIO includes SIGN and VALUE."""
         for alone in (OURS, EXACT):
             if alone in self.classes:
                 return alone
@@ -103,12 +110,17 @@ class Uses:
 
 
 class Backward:
-    """A backward graph with its arguments: those that are gradients, and those that forward kept."""
+    """A backward graph, its arguments divided into gradients and tensors that forward kept.
+
+    Args:
+        graph: the backward graph.
+        kept: its arguments that forward kept.
+    """
 
     def __init__(self, graph: torch.fx.Graph, kept: Iterable[Node]) -> None:
         kept = set(kept)
         self.gradients: set[Node] = set()
-        self.roots: dict[Node, frozenset[Node]] = {}  # of what is made from kept tensors alone: from which
+        self.roots: dict[Node, frozenset[Node]] = {}  # node made from kept tensors alone → these tensors
         for node in graph.nodes:
             inputs = node.all_input_nodes
             if node.op == "placeholder":
@@ -122,11 +134,12 @@ class Backward:
                 self.roots[node] = frozenset().union(*(self.roots[n] for n in inputs))
 
     def uses(self, kept: Node) -> Uses:
+        """All uses of a kept tensor, and of what is made from it."""
         found, seen, waiting = Uses(), {kept}, [kept]
         while waiting:
             node = waiting.pop()
             for user in node.users:
-                if user.op == "output":  # handed on as the gradient itself
+                if user.op == "output":  # it is a gradient itself
                     found.add(VALUE, user)
                     continue
                 kind = self._class(node, user)
@@ -138,10 +151,14 @@ class Backward:
         return found
 
     def factors(self, kept: Node) -> dict[Node, str] | None:
-        """What is made from a kept tensor and meets a gradient: what to keep instead, with the class of its use.
+        """Find what to keep in place of a tensor: nodes made from it that are combined with a gradient.
 
-        None where not all of it can be made in forward, or where a gradient meets it in another way than as a factor,
-        a term or a condition.
+        Args:
+            kept: an argument that forward kept.
+
+        Returns:
+            Node → the class of its use; None if not all of them can be made in forward, or if one is combined with a
+            gradient in another way than as a factor, a term or a condition.
         """
         found: dict[Node, str] = {}
         seen, waiting = {kept}, [kept]
@@ -164,13 +181,13 @@ class Backward:
         return found
 
     def _use(self, op: object, node: Node, user: Node) -> str:
-        """The class of what a gradient does with a factor."""
+        """The class of the use of a factor by a gradient."""
         if op is _aten.where or op in _PRODUCTS | _SUMS | _MOVED:
             return VALUE
         return RATIO if op is _aten.div and user.args[1] is node else EXACT
 
     def _class(self, node: Node, user: Node) -> str | None:
-        """Of one use of a node that is made from kept tensors; None where it depends on the uses of its result."""
+        """The class of one use of a node made from kept tensors; None if it depends on the uses of the result."""
         op, gradient = _packet(user), user in self.gradients
         if _is_ours(op):
             return OURS
@@ -178,7 +195,7 @@ class Backward:
             return SHAPE
         if is_recomputed(user):
             return EXACT
-        if not gradient and _makes_codes(user) and op not in _MOVED:  # a product's result is moved as its input is
+        if not gradient and _makes_codes(user) and op not in _MOVED:  # moving a product's result is not part of packing
             return VALUE
         smooth = _smooth(user)
         if smooth == "backward":
@@ -194,7 +211,7 @@ class Backward:
                 return OURS  # a scale
             return passed
         if op in _SUMS:
-            # Of two that are made from different tensors the errors may be as large as the sum.
+            # If the terms come from different tensors, their errors may be as large as the sum.
             alone = all(self.roots[n] == self.roots[node] for n in user.all_input_nodes if n not in self.gradients)
             return passed if alone else EXACT
         if op is _aten.where and user.args[0] is not node:
@@ -207,9 +224,11 @@ class Backward:
 
 
 def spans_magnitudes(node: Node, kept: Mapping[str, Node] | None = None) -> bool:
-    """Whether a tensor is the result of a function that has small entries beside large ones.
+    """Whether a tensor is the result of a function whose elements span orders of magnitude.
 
-    kept: arguments of a backward graph by name, as nodes of forward, where one is to look on.
+    Args:
+        node: the tensor.
+        kept: name → node of forward, for a node of backward, to continue the search in forward.
     """
     while True:
         if node.op == "placeholder" and kept and node.name in kept:
@@ -226,8 +245,10 @@ def spans_magnitudes(node: Node, kept: Mapping[str, Node] | None = None) -> bool
 
 
 def is_normed(node: Node) -> bool:
-    """Whether a tensor of the forward graph is divided by a norm of its own, so that the derivative has entries of
-    small norms as large as others; neighbours may belong to different ones."""
+    """Whether a tensor of the forward graph is divided by its own norm.
+
+    Vectors of a small norm then have gradients as large as others, and elements of one group may be of several vectors.
+    """
     for user in node.users:
         op = _packet(user)
         if op is _aten.linalg_vector_norm or (op in _MOVED and is_normed(user)):
@@ -239,7 +260,7 @@ def is_normed(node: Node) -> bool:
 
 
 def is_statistic(node: Node) -> bool:
-    """Whether a tensor of the forward graph has an entry for many others, as a mean has: alone or with parameters."""
+    """Whether a tensor of the forward graph is a reduction such as a mean, alone or combined with parameters."""
     waiting, reduced = [node], False
     for _ in range(64):
         if not waiting:
@@ -261,7 +282,7 @@ def is_statistic(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """The name that a user knows: of the function, not of its derivative or of what either is decomposed into."""
+    """The name that a user knows: the function's, not that of its derivative or of its decomposition."""
     if is_recomputed(node):
         return CHECKPOINT
     if _makes_codes(node):
@@ -273,7 +294,7 @@ def name_of(node: Node) -> str:
 
 
 def _before_moves(node: Node, known: dict[Node, Any]) -> Node:
-    """What a node is moved, widened or spread out from."""
+    """The node before casts, views, copies and expansions."""
     while _packet(node) in _MOVED and len(node.all_input_nodes) == 1 and node.target is not operator.getitem:
         (source,) = node.all_input_nodes
         if source not in known or not isinstance(source.meta.get("val"), Tensor) or entries(source) > entries(node):
@@ -287,12 +308,12 @@ def _packet(node: Node) -> object:
 
 
 def is_recomputed(node: Node) -> bool:
-    """Whether a node is part of a checkpointed block, made a second time."""
+    """Whether a node is recomputed as part of a checkpointed block."""
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _is_bell(node: Node) -> bool:
-    """exp(−x²), of which erf's derivative is made."""
+    """Whether a node is exp(−x²), the factor of erf's derivative."""
     if _packet(node) is not _aten.exp or not isinstance(node.args[0], Node):
         return False
     minus = node.args[0]
@@ -305,14 +326,16 @@ def _is_ours(op: object) -> bool:
 
 
 def _makes_codes(node: Node) -> bool:
-    """Whether it is a part of what hotrain's own products make of their inputs: codes, which the compiler makes again
-    in backward of a tensor that is kept anyway."""
+    """Whether a node quantizes the input of one of hotrain's own products.
+
+    The compiler repeats this in backward from a tensor that is kept anyway.
+    """
     stack = node.meta.get("source_fn_stack") or [("",)]
     return str(stack[-1][0]).startswith(_PRODUCTS_WITH_CODES)
 
 
 def _smooth(node: Node) -> str:
-    """ "forward" or "backward" for a part of one of `_SMOOTH`, else nothing."""
+    """ "forward" or "backward" for a part of one of `_SMOOTH`, else ""."""
     op = node.meta.get("original_aten")
     name = getattr(getattr(op, "overloadpacket", op), "__name__", "").strip("_")
     if name.removesuffix("_backward") not in _SMOOTH:
@@ -326,7 +349,7 @@ def _is_codes(node: Node) -> bool:
 
 
 def entries(node: Node) -> int:
-    """Of the tensor, or of the first of several."""
+    """Number of elements of the node's tensor, or of the first of several; 0 without one."""
     value = node.meta.get("val")
     value = value[0] if isinstance(value, tuple | list) else value
     if not isinstance(value, Tensor):
@@ -338,6 +361,6 @@ def entries(node: Node) -> int:
 
 
 def hint(size: Any) -> int:
-    """A size, as it was when the graph was made where it changes from call to call."""
+    """A size as an integer; of a dynamic one, its value when the graph was traced."""
     found = size if isinstance(size, int) else size.node.hint
     return int(found) if found is not None else 1

@@ -1,5 +1,7 @@
-"""How a model gets to the mode: the class of its outermost module, and of its blocks, is exchanged for one that runs
-forward under `mode.Compressed`. Blocks have their own, for a checkpointed block is recomputed outside of the model.
+"""Wrapping of a model and its blocks, so that forward in training runs under `mode.Compressed`.
+
+The class of the outermost module, and of each block, is exchanged for one that enters the mode. Blocks have their own
+mode because a checkpointed block is recomputed outside of the model's forward.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .mode_stack import top
 
 
 class Wrapped(Mixin):
-    """Mixed into the class of a module: training forwards run under the mode."""
+    """Mixin for a module: forward in training runs under the mode."""
 
     rank = 1
 
@@ -53,7 +55,7 @@ class Wrapped(Mixin):
             buffers.origins.end(before)
 
     def _in_its_region(self, region: str, *args: Any, **kwargs: Any) -> Any:
-        # A tracer does not follow a `with` in a `with`.
+        # In a function of its own: Dynamo does not trace these two `with` blocks nested.
         torch.ops.hotrain.region()
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -64,7 +66,7 @@ def _is_on_gpu(*inputs: Any) -> bool:
 
 
 class WrappedNorm(Mixin, ComposedRMSNorm):
-    """A composed RMS norm that keeps codes."""
+    """Mixin for an RMS norm written out by hand: it saves its normalized input quantized."""
 
     rank = 2
 
@@ -73,7 +75,7 @@ NAMES: dict[type[nn.Module], str] = {nn.Hardswish: "hardswish", nn.Hardsigmoid: 
 
 
 class WrappedFunction(Mixin):
-    """A module whose function a tracer hands to no mode, so that it calls an operator of hotrain there."""
+    """Mixin for a module whose function Dynamo passes to no mode: it calls an operator of hotrain there."""
 
     rank = 2
 
@@ -89,9 +91,15 @@ class WrappedFunction(Mixin):
 
 
 def wrap(model: nn.Module) -> Buffers:
-    """Put the mode around the model and its blocks. Returns where they write down what they served.
+    """Put the mode around the model and its blocks.
 
-    A model that is wrapped already keeps its wraps and gets new records.
+    A model that is wrapped already stays wrapped and gets new records.
+
+    Args:
+        model: the model, changed in place.
+
+    Returns:
+        The records of what its forwards compress and what they keep in full precision.
     """
     buffers = Buffers()
     buffers.root = weakref.ref(model)
@@ -100,7 +108,7 @@ def wrap(model: nn.Module) -> Buffers:
         buffers.leave("what no block calls", why)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         buffers.leave("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
-    # All is chosen before anything is changed.
+    # All modules are chosen before any is changed.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     outer = list(_places(model))
     norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
@@ -114,7 +122,11 @@ def wrap(model: nn.Module) -> Buffers:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Give every wrapped module its own class back."""
+    """Give every wrapped module its own class back.
+
+    Args:
+        model: the model, changed in place.
+    """
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
             del module.__dict__[ATTRIBUTE]
@@ -124,7 +136,7 @@ def unwrap(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what stands in its lists of modules and has modules itself."""
+    """The model, and the elements of its module lists that are blocks."""
     if not isinstance(model, torch.jit.ScriptModule):
         yield model
     for parent in model.modules():
@@ -133,10 +145,10 @@ def _places(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether an element of a list of modules is worth a mode or a recomputation of its own."""
+    """Whether an element of a module list is a block, with a mode or checkpoint of its own."""
     return (
         any(True for _ in module.children())
         and "forward" not in module.__dict__
-        and not is_parametrized(module)  # its children make its weight, and its class is PyTorch's to exchange
+        and not is_parametrized(module)  # its children compute its weight, and PyTorch exchanges its class
         and not isinstance(module, nn.ModuleList | nn.ModuleDict | torch.jit.ScriptModule)
     )

@@ -1,9 +1,8 @@
-"""Operators of one kernel each, which a compiler does not look into: codes in one pass, what they stand for in another,
-and batch norm with what lies around it.
+"""Opaque custom ops backed by one Triton kernel each: group-wise quantize, dequantize, fused BatchNorm + activation.
 
-A compiler that fuses the formulas of `saved`, `recipes` and `functions` itself reads a tensor twice for its codes and
-loads a scale for every entry; where the kernels run (`hotrain.kernels`), these take their place, with the same numbers.
-The implementation for other devices is the definition.
+Inductor does not trace into them. Fusing the formulas of `saved`, `rematerialize` and `functions` itself, it would read
+a tensor twice to quantize it, and load a scale for every element. These operators are used where the kernels run
+(`hotrain.kernels`), with the same results. On other devices an operator runs its reference in PyTorch.
 """
 
 from __future__ import annotations
@@ -24,37 +23,37 @@ from .slopes import ACTIVATIONS
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _BITS = Bits(neighbours=True)
-_CHANNELS = 4096  # at most, in a program's tile
+_CHANNELS = 4096  # the most channels of one program's tile
 
 
 def runs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run there."""
+    """Whether the kernels run on this device, for tensors of this dtype."""
     kernels = autograd.kernels_for(device)
     return kernels is not None and kernels.buffers_reason(device, dtype) is None
 
 
-runs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
+runs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
 
 
 @cache
 def _has_kernel(form: str, columns: int) -> bool:
-    """Whether codes of that format are the kernel's: of four or eight bits to nearest, in groups that fill the rows."""
+    """Whether a kernel packs the format: 4 or 8 bits, rounded to nearest, in groups that divide the row."""
     spec = GROUPED[form]
     return spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
 
 
-_BEHIND: dict[str, Callable[..., Any]] = {}  # the functions behind the operators of this file
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # operator of this file → its Python function
 
 
 def _is_eager(t: Tensor) -> bool:
-    """Whether that is a tensor itself, and none of a tracer's."""
+    """Whether t is a plain tensor in eager mode, not traced or fake."""
     return type(t) is Tensor and not torch.compiler.is_compiling()
 
 
 def _on(t: Tensor, name: str) -> Callable[..., Any]:
-    """The operator of that name for t; the function behind it where nothing stands between the two."""
+    """The operator of that name for t; its Python function where dispatch would change nothing."""
     if _is_eager(t) and not torch._C._len_torch_dispatch_stack():
-        return _BEHIND[name]
+        return _IMPLEMENTATIONS[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]
 
 
@@ -62,7 +61,15 @@ def _on(t: Tensor, name: str) -> Callable[..., Any]:
 
 
 def keep(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of t, (..., C), in a format of the policy."""
+    """Pack a tensor.
+
+    Args:
+        t: (..., C), quantized in groups along its last axis.
+        form: a format of `format_policy.GROUPED`.
+
+    Returns:
+        Codes and scales.
+    """
     if runs(t.device, t.dtype) and _has_kernel(form, int(t.shape[-1])):
         kernels = autograd.kernels_for(t.device)
         if kernels is not None and kernels.lies_in_rows(t):
@@ -88,22 +95,32 @@ def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
 
 
-# ---- in eager mode alone: a compiler fuses the definition with what is around it ----
+# ---- in eager mode alone: a compiler fuses the reference with its neighbours ----
 
-_ROW = 8192  # entries at most of a row that a program holds
+_ROW = 8192  # the most elements of a row that one program loads
 
 
 def _unfused(t: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """The kernels, where t is a tensor of eager mode that they serve.  dtype: of its values, if it holds codes."""
+    """The kernels if they support t in eager mode, else None; ``dtype`` is that of the values if t holds codes."""
     return autograd.kernels_for(t.device) if _is_eager(t) and runs(t.device, dtype or t.dtype) else None
 
 
 def _nothing() -> None:
-    """What is left of a kernel that does not compile, where the caller has the formula."""
+    """Fallback of a kernel that does not compile: the caller then uses the reference."""
 
 
 def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`recipes.restore` of a format of the policy."""
+    """Unpack what `keep` returned.
+
+    Args:
+        form: a format of `format_policy.GROUPED`.
+        kept: codes and scales.
+        shape: of the result.
+        dtype: of the result.
+
+    Returns:
+        The dequantized tensor.
+    """
     kernels, spec, columns = _unfused(kept[0], dtype), GROUPED[form], shape[-1]
     if kernels is None or columns > _ROW or not _has_kernel(form, columns):
         return restore(spec, kept, shape, dtype)
@@ -114,7 +131,15 @@ def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: tor
 
 
 def keep_four(tensors: Sequence[Tensor], forms: tuple[str, str]) -> list[Tensor]:
-    """`keep` of q, k, v and an attention's output, in two formats: codes and scales of each."""
+    """Pack q, k, v and the output of attention.
+
+    Args:
+        tensors: four tensors (B, T, H, D).
+        forms: the format of the first two, and that of the others.
+
+    Returns:
+        Codes and scales of each, in order.
+    """
 
     def one_by_one() -> list[Tensor]:
         return [part for place, t in enumerate(tensors) for part in keep(t, forms[place // 2])]
@@ -130,7 +155,17 @@ def keep_four(tensors: Sequence[Tensor], forms: tuple[str, str]) -> list[Tensor]
 def restored_four(
     forms: tuple[str, str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """`restored` of what `keep_four` left, or of its first three, in these shapes."""
+    """Unpack what `keep_four` returned.
+
+    Args:
+        forms: as for `keep_four`.
+        kept: codes and scales of all four tensors, or of the first three.
+        shapes: of the results.
+        dtype: of the results.
+
+    Returns:
+        The dequantized tensors.
+    """
 
     def one_by_one() -> list[Tensor]:
         return [restored(forms[n // 2], kept[2 * n : 2 * n + 2], shape, dtype) for n, shape in enumerate(shapes)]
@@ -145,7 +180,7 @@ def restored_four(
 
 @cache
 def _in_fours(forms: tuple[str, str], columns: int) -> tuple[int, int] | None:
-    """Bits of both formats, None where the kernels do not take them at once, with groups of one size."""
+    """Bits of both formats; None if one kernel cannot pack both, with groups of one size."""
     specs = [GROUPED[form] for form in forms]
     if any(spec.whole or not _has_kernel(form, columns) for form, spec in zip(forms, specs, strict=True)):
         return None
@@ -155,7 +190,20 @@ def _in_fours(forms: tuple[str, str], columns: int) -> tuple[int, int] | None:
 def keep_normal(
     x: Tensor, mean: Tensor | None, r: Tensor, kind: str, dims: int, form: str, definition: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x̂ = (x − μ) r, in rows along channels. definition: x̂, with channels last."""
+    """Pack the normalized input of a norm, x̂ = (x − μ) r, in groups along its channels.
+
+    Args:
+        x: the input of the norm.
+        mean: μ, or None for RMS norms.
+        r: 1/σ.
+        kind: of `functions.Norm`.
+        dims: of `functions.Norm`.
+        form: a format of `format_policy.GROUPED`.
+        definition: computes x̂ with channels last: the reference.
+
+    Returns:
+        Codes and scales.
+    """
 
     def defined() -> tuple[Tensor, Tensor]:
         return GROUPED[form].keep(definition())
@@ -163,12 +211,12 @@ def keep_normal(
     kernels, by_row = _unfused(x), kind != "batch"
     if kernels is None or form != FORMATS["norm"] or kind == "group":
         return defined()
-    lying = x if by_row else x.movedim(1, -1)
-    columns = lying.shape[-1]
-    if (by_row and dims != 1) or columns % 4 or columns > _ROW or not lying.is_contiguous():
+    ordered = x if by_row else x.movedim(1, -1)
+    columns = ordered.shape[-1]
+    if (by_row and dims != 1) or columns % 4 or columns > _ROW or not ordered.is_contiguous():
         return defined()
     found: tuple[Tensor, Tensor] = kernels.keep_normal(
-        lying.view(-1, columns), None if mean is None else mean.reshape(-1), r.reshape(-1), by_row, defined
+        ordered.view(-1, columns), None if mean is None else mean.reshape(-1), r.reshape(-1), by_row, defined
     )
     return found
 
@@ -183,7 +231,21 @@ def row_norm_gradient(
     dims: int,
     form: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """(g_x, [Σ g, Σ g x̂] over rows) of layer and RMS norm by one kernel, None where there is none for it."""
+    """Gradients of layer and RMS norm by one kernel.
+
+    Args:
+        g: gradient of the result, (..., C).
+        kept: codes and scales of x̂.
+        r: 1/σ per row.
+        w: γ, or None.
+        dtype: of g_x.
+        kind: of `functions.Norm`.
+        dims: of `functions.Norm`.
+        form: the format of x̂.
+
+    Returns:
+        g_x, and [Σ g, Σ g x̂] over rows, (2, C); None if the kernel does not support the call.
+    """
     kernels, columns = _unfused(g), g.shape[-1]
     if kernels is None or kind not in ("layer", "rms", "rms_cast") or dims != 1 or columns % 4 or columns > _CHANNELS:
         return None
@@ -197,7 +259,7 @@ def row_norm_gradient(
 def channel_norm_gradient(
     g: Tensor, kept: Sequence[Tensor], r: Tensor, w: Tensor | None, form: str
 ) -> tuple[Tensor, Tensor] | None:
-    """The same of batch norm over an image in channels-last, whose kernels a compiler is handed too."""
+    """`row_norm_gradient` for batch norm of a channels-last image; None if the kernel does not support the call."""
     if _unfused(g) is None or form != FORMATS["norm"] or g.dim() != 4 or not serves_norm(g):
         return None
     g_x, sums, _ = _on(g, "norm_gradient")(g, *kept, g.new_empty(0, dtype=torch.uint8), r.reshape(-1), w, "", False)
@@ -205,7 +267,7 @@ def channel_norm_gradient(
 
 
 def slope_gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels | Grouped, factor: float) -> Tensor | None:
-    """g f'(x) by one kernel, None where there is none for it."""
+    """g f'(x) from the 4-bit derivative by one kernel; None if it does not support the call."""
     kernels, columns = _unfused(g), g.shape[-1] if g.dim() else 1
     if kernels is None or not isinstance(levels, Levels) or levels.bits != 4 or columns % 2 or not g.is_contiguous():
         return None
@@ -213,32 +275,32 @@ def slope_gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels | Grouped, 
     return None if found is None else found.view(g.shape)
 
 
-_SHUT = ("relu", "relu6")  # functions whose slope is a bit, that the kernel knows
+_GATES = ("relu", "relu6")  # functions with a 1-bit derivative that the kernels support
 
 
 def open_bits(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
-    """f(t), t contiguous, and bits of where it passes a gradient by one kernel, None where there is none for it."""
+    """f(t) and its derivative in 1 bit per element by one kernel; None if it does not support the call."""
     kernels = _unfused(t)
-    if kernels is None or name not in _SHUT or t.numel() % 8 or not t.is_contiguous():
+    if kernels is None or name not in _GATES or t.numel() % 8 or not t.is_contiguous():
         return None
     found: tuple[Tensor, Tensor] | None = kernels.open_bits(t, name, _nothing)
     return found
 
 
 def bits_gradient(g: Tensor, bits: Tensor, name: str) -> Tensor | None:
-    """g where the bits are set by one kernel, None where there is none for it, or a second derivative is asked for."""
+    """g where the bits are set, else 0, by one kernel; None if unsupported, or under double backward."""
     kernels = None if torch.is_grad_enabled() else _unfused(g)
-    if kernels is None or name not in _SHUT or g.numel() % 8 or not g.is_contiguous():
+    if kernels is None or name not in _GATES or g.numel() % 8 or not g.is_contiguous():
         return None
     found: Tensor | None = kernels.bits_gradient(g, bits, _nothing)
     return found
 
 
-# ---- a function, and its slopes ----
+# ---- an activation function and its derivative ----
 
 
 def activate(t: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
-    """f(t), t contiguous, and codes of its slopes by one kernel, None where there is none for it."""
+    """f(t) and its 4-bit derivative by one kernel; None if it does not support the call."""
     if not runs(t.device, t.dtype) or name not in FUNCTIONS or t.shape[-1] % 2 or not t.is_contiguous():
         return None
     return None if _levels(name) is None else _on(t, "activate")(t, name)  # type: ignore[no-any-return]
@@ -264,11 +326,21 @@ def _activate_fake(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(t), t.new_empty(t.numel() // columns, columns // 2, dtype=torch.uint8)
 
 
-# ---- what codes stand for ----
+# ---- a layer's input from shared codes ----
 
 
 def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`recipes.make`, for a reader that has all of the tensor in memory: a product, a convolution, a kernel."""
+    """`rematerialize.make` for a consumer that reads the tensor from memory: a product, a convolution, a kernel.
+
+    Args:
+        recipe: of `rematerialize`.
+        tensors: what the recipe uses.
+        shape: of the result.
+        dtype: of the result.
+
+    Returns:
+        The dequantized tensor.
+    """
     first = tensors[0]
     # γ and β of a norm over several axes are a matrix.
     in_a_row = all(t is None or t.dim() != 2 for t in tensors)
@@ -284,24 +356,24 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
 
 @cache
 def _factors(recipe: str) -> tuple[tuple[bool, str], ...] | None:
-    """(whether there are γ and β, f) of each factor, one or two of the same layout; None where no kernel makes it."""
+    """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
     parts = parsed(recipe)
     found = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
     factors = [factor for factor in found if factor is not None]
-    if len(factors) < len(found) or len({tuple(lying) for lying, _, _ in factors}) > 1:
+    if len(factors) < len(found) or len({tuple(packing) for packing, _, _ in factors}) > 1:
         return None
     return tuple((normed, name) for _, normed, name in factors)
 
 
 def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
-    """(form and columns, whether there are γ and β, f) of a recipe's factor; None where no kernel makes it."""
+    """(form and columns, whether there are γ and β, f) of a recipe's factor; None if no kernel supports it."""
     name = ""
     if parts[0] == "of":
         _, name, parts = parts
     normed = parts[0] == "norm"
     if normed:
         parts = parts[1]
-    # The kernel has f's table; codes are those of four bits, however they were rounded.
+    # The kernel has a table for f; it takes 4-bit codes, whatever their rounding.
     if parts[0] != "values" or name not in FUNCTIONS:
         return None
     spec, columns = GROUPED[parts[1]], parts[2]
@@ -328,16 +400,16 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
         factors.append((*mine, normed, name))
         at += 4 if normed else 2
     rows = kernels.restore_codes(factors, dtype, definition)
-    return rows.view(_lying(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
+    return rows.view(_last_shape(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
 
 
-def _lying(shape: Sequence[int]) -> list[int]:
+def _last_shape(shape: Sequence[int]) -> list[int]:
     return [shape[0], *shape[2:], shape[1]]
 
 
 def _empty(like: Tensor, recipe: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if is_image(recipe):
-        return like.new_empty(_lying(shape), dtype=dtype).movedim(-1, 1)
+        return like.new_empty(_last_shape(shape), dtype=dtype).movedim(-1, 1)
     return like.new_empty(tuple(shape), dtype=dtype)
 
 
@@ -347,18 +419,18 @@ def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int
     return _empty(first, recipe, shape, dtype)
 
 
-# ---- batch norm, what is added to its result, and the function behind ----
+# ---- batch norm, with a shortcut added to its result and an activation function ----
 
 
 def serves_norm(x: Tensor, name: str = "") -> bool:
-    """Whether the kernels run batch norm over x, and the function of that name behind it."""
+    """Whether the kernels support batch norm of x with the activation function of that name ("" for none)."""
     in_rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     channels = x.shape[1]
     return in_rows and name in FUNCTIONS and channels % 16 == 0 and channels <= _CHANNELS and runs(x.device, x.dtype)
 
 
 def _levels(name: str) -> tuple[int, int] | None:
-    """How slopes of f are kept: (lowest level, levels to one), None where they are bits."""
+    """(lowest level, levels per unit) of f's 4-bit derivative; None for a derivative of 1 bit."""
     levels = ACTIVATIONS[name].levels if name else None
     return None if levels is None else (levels.first, levels.per_one)
 
@@ -369,7 +441,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _image(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.view(_lying(like.shape)).permute(0, 3, 1, 2)
+    return rows.view(_last_shape(like.shape)).permute(0, 3, 1, 2)
 
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -476,7 +548,7 @@ for _schema, _run, _fake in (
     ),
 ):
     _name = _schema.partition("(")[0]
-    _BEHIND[_name] = _run
+    _IMPLEMENTATIONS[_name] = _run
     _lib.define(_schema)
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hotrain::{_name}", _fake, lib=_lib)

@@ -1,6 +1,6 @@
-"""A module's class exchanged for one with a mixin before it, and back: parameters, names and keys stay as they are.
+"""Mixins put before a module's class and removed again: parameters, module names and state_dict keys do not change.
 
-Several mixins may be on one module. They come and go in any order and always stand in the same one, by `rank`.
+A module may have several mixins. They are added and removed in any order; their order in the class is that of `rank`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-_MARK = "_hotrain_mixed"  # on the classes that are made here: what they are made of
+_MARK = "_hotrain_mixed"  # attribute of the classes made here: (class, mixins)
 
 
 class Mixin:
-    """Base of what is mixed in. rank: of two mixins the lower one's forward runs outside of the other's.
+    """Base class of mixins.
 
-    A bound forward may outlive the mixin (accelerate's autocast keeps one): where self is none of it any more, it calls
+    A bound forward may outlive the mixin (accelerate's autocast keeps one): if self has lost the mixin, forward calls
     the class's own.
+
+    Attributes:
+        rank: of two mixins, the one with the lower rank is the outer one.
     """
 
     rank: ClassVar[int]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By what the class is made of: it is itself made in every process anew.
+        # Pickled by its parts: the class itself is made anew in each process.
         plain, mixins = _made_of(self)
         if plain.__reduce__ is object.__reduce__:
             return _rebuilt, (plain, mixins), self.__dict__
-        with _as_it_was(self):  # fx.GraphModule, whose class is made anew for every instance
+        with _as_it_was(self):  # fx.GraphModule: each instance has a class of its own
             rebuild, arguments, *state = self.__reduce_ex__(protocol)
         return _mixed_again, (rebuild, arguments, mixins, _ours(self)), *state
 
@@ -44,7 +47,7 @@ def _refuse_script(self: nn.Module) -> nn.Module:
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Of a module whose class has a way of its own: that one's, mixed again."""
+    """Deep copy by the class's own `__deepcopy__`, with the mixins added to the copy."""
     with _as_it_was(self):
         twin = copy.deepcopy(self, memo)
     return _mixed_again(lambda: twin, (), _made_of(self)[1], copy.deepcopy(_ours(self), memo))
@@ -61,13 +64,13 @@ def _mixed_again(
 
 
 def _ours(module: Any) -> dict[str, Any]:
-    """What hotrain left on the module itself."""
+    """Attributes that hotrain has set on the module itself."""
     return {name: value for name, value in module.__dict__.items() if name.startswith("_hotrain")}
 
 
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[None]:
-    """Within it, the module has the class that it had before anything was mixed in."""
+    """Context in which the module has the class that it had before any mixin."""
     mixed = module.__class__
     module.__class__ = _made_of(module)[0]
     try:
@@ -77,17 +80,26 @@ def _as_it_was(module: Any) -> Iterator[None]:
 
 
 def mix(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Put `mixin` before the module's class, once."""
+    """Put a mixin before the module's class; a second time without effect.
+
+    Args:
+        module: the module, changed in place.
+        mixin: the mixin.
+    """
     if not isinstance(module, mixin):
         plain, mixins = _parts(type(module))
         module.__class__ = _made(plain, (*mixins, mixin))
 
 
 def unmix(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Take `mixin` away again.
+    """Remove a mixin.
 
-    A module whose class was changed once more since (FSDP2's `fully_shard`) keeps it: mixins are without effect where
-    what they left on the module is gone.
+    A module whose class was exchanged again since (FSDP2's `fully_shard`) keeps the mixin, which is without effect once
+    its attribute on the module is gone.
+
+    Args:
+        module: the module, changed in place.
+        mixin: the mixin; one that the module does not have is ignored.
     """
     plain, mixins = _parts(type(module))
     if mixin in mixins:
@@ -103,7 +115,7 @@ def _parts(kind: type[nn.Module]) -> tuple[type[nn.Module], tuple[type[Mixin], .
 
 
 def _made_of(module: Any) -> tuple[type[nn.Module], tuple[type[Mixin], ...]]:
-    """`_parts` of a module's class, or of the one that it was made from since."""
+    """`_parts` of a module's class, or of the base class that was made here."""
     return next(_parts(kind) for kind in type(module).__mro__ if _MARK in kind.__dict__)
 
 
@@ -126,9 +138,9 @@ def _made(plain: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> type[nn.Mo
 
 
 def _with_signature_of(plain: type[nn.Module], mixin: type[Mixin]) -> FunctionType:
-    """The mixin's forward, which says that it takes what the module's own takes: transformers' Trainer asks.
+    """The mixin's forward with the signature of the module's own, which transformers' Trainer reads.
 
-    Its code is its own too, for by the code a tracer counts how often it compiled a forward.
+    Its code object is a copy too: Dynamo counts recompilations by code object.
     """
     own: Any = mixin.forward  # type: ignore[attr-defined]
     code = own.__code__.replace(co_name=f"forward_of_{plain.__name__}")

@@ -1,7 +1,7 @@
-"""While a converted model runs forward, PyTorch's functions are those of `ops`, wherever they are called from.
+"""TorchFunctionMode that replaces PyTorch's functions by the operators of `ops` during a converted model's forward.
 
-A function that is not in the table, and a call of one that is but that cannot be served, runs as it is; of the latter
-the report says why. Nothing here depends on what changes from step to step, so that nothing is compiled twice.
+Functions that are not in `TABLE` run unchanged. So do calls with arguments that the operators do not support; the
+report says why. Nothing here depends on what changes from step to step, so that nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -34,28 +34,38 @@ _traced = torch.ops.hotrain
 
 
 def _operators() -> Any:
-    """For a tracer, which is to see one node, PyTorch's operators; else the functions behind them, without a detour."""
+    """Where operators are called: compiled, `torch.ops`, so that Dynamo sees one node; else their Python functions."""
     return _traced if torch.compiler.is_compiling() else ops
 
 
 _numbers = itertools.count()
-EAGER = 'a GPU waits for the host: torch.compile the model, as CUDA graphs (mode="reduce-overhead") if it can be'
-UNCUT = "compiled: found in Inductor's cache, or by another backend, so that what is kept of it was not seen"
-KEY = "hotrain"  # under which a tracer writes on nodes whose they are
-ATTRIBUTE = "_hotrain_buffers"  # of a module: where it writes down what was served
+EAGER = 'the host limits the speed of the GPU: use torch.compile, with CUDA graphs (mode="reduce-overhead") if possible'
+UNCUT = "compiled: from Inductor's cache or by another backend, so that what the graph keeps is unknown"
+DERIVATIVE, BIT = "4-bit derivative", "1 bit per element"  # formats in the report
+KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
+ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a model was called with first: tensors without memory, and the autocast that it ran under."""
+    """The arguments of a model's first call as meta tensors, and the autocast that it ran under.
 
-    model: Any  # a weak reference
+    Attributes:
+        model: a weak reference to the model.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        autocast: device type, and dtype or None.
+    """
+
+    model: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: tuple[str, torch.dtype | None]
 
     @classmethod
     def of(cls, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+        """The example of a call of the model with these arguments."""
+
         def shape_alone(t: Tensor) -> Tensor:
             return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
 
@@ -66,22 +76,40 @@ class Example:
 
 @dataclass
 class Buffers:
-    """What became of the calls of a converted model: served operators, and those left full with the reason."""
+    """What a converted model saves: by operator its format (`served`), or why it is kept in full precision (`full`).
+
+    Attributes:
+        full: operator → why its tensors are kept in full precision.
+        origins: tensors of the forward that runs whose producer's saved tensors can be shared.
+        looked_at: functions without an operator of which `eager_fallback` knows what they save.
+        passing: functions with neither an operator nor a rule.
+        uncut: whether the model was traced, and `partitioner` has seen no graph of it.
+        waits: whether the model ran in eager mode on a GPU.
+        name: identity of the model in a graph's metadata.
+        graphs: bytes that each compiled graph keeps.
+        example: the first call.
+        root: a weak reference to the model.
+    """
 
     served: dict[str, str] = field(default_factory=dict)
     full: dict[str, str] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
-    looked_at: set[str] = field(default_factory=set, repr=False, compare=False)  # by `rest`
-    passing: set[Any] = field(default_factory=set, repr=False, compare=False)  # functions with neither handler nor rule
-    uncut: bool = field(default=False, repr=False, compare=False)  # traced, and no graph of it seen by `partition`
-    waits: bool = field(default=False, repr=False, compare=False)  # ran in eager mode on a GPU
+    looked_at: set[str] = field(default_factory=set, repr=False, compare=False)
+    passing: set[Any] = field(default_factory=set, repr=False, compare=False)
+    uncut: bool = field(default=False, repr=False, compare=False)
+    waits: bool = field(default=False, repr=False, compare=False)
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
-    graphs: list[int] = field(default_factory=list, repr=False, compare=False)  # bytes that each compiled graph keeps
+    graphs: list[int] = field(default_factory=list, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
-    root: Any = field(default=None, repr=False, compare=False)  # a weak reference to the model
+    root: Any = field(default=None, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
-        """`see` the first call of a compiled model, which runs no Python of ours."""
+        """Record the first call of a compiled model, whose forward runs no Python of hotrain.
+
+        Args:
+            fast: what `torch.compile` returned, which gets a hook.
+            model: the model.
+        """
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if model.training and torch.is_grad_enabled():
@@ -94,42 +122,44 @@ class Buffers:
         return self.__dict__ | {"passing": set(), "example": None, "root": None}
 
     def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember what the model is called with, by shapes, for the report's totals."""
+        """Record the shapes of the first call, from which the report predicts total bytes."""
         if self.example is None:
             self.example = Example.of(model, args, kwargs)
 
     def serve(self, what: str, form: str) -> None:
+        """Record that an operator saves its tensors in a format."""
         self.served[what] = form
 
     def leave(self, what: str, why: str) -> None:
+        """Record why an operator's tensors are kept in full precision."""
         self.full[what] = why
 
     def __str__(self) -> str:
         rows = [(what, form) for what, form in self.served.items()]
-        rows += [(what, f"full: {why}") for what, why in self.full.items()]
-        rows += [("the rest", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
+        rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
+        rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
         if not rows:
             return "  between the layers: known after a training forward"
         width = max(len(what) for what, _ in rows)
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 
     def region(self) -> str:
-        """For a tracer to write on the nodes of this model."""
+        """The mark that Dynamo writes to the metadata of this model's nodes."""
         from . import partitioner
 
         self.waits = False
         return partitioner.region(self)
 
-    # A tracer runs them once and records nothing.
+    # Dynamo runs them once and traces nothing.
     serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
     leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
     region._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Scope:
-    """One forward of a block: where it writes down what was served, and whose origins it knows.
+    """One forward of a block: the records that it writes to, and the origins that it knows.
 
-    A tracer gets origins of its own, made while it traces: what lives outside may not change within a checkpoint.
+    Under Dynamo the origins are made while it traces: outside objects must not be mutated within a checkpoint.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -137,14 +167,20 @@ class Scope:
         self.origins = Origins() if torch.compiler.is_dynamo_compiling() else buffers.origins
 
     def serve(self, what: str, form: str) -> None:
+        """As `Buffers.serve`."""
         self.buffers.serve(what, form)
 
     def leave(self, what: str, why: str) -> None:
+        """As `Buffers.leave`."""
         self.buffers.leave(what, why)
 
 
 class Compressed(Mode):
-    """The mode. buffers: where it is written down what was served."""
+    """The mode.
+
+    Args:
+        buffers: the records that it writes to.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
@@ -160,8 +196,8 @@ class Compressed(Mode):
         if not compiling and func in self.buffers.passing:  # nearly every call
             return func(*args, **kwargs)
         handler = TABLE.get(func)
-        serves = torch.is_grad_enabled() and kwargs.get("out") is None
-        if handler is not None and serves and self._may_serve():
+        differentiates = torch.is_grad_enabled() and kwargs.get("out") is None
+        if handler is not None and differentiates and self._may_compress():
             if compiling:
                 y = handler(self.scope, *args, **kwargs)
             else:
@@ -169,35 +205,34 @@ class Compressed(Mode):
                     y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
-        if compiling or not serves:
+        if compiling or not differentiates:
             return func(*args, **kwargs)
         rule = eager_fallback.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None:
             if handler is None and eager_fallback.passes(self.buffers.looked_at, func):
                 self.buffers.passing.add(func)
             return func(*args, **kwargs)
-        if not self._may_serve():
+        if not self._may_compress():
             return func(*args, **kwargs)
         with aside():
             return eager_fallback.call(self.buffers, rule, func, args, kwargs)
 
     def stands_for(self, buffers: Buffers) -> bool:
-        """Whether this mode does what one of those buffers would, in a forward that begins now."""
+        """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
         mine = self.buffers is buffers and self.scope.origins is buffers.origins
         return mine and current_checkpoint() == self.checkpoint
 
-    def _may_serve(self) -> bool:
-        # A checkpoint that begins inside of the mode makes its function anew outside of it: what it keeps then must be
-        # what it kept first.
+    def _may_compress(self) -> bool:
+        # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
         return not _transforms() and current_checkpoint() == self.checkpoint
 
 
 def _transforms() -> bool:
-    """Whether `torch.func` differentiates or maps this, which autograd functions with a context cannot take part in."""
+    """Whether `torch.func` transforms this call, which autograd functions with a context do not support."""
     return torch._C._are_functorch_transforms_active()
 
 
-# A tracer asks once.
+# Dynamo calls it once and takes the result as a constant.
 _transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -211,7 +246,7 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
             return None
         unfinished = scope.origins.unfinished_of(input)
         if unfinished is not None and kernel_ops.serves_norm(unfinished.x, name):
-            scope.serve(name, "slope" if ACTIVATIONS[name].levels else "bits")
+            scope.serve(name, DERIVATIVE if ACTIVATIONS[name].levels else BIT)
             return _finished(scope, unfinished, name, input if inplace else None)
         kind, known = ACTIVATIONS[name], scope.origins.of(input)
         if kind.by_input:
@@ -220,7 +255,7 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
             y, *codes = _operators().curve(input, name, FORMATS["curve"], image)
             recipe = rematerialize.of(name, rematerialize.values(FORMATS["curve"], _columns(input, image), image))
         else:
-            scope.serve(name, "slope" if kind.levels else "bits")
+            scope.serve(name, DERIVATIVE if kind.levels else BIT)
             y = _operators().slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
         if inplace:
@@ -233,7 +268,7 @@ def _activation(name: str) -> Callable[..., Tensor | None]:
 
 
 def _finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = None) -> Tensor:
-    """f of what is unfinished, f's name given, or "" for itself. place: what it is written to."""
+    """Fused batch norm, shortcut and the activation of this name ("" for none), written to ``place`` if given."""
     y, codes, scale = _operators().normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
     if place is not None:
         y = _written(scope, place, y)
@@ -244,17 +279,17 @@ def _finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = 
 
 
 def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """What is added to the result of a batch norm may be added in the same kernel."""
+    """A handler of additions: a shortcut is added to batch norm's result in the same kernel."""
 
     def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> Tensor | None:
         if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or input.shape != other.shape:
             return None
         pairs = [(input, other), (other, input)]
         in_place = func in (Tensor.add_, operator.iadd)
-        # What is written to is gone, and so is what shares memory with it.
+        # An in-place sum overwrites its operand, and what shares memory with it.
         for normed, shortcut in pairs[:1] if in_place else pairs:
             what = scope.origins.unfinished_of(normed)
-            if what is not None and what.shortcut is None and _lies_alike(what.x, shortcut):
+            if what is not None and what.shortcut is None and _same_layout(what.x, shortcut):
                 y = func(input, other)
                 if not in_place or sharing.read_apart():
                     scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
@@ -264,21 +299,21 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     return run
 
 
-def _lies_alike(x: Tensor, other: Tensor) -> bool:
+def _same_layout(x: Tensor, other: Tensor) -> bool:
     return x.dtype == other.dtype and other.is_contiguous(memory_format=torch.channels_last)
 
 
 def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
-    """y, written to input: what a function in place returns."""
+    """y written to input, as an in-place function returns it."""
     if not torch.compiler.is_dynamo_compiling():
-        return input.copy_(y) if input._is_view() else InPlace.apply(input, y)  # of a view more is left than itself
-    # Through the copy a gradient passes as a sum with zeros, in an order of its own; a compiler drops an unused one.
+        return input.copy_(y) if input._is_view() else InPlace.apply(input, y)  # a view's base has other elements
+    # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     input.copy_(y)
     return y
 
 
 def _is_image(t: Tensor) -> bool:
-    """Whether channels lie densest, before height and width."""
+    """Whether the memory layout is channels-last."""
     return t.dim() == 4 and memory_order(t)[-1] == 1
 
 
@@ -300,7 +335,7 @@ _leaky = _activation("leaky_relu")
 
 def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
     if negative_slope != 0.01:
-        scope.leave("leaky_relu", f"negative_slope={negative_slope}; served is 0.01")
+        scope.leave("leaky_relu", f"negative_slope={negative_slope}; only 0.01 is supported")
         return None
     return _leaky(scope, input, inplace)
 
@@ -315,7 +350,7 @@ def _norm(
     eps: float,
     *statistics: Any,
 ) -> Tensor:
-    """The norm of that kind (`functions.Norm`), its result known to `Origins`."""
+    """The norm of that kind (`functions.Norm`), with its result noted in `Origins`."""
     found = _operators().norm(x, w, b, kind, dims, eps, FORMATS["norm"], *statistics)
     _note_norm(scope, found, w, b, kind)
     return found[0]
@@ -395,11 +430,11 @@ def _batch_norm(
     if not (_large(input) and _wants(input, weight, bias)):
         return None
     if not training:
-        scope.leave("batch_norm", "it normalises with running statistics; served are those of the batch")
+        scope.leave("batch_norm", "normalized with running statistics; only batch statistics are supported")
         return None
     if input.dim() < 2:
         return None
-    if input.numel() == input.shape[1]:  # one value a channel, which PyTorch refuses
+    if input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
         return None
     scope.serve("batch_norm", FORMATS["norm"])
     if torch.compiler.is_dynamo_compiling() and kernel_ops.serves_norm(input):
@@ -431,28 +466,28 @@ def _dropout(
     scope: Scope, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     if p == 0 and isinstance(input, Tensor):
-        return input  # as PyTorch does; the layer behind must know it again
+        return input  # as PyTorch does; the next layer must find its origin
     if not (training and 0 < p <= 1 and _large(input) and input.requires_grad):
         return None
-    scope.serve("dropout", "bits")
+    scope.serve("dropout", BIT)
     y = _operators().kept_dropout(input, p)
     return _written(scope, input, y) if inplace else y
 
 
 def _forms(a: Tensor, b: Tensor, form: str) -> tuple[str, str] | None:
-    """How the factors of a product are kept, None where neither is large and asked for by the other's gradient."""
+    """The forms of a product's factors; None if neither is large and needed by the other's gradient."""
     large_a, large_b = _large(a) and b.requires_grad, _large(b) and a.requires_grad
     return (form if large_a else "exact", form if large_b else "exact") if large_a or large_b else None
 
 
-def _held(scope: Scope, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
-    """The form in which t is kept, and the tensors of a recipe: those of its origin, where that is known."""
+def _form_of(scope: Scope, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
+    """The form in which t is saved: the recipe and tensors of its origin if that is known, else the format given."""
     known = None if form == "exact" else scope.origins.of(t)
     return (form, []) if known is None else (known.recipe, list(known.tensors))
 
 
 def _values(form: str, t: Tensor) -> str:
-    """The recipe of codes of rows along the axis of t that lies densest; none where the axes lie in another order."""
+    """The recipe of codes of t, contiguous or channels-last; "" for other memory layouts."""
     order = memory_order(t)
     if order == list(range(t.dim())):
         return rematerialize.values(form, _columns(t, False))
@@ -467,12 +502,12 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     if forms is None:
         return None
     scope.serve("mul", FORMATS["product"])
-    held = [_held(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
-    y, made = _operators().product(a, b, held[0][0], held[1][0], held[0][1], held[1][1])
-    # Both are kept and of one shape: whoever reads the product next can have it from them.
+    saved = [_form_of(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
+    y, made = _operators().product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1])
+    # Both are saved and of one shape: the next layer can share them and compute the product again.
     if "exact" not in forms and a.shape == b.shape:
         parts, begin = [], 0
-        for t, (form, given) in zip((a, b), held, strict=True):
+        for t, (form, given) in zip((a, b), saved, strict=True):
             own = form in GROUPED
             recipe = _values(form, t) if own else form
             parts.append((recipe, made[begin : begin + 2] if own else given))
@@ -492,15 +527,17 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
     if a.dim() > 2 and b.dim() == 2:
         return _linear(scope, a, b.mT)  # as PyTorch computes it
     if a.dim() < 3 or b.dim() < 3:
-        scope.leave("matmul", "its first operand is a matrix, or one is a vector; served are batches of matrices")
+        scope.leave(
+            "matmul", "an operand is a vector, or the first one a matrix; only batches of matrices are supported"
+        )
         return None
     scope.serve("matmul", FORMATS["matmul"])
-    a_form, given = _held(scope, a, forms[0])
+    a_form, given = _form_of(scope, a, forms[0])
     return _operators().kept_matmul(a, b, a_form, forms[1], given)
 
 
 def _bmm(scope: Scope, input: Any, mat2: Any, out_dtype: Any = None) -> Tensor | None:
-    # What `matmul` broadcasts and `bmm` refuses must stay refused.
+    # What `bmm` refuses must stay refused, though `matmul` broadcasts it.
     fits = isinstance(input, Tensor) and isinstance(mat2, Tensor) and input.dim() == mat2.dim() == 3
     if out_dtype is not None or not fits or input.shape[0] != mat2.shape[0]:
         return None
@@ -511,7 +548,7 @@ def _linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = N
     if not (_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
     scope.serve("linear (exact product)", FORMATS["linear"])
-    form, given = _held(scope, input, FORMATS["linear"])
+    form, given = _form_of(scope, input, FORMATS["linear"])
     y, made = _operators().kept_linear(input, weight, bias, form, given)
     if made:
         scope.origins.note(input, rematerialize.values(form, _columns(input, False)), *made)
@@ -542,10 +579,10 @@ def _conv2d(
     if input.shape[1] < 16 and weight.requires_grad:
         return None
     if isinstance(padding, str):
-        scope.leave("conv2d", f"padding={padding!r}; served are numbers")
+        scope.leave("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
     scope.serve("conv2d (exact product)", FORMATS["conv"])
-    form, given = _held(scope, input, FORMATS["conv"])
+    form, given = _form_of(scope, input, FORMATS["conv"])
     y, made = _operators().kept_conv2d(
         input, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups, form, given
     )
@@ -568,9 +605,9 @@ def _max_pool2d(
         return None
     kernel = _pair(kernel_size)
     if _pair(dilation) != [1, 1] or kernel[0] * kernel[1] > 256:
-        scope.leave("max_pool2d", "dilated, or windows of more than 256 entries")
+        scope.leave("max_pool2d", "dilated, or a window of more than 256 elements")
         return None
-    scope.serve("max_pool2d", "one byte an output")
+    scope.serve("max_pool2d", "1 byte per output")
     return _operators().kept_max_pool2d(input, kernel, _step(stride, kernel), _pair(padding), ceil_mode)
 
 
@@ -586,7 +623,7 @@ def _avg_pool2d(
 ) -> Tensor | None:
     if not (_large(input) and input.dim() == 4 and input.requires_grad):
         return None
-    scope.serve("avg_pool2d", "nothing")
+    scope.serve("avg_pool2d", "nothing saved")
     kernel = _pair(kernel_size)
     return _operators().kept_avg_pool2d(
         input, kernel, _step(stride, kernel), _pair(padding), ceil_mode, count_include_pad, divisor_override
@@ -621,16 +658,16 @@ def _attention(
     y, *codes = _operators().kept_attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
-    # Heads are turned back behind the tokens next, which is how the codes lie: `_turned` finds them.
+    # Models transpose heads and tokens next, which gives the memory layout of the codes: `_turned` notes that.
     scope.origins.note(y, rematerialize.heads(FORMATS["value_output"], _columns(y, False)), *codes)
     return y
 
 
-# ---- views: what an origin is known of, it is known of in another shape ----
+# ---- views: an origin is known of a view as well ----
 
 
 def _turned(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
-    """`transpose` and `permute` of what attention returns."""
+    """A handler of `transpose` and `permute` of attention's result."""
     known = scope.origins.of(input, by_heads=True)
     if known is None or kwargs or not rematerialize.is_by_heads(known.recipe):
         return None
@@ -661,9 +698,9 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 
 
 def _full(what: str, why: str) -> Callable[..., None]:
-    """A handler that serves nothing and says so, of large tensors.
+    """A handler that replaces nothing and records, for large tensors, why they are kept in full precision.
 
-    While a compiler traces, it decides what is kept of it, and then `partition` in which form.
+    Compiled, the compiler decides what is kept, and `partitioner` in which form.
     """
 
     def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
@@ -676,7 +713,7 @@ def _full(what: str, why: str) -> Callable[..., None]:
     return run
 
 
-_adaptive = _full("interpolate", 'mode="area" keeps its input; other modes keep nothing')
+_adaptive = _full("interpolate", 'mode="area" saves its input; other modes save nothing')
 
 
 def _interpolate(
@@ -692,11 +729,15 @@ def _interpolate(
         _adaptive(scope, input)
 
 
-# ---- hotrain's own operators, as layers and composed norms call them while a compiler traces ----
+# ---- hotrain's own operators, as layers and composed norms call them under Dynamo ----
 
 
 def serve_layer(op: Callable[..., Tensor]) -> None:
-    """Let calls of a converted layer's operator be told where the input comes from: arguments seven and eight."""
+    """Let a converted layer share its producer's saved tensors when compiled.
+
+    Args:
+        op: the layer's operator; its arguments seven and eight are the recipe of its input and the tensors for it.
+    """
     TABLE[op] = _layer(op)
 
 
@@ -711,7 +752,7 @@ def _layer(op: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 def _composed_norm(
     scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    if kind != "rms_cast":  # called for a function of PyTorch, in a block within this one
+    if kind != "rms_cast":  # called in an inner block, in place of a function of PyTorch
         return None
     found: tuple[Tensor, Tensor, Tensor] = _operators().norm(x, w, b, kind, *rest)
     _note_norm(scope, found, w, b, kind)
@@ -738,7 +779,7 @@ TABLE: dict[Any, Callable[..., Any]] = {
     F.leaky_relu: _leaky_relu,
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,  # what Dynamo makes of it
+    torch.rms_norm: _rms_norm,  # what Dynamo traces for it
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
     F.softmax: _softmax,
@@ -760,12 +801,12 @@ TABLE: dict[Any, Callable[..., Any]] = {
         func: _reshaped(func)
         for func in (torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.view, Tensor.contiguous)
     },
-    F.multi_head_attention_forward: _full("multi_head_attention_forward", "PyTorch runs all of it in one call"),
+    F.multi_head_attention_forward: _full("multi_head_attention_forward", "PyTorch runs it in one call"),
     F.interpolate: _interpolate,
-    F.glu: _full("glu", "it keeps its input; no operator serves it"),
+    F.glu: _full("glu", "it saves its input; no compressed operator for it"),
     **dict.fromkeys(
         (F.log_softmax, torch.log_softmax, Tensor.log_softmax),
-        _full("log_softmax", "it keeps its result; no operator serves it"),
+        _full("log_softmax", "it saves its result; no compressed operator for it"),
     ),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _activation("relu")),
     **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), _activation("sigmoid")),

@@ -1,8 +1,8 @@
-"""Where hotrain's modes stand among PyTorch's, in eager mode.
+"""hotrain's TorchFunctionModes on PyTorch's mode stack, in eager mode.
 
-A mode costs its price for each call and each attribute of a tensor that is asked for, hotrain's own too. So a block
-within a model that has its mode already gets none of its own (`top`), and what hotrain computes itself runs with its
-modes put `aside`.
+A mode costs time for each call and each attribute of a tensor, in hotrain's own code too. So a block within a model
+that runs under its mode already enters none of its own (`top`), and hotrain's own computations run with its modes
+removed (`aside`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch.overrides import TorchFunctionMode
 
 
 class Mode(TorchFunctionMode):
-    """One of hotrain's."""
+    """Base class of hotrain's TorchFunctionModes."""
 
 
 def top() -> Any:
-    """The mode that sees a call first, None for none."""
-    standing = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(standing - 1) if standing else None
+    """The innermost mode, which sees a call first; None if there is no mode."""
+    depth = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(depth - 1) if depth else None
 
 
 class aside:
-    """Within it, those of hotrain's modes that would see a call first do not see it."""
+    """Context that removes hotrain's TorchFunctionModes from the top of the mode stack."""
 
     __slots__ = ("modes",)
 

@@ -1,15 +1,14 @@
-"""What no operator serves, compiled: codes of what a graph keeps, where backward's use of it bears them.
+"""Partitioner pass for compiled graphs: saved tensors are quantized where their use in backward allows it.
 
-`torch.compile` makes one graph of forward and backward and cuts it in two; what crosses the cut is kept. PyTorch's own
-partitioner cuts, and here the two halves are gone over once more: of each large floating-point tensor that crosses,
-`uses` says which rounding backward bears, forward hands over codes instead, and backward makes the tensor again right
-before its first use. Both are PyTorch's operators, which the compiler fuses with what is around them. What stays in
-full is written into the report, with its bytes and the function that asks for it.
+`torch.compile` traces one joint graph and partitions it into forward and backward; what crosses the cut is saved.
+PyTorch's own partitioner cuts. This pass then looks at each large floating-point tensor that crosses: `graph_uses` says
+which rounding its uses in backward allow; forward returns codes instead, and backward dequantizes them right before the
+first use. Both are PyTorch's operators, which the compiler fuses with their neighbours. What stays in full precision is
+recorded for the report, with its bytes and the function that needs it.
 
-Which tensors are a converted model's is written on the nodes while Dynamo traces (`mode.Buffers.region`). Graphs
-without such nodes are left as they were cut. Inductor is told of all this by its own setting, when a converted model is
-first traced; a backend of one's own is handed `partition` as it would be handed
-`torch._functorch.partitioners.min_cut_rematerialization_partition`.
+Dynamo marks the nodes of a converted model while it traces (`mode.Buffers.region`). Graphs without such nodes are not
+changed. Inductor gets the pass by its setting ``custom_partitioner_fn`` when a converted model is first traced; another
+backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rematerialization_partition`.
 """
 
 from __future__ import annotations
@@ -38,16 +37,23 @@ from .mode import KEY
 if TYPE_CHECKING:
     from .mode import Buffers
 
-_COLUMNS = 16  # entries along which there are to be groups at least
+_COLUMNS = 16  # the least elements of a row that is quantized in groups
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMOOTH_FORM = "int8"
-_CHEAPER = 0.75  # of what is kept: what a derivative in its place may be
+_CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
 _regions: weakref.WeakValueDictionary[str, Buffers] = weakref.WeakValueDictionary()
 
 
 def region(buffers: Buffers) -> str:
-    """What is to be written on the nodes, under `KEY`, that belong to the model that writes to `buffers`."""
+    """Register a model with the pass, and install the pass in Inductor.
+
+    Args:
+        buffers: the model's records.
+
+    Returns:
+        The mark of the model's nodes, in their metadata under `KEY`.
+    """
     config = torch._inductor.config
     if not isinstance(config.custom_partitioner_fn, Partitioner):
         config.custom_partitioner_fn = Partitioner(config.custom_partitioner_fn)
@@ -57,7 +63,11 @@ def region(buffers: Buffers) -> str:
 
 
 class Partitioner(CustomPartitionerFn):
-    """PyTorch's partitioner, or `inner`, and then `compress`."""
+    """PyTorch's partitioner followed by `compress`.
+
+    Args:
+        inner: a partitioner to use in place of PyTorch's.
+    """
 
     def __init__(self, inner: CustomPartitionerFn | None = None) -> None:
         self.inner = inner
@@ -68,6 +78,7 @@ class Partitioner(CustomPartitionerFn):
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
+        """The part of Inductor's cache key for this pass: a hash of its files."""
         ours = get_hash_for_files((__file__, graph_uses.__file__))
         if self.inner is None:
             return ours
@@ -83,10 +94,17 @@ def partition(
     num_fwd_outputs: int,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """The two halves of a graph, forward's tensors for backward in codes where they may be.
+    """Partition a joint graph, with saved tensors quantized where their uses allow it.
 
-    gm, joint_inputs, num_fwd_outputs and kwargs are as PyTorch hands them to a partitioner; inner: one that cuts, by
-    default `min_cut_rematerialization_partition`.
+    Args:
+        gm: the joint graph, as PyTorch passes it to a partitioner.
+        joint_inputs: as PyTorch passes them.
+        inner: the partitioner that cuts; None for `min_cut_rematerialization_partition`.
+        num_fwd_outputs: as PyTorch passes it.
+        **kwargs: as PyTorch passes them.
+
+    Returns:
+        The graphs of forward and backward.
     """
     inner = inner or min_cut_rematerialization_partition
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -96,9 +114,13 @@ def partition(
 
 
 def compress(forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = ()) -> None:
-    """Let forward hand codes to backward.
+    """Replace tensors that forward saves for backward by codes, in place, and record the result for the report.
 
-    results: of forward's outputs, those that its caller gets.  static: which of its arguments are parameters.
+    Args:
+        forward: the graph of forward.
+        backward: the graph of backward.
+        results: how many of forward's first outputs are for its caller.
+        static: positions of forward's arguments that are parameters.
     """
     halves, account = _Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
@@ -115,8 +137,8 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         factors = made.factors(halves.arguments[node.name]) if found.whole == graph_uses.EXACT else None
         forms = None if factors is None else _cheaper(node, factors, halves.kept)
         if forms:
-            account.add(node, found.names, "its derivative in " + ", ".join(sorted(set(forms.values()) - {""})), "")
-            halves.hand_factors(node, forms)
+            account.add(node, found.names, "its derivative in " + _described(forms.values()), "")
+            halves.replace_by_factors(node, forms)
             made = halves.uses()
 
     decided = []
@@ -126,12 +148,12 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
             elif base in others:
-                form, why, names = "", "whoever calls the graph holds them", {"arguments and results"}
+                form, why, names = "", "the caller of the graph holds them", {"arguments and results"}
             decided.append((node, form))
             account.add(node, names, form, why)
     for node, form in decided:
         if form:
-            halves.hand_codes(node, form)
+            halves.replace_by_codes(node, form)
     if halves.finish():
         for half in (forward, backward):
             half.graph.lint()
@@ -142,7 +164,7 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
 
 
 def _made_of(graph: Graph, parameters: set[Node]) -> set[Node]:
-    """What is made of parameters and of nothing else, they themselves among it."""
+    """The parameters, and nodes computed from nothing else."""
     found = set(parameters)
     for node in graph.nodes:
         if node.op == "call_function" and all(n in found for n in node.all_input_nodes):
@@ -151,14 +173,14 @@ def _made_of(graph: Graph, parameters: set[Node]) -> set[Node]:
 
 
 def _region(node: Node) -> str:
-    """Whose a node is; of an argument, whose is the first that uses it."""
+    """The mark of the model that a node belongs to, "" for none; an argument belongs to its first user's."""
     if node.op == "placeholder":
         return next((_region(user) for user in node.users if user.op != "output"), "")
     return (node.meta.get("custom") or {}).get(KEY, "")
 
 
 def _by_memory(kept: Iterable[Node]) -> dict[Node, list[Node]]:
-    """What is kept, by whose memory it is: full views of one tensor are kept once, and their codes would not be."""
+    """Saved nodes by the tensor whose memory they share: several views are saved once, their codes would not be."""
     groups: dict[Node, list[Node]] = {}
     for node in dict.fromkeys(kept):
         groups.setdefault(_base(node), []).append(node)
@@ -178,19 +200,19 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_large(node: Node) -> bool:
-    """Whether it is a large floating-point tensor of a converted model."""
+    """Whether a node is a large floating-point tensor of a converted model."""
     value = node.meta.get("val")
     return (
         type(value) is FakeTensor
         and value.dtype in _FLOATS
         and bool(_region(node))
         and graph_uses.entries(node) >= SMALL
-        and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded one's memory is small
+        and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded tensor takes little memory
     )
 
 
 def _form(node: Node, found: graph_uses.Uses, alone: bool) -> tuple[str, str, set[str]]:
-    """In which form it is to be kept, "" for as it is, and why so; of which functions."""
+    """The form in which a node is saved ("" for as it is), the reason if not packed, and functions that use it."""
     kind = found.whole
     value = node.meta["val"]
     if kind == graph_uses.VALUE and (graph_uses.spans_magnitudes(node) or graph_uses.is_normed(node)):
@@ -200,20 +222,20 @@ def _form(node: Node, found: graph_uses.Uses, alone: bool) -> tuple[str, str, se
     if kind == graph_uses.EXACT:
         return "", _reason(found.exact), found.exact
     if graph_uses.is_statistic(node):
-        return "", "a sum or a mean of many, which is small beside them", {"statistics"}
+        return "", "a reduction, small beside its input", {"statistics"}
     if not alone:
         return "", "several views of one tensor are kept", found.names
     if kind == graph_uses.RATIO:
         if value.dtype != torch.float32:
-            return "", "its derivative asks for all digits", found.names
+            return "", "its derivative needs full precision", found.names
         return "bfloat16", "", found.names
     if kind in (graph_uses.VALUE, graph_uses.SHAPE) and not isinstance(_Rows(value).columns, int):
-        return "", "of a size that changes from call to call", found.names
+        return "", "its size changes from call to call", found.names
     return {graph_uses.VALUE: _SMOOTH_FORM, graph_uses.SIGN: "sign", graph_uses.SHAPE: "shape"}[kind], "", found.names
 
 
 def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> dict[Node, str]:
-    """Forms for what is made from a kept tensor, "" for as it is; nothing where they would not be much less than it."""
+    """The forms of what is made from a saved tensor, to keep in its place; empty if that saves too few bytes."""
     forms, size, known = {}, 0.0, {n.name: n for n in kept}
     for factor, kind in factors.items():
         value, number = factor.meta.get("val"), graph_uses.entries(factor)
@@ -234,14 +256,19 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
     return forms if size < _CHEAPER * graph_uses.entries(node) * node.meta["val"].dtype.itemsize else {}
 
 
+def _described(forms: Iterable[str]) -> str:
+    """Forms in the words of the report."""
+    return ", ".join(sorted({"1 bit per element" if form == "bits" else form for form in forms} - {""}))
+
+
 def _reason(names: set[str]) -> str:
     if graph_uses.CHECKPOINT in names:
-        return "from it a block is recomputed"
-    return "there is no rule for it"
+        return "a checkpointed block is recomputed from it"
+    return "no rounding rule for it"
 
 
 class _Account:
-    """What became of the kept tensors, for the reports."""
+    """In which form each saved tensor is kept, or why in full precision, for the reports."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, tuple[str, ...], str, str], int] = {}
@@ -252,7 +279,7 @@ class _Account:
             self.rows[key] = self.rows.get(key, 0) + graph_uses.entries(node) * node.meta["val"].dtype.itemsize
 
     def tell(self, region: str, kept: int) -> None:
-        """Write it into the report.  kept: bytes that cross the cut in all."""
+        """Record it for the report of one model, with all bytes that cross the cut."""
         buffers = _regions[region]
         buffers.uncut = False
         buffers.graphs.append(kept)
@@ -265,14 +292,16 @@ class _Account:
                     buffers.leave(what, f"{size / 2**20:.1f} MiB, compiled: {why}")
 
 
-# ---- forward hands over codes, backward makes the tensor again ----
+# ---- forward returns codes, backward dequantizes them ----
 
 
 class _Halves:
     """The graphs of forward and backward, and what crosses from one to the other.
 
-    outputs: of forward; the first ones are `results` for its caller.  kept: the others, by their nodes in forward.
-    arguments: the same by their names, as nodes of backward.
+    Attributes:
+        outputs: outputs of forward; the first ``results`` are for its caller.
+        kept: the others that backward takes, as nodes of forward.
+        arguments: name → node of backward.
     """
 
     def __init__(self, forward: Graph, backward: Graph, results: int) -> None:
@@ -282,7 +311,7 @@ class _Halves:
         self.arguments = {node.name: node for node in backward.find_nodes(op="placeholder")}
         crossing = [node for node in self.outputs[results:] if isinstance(node, Node)]
         self.kept = [node for node in dict.fromkeys(crossing) if node.name in self.arguments]
-        self.handed: dict[Node, list[Node]] = {}  # by what was kept until now
+        self.replaced: dict[Node, list[Node]] = {}  # node → what crosses in its place
         self.taken: list[Node] = []  # new arguments of backward
 
     def uses(self) -> graph_uses.Backward:
@@ -290,33 +319,33 @@ class _Halves:
         return graph_uses.Backward(self.backward, [*old, *self.taken])
 
     def is_needed(self, node: Node) -> bool:
-        return node not in self.handed and bool(self.arguments[node.name].users)
+        return node not in self.replaced and bool(self.arguments[node.name].users)
 
-    def hand_codes(self, node: Node, form: str) -> None:
-        """Codes of a kept tensor in its place."""
+    def replace_by_codes(self, node: Node, form: str) -> None:
+        """Replace a saved tensor by its codes."""
         argument = self.arguments[node.name]
-        self.handed[node] = self._hand(node, argument, form, argument)
+        self.replaced[node] = self._replace(node, argument, form, argument)
 
-    def hand_factors(self, node: Node, forms: Mapping[Node, str]) -> None:
-        """In place of a kept tensor what backward makes from it, made in forward."""
+    def replace_by_factors(self, node: Node, forms: Mapping[Node, str]) -> None:
+        """Replace a saved tensor by what backward makes from it, computed in forward."""
         copies = self._in_forward(forms)
         argument = self.arguments[node.name]
-        self.handed[node] = [
-            part for factor, form in forms.items() for part in self._hand(copies[factor], factor, form, argument)
+        self.replaced[node] = [
+            part for factor, form in forms.items() for part in self._replace(copies[factor], factor, form, argument)
         ]
         for dead in reversed(list(self.backward.nodes)):
             if dead.op == "call_function" and not dead.users and not dead.is_impure():
                 self.backward.erase_node(dead)
 
     def finish(self) -> bool:
-        """Write down what crosses now; False where that is what crossed before."""
+        """Update forward's outputs; False if nothing has changed."""
         for node in self.kept:
             if not self.arguments[node.name].users and isinstance(node.meta.get("val"), Tensor):
-                self.handed.setdefault(node, [])
+                self.replaced.setdefault(node, [])
                 self.backward.erase_node(self.arguments[node.name])
-        if not self.handed:
+        if not self.replaced:
             return False
-        kept = [self.handed.get(node, [node]) for node in self.outputs[self.results :]]
+        kept = [self.replaced.get(node, [node]) for node in self.outputs[self.results :]]
         new = [*([node] for node in self.outputs[: self.results]), *kept]
         self.output.args = (tuple(part for parts in new for part in parts),)
         described = self.output.meta.get("desc")
@@ -325,14 +354,14 @@ class _Halves:
         return True
 
     def kept_bytes(self, parameters: set[Node]) -> int:
-        """Bytes of the memory that crosses the cut, without that of parameters, each once."""
+        """Bytes of the storages that cross the cut, each once, without parameters."""
         crossing: Any = self.output.args[0]
         bases = {_base(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
-        held = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
-        return sum(graph_uses.entries(base) * base.meta["val"].dtype.itemsize for base in held)
+        saved = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
+        return sum(graph_uses.entries(base) * base.meta["val"].dtype.itemsize for base in saved)
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
-        """Nodes of backward that are made from kept tensors alone, made in forward."""
+        """Copy nodes of backward that depend on saved tensors alone to forward."""
         needed, waiting = set(), list(wanted)
         while waiting:
             node = waiting.pop()
@@ -349,11 +378,10 @@ class _Halves:
                     copies[node] = self.forward.node_copy(node, copies.__getitem__)
         return copies
 
-    def _hand(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
-        """Codes of `source` of forward; backward takes them as arguments before `place`, and uses what it makes of them
-        instead of `target`."""
+    def _replace(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
+        """Pack `source` in forward and unpack it in backward in place of `target`, after arguments before `place`."""
         keep, restore = _pair(source.meta["val"], form)
-        # Right behind it: what is made at the end of forward would keep the tensor alive until then.
+        # Right after it: codes made at the end of forward would keep the tensor alive until then.
         codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
         taken = []
         for number, part in enumerate(codes):
@@ -372,7 +400,7 @@ class _Halves:
 
 
 def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
-    """fn of the nodes, as nodes: each of PyTorch's operators that Inductor knows."""
+    """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
     from torch._inductor.decomposition import select_decomp_table
 
     values = [node.meta["val"] for node in inputs]
@@ -388,7 +416,9 @@ def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence
                 results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
                 return [env[result] for result in results]
             if step.op == "get_attr":
-                raise RuntimeError(f"hotrain: {step.target} is no operator's argument; please report this")
+                raise RuntimeError(
+                    f"hotrain: packing a saved tensor traced the constant {step.target}; please report this"
+                )
             if step.op != "placeholder":
                 env[step] = graph.node_copy(step, env.__getitem__)
     raise AssertionError("a graph without an output")
@@ -400,10 +430,9 @@ def _free(name: str, *graphs: Graph) -> str:
 
 
 class _Rows:
-    """How a tensor like `value` lies as rows: its axes from the sparsest to the densest, and how many of the last ones
-    make a row.
+    """A tensor viewed as rows in memory order: its axes by decreasing stride, the last ones joined into a row.
 
-    Codes keep the other axes' sizes, from which backward has them where they change from call to call.
+    Codes have the sizes of the other axes, from which backward reads sizes that change from call to call.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -412,20 +441,21 @@ class _Rows:
         else:
             self.order = sorted(range(value.dim()), key=lambda axis: -graph_uses.hint(value.stride(axis)))
         sizes = [value.shape[axis] for axis in self.order]
-        self.lasting = 0  # of the last axes
+        self.joined = 0  # how many of the last axes make a row
         columns: Any = 1
-        while self.lasting < len(sizes) and (self.lasting == 0 or columns < _COLUMNS):
-            self.lasting += 1
-            columns = columns * sizes[-self.lasting]
+        while self.joined < len(sizes) and (self.joined == 0 or columns < _COLUMNS):
+            self.joined += 1
+            columns = columns * sizes[-self.joined]
             if not isinstance(columns, int):
                 break
-        self.row, self.columns = sizes[-self.lasting :], columns
+        self.row, self.columns = sizes[-self.joined :], columns
 
     def of(self, t: Tensor) -> Tensor:
-        """(..., columns)"""
-        return t.permute(self.order).unsqueeze(0).flatten(-self.lasting)
+        """t as rows, (..., columns)."""
+        return t.permute(self.order).unsqueeze(0).flatten(-self.joined)
 
     def back(self, rows: Tensor) -> Tensor:
+        """Undo `of`."""
         return as_it_was(rows.unflatten(-1, self.row).squeeze(0), self.order)
 
 
@@ -434,22 +464,24 @@ def _is_static(value: Tensor) -> bool:
 
 
 def _pair(value: Tensor, form: str) -> tuple[Callable[[Tensor], Any], Callable[..., Tensor]]:
-    """How a tensor like `value` becomes codes in that form, and how it comes back."""
-    dtype, shape, lies = value.dtype, value.shape, _Rows(value)
+    """Functions that pack a tensor like `value` in that form, and unpack it."""
+    dtype, shape, layout = value.dtype, value.shape, _Rows(value)
     if form == "bits":
         return (lambda t: BITS.keep(t)), (lambda kept: BITS.restore((kept,), shape))
     if form in ("bfloat16", "sign"):
         return (lambda t: FORMS[form].keep(t)), (lambda kept: FORMS[form].restore((kept,), (), dtype))
     if form == "shape":
-        return (lambda t: (lies.of(t)[..., :0].clone(),)), (lambda kept: lies.back(F.pad(kept, (0, lies.columns))))
+        return (lambda t: (layout.of(t)[..., :0].clone(),)), (
+            lambda kept: layout.back(F.pad(kept, (0, layout.columns)))
+        )
 
     def keep(t: Tensor) -> tuple[Tensor, ...]:
-        rows = lies.of(t)
+        rows = layout.of(t)
         return tuple(part.view(*rows.shape[:-1], *part.shape[1:]) for part in FORMS[form].keep(rows))
 
     def restore(*kept: Tensor) -> Tensor:
         flat = [part.flatten(0, -3) for part in kept]
-        rows = FORMS[form].restore(flat, (flat[0].shape[0], lies.columns), dtype)
-        return lies.back(rows.view(*kept[0].shape[:-2], lies.columns))
+        rows = FORMS[form].restore(flat, (flat[0].shape[0], layout.columns), dtype)
+        return layout.back(rows.view(*kept[0].shape[:-2], layout.columns))
 
     return keep, restore

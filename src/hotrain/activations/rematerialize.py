@@ -1,13 +1,13 @@
-"""Recipes: how backward makes a tensor again of codes that an operator before it keeps.
+"""Rematerialization: recipes by which backward computes a layer's input from the producer's quantized tensors.
 
-A recipe is a string, so that it can be an operator's argument: JSON, which uses up a list of tensors from the left.
+A recipe is JSON, a string so that it can be an operator's argument. It takes its tensors from a list, in order.
 
-    ["values", form, C]           codes and scales of rows of C entries
+    ["values", form, C]           codes and scales of rows of C elements
     ["values", form, C, "image"]  the same of (N, C, H, W), rows along its channels
-    ["heads", form, C]            codes of (B, T, H, C), of attention's (B, H, T, C): good for its transpose only
+    ["heads", form, C]            codes of (B, T, H, C), for attention's (B, H, T, C): its transpose alone can be made
     ["norm", values, cast]        values as above, then γ and β or None: γ x̂ + β; cast: x̂ is rounded first
     ["of", name, inner]           an activation's result
-    ["product", inner, inner]     entry by entry
+    ["product", inner, inner]     a product by element
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 
 @contextlib.contextmanager
 def in_backward() -> Iterator[None]:
-    """What is traced within belongs to backward: else a compiler may compute it in forward and keep it."""
+    """Context whose traced nodes stay in backward; else a partitioner may compute them in forward and save them."""
     meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
     before = meta.get(_TAG)
     meta[_TAG] = "must_be_in_backward"
@@ -48,12 +48,20 @@ def in_backward() -> Iterator[None]:
 def restore(
     form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool
 ) -> Tensor:
-    """What backward reads of what forward kept.
+    """Unpack in backward what forward packed.
 
-    A compiler decides by itself what it keeps between forward and backward, and would at times keep a full tensor: the
-    result of this, or that from which several codes can be made again. So it is told that this belongs to backward,
-    and that codes are tensors in memory (which its partitioner takes those to be that enter an operator of `prims`),
-    for others count twice.
+    A compiler chooses what to save between forward and backward, and at times would save a full tensor: this result, or
+    one from which several codes can be recomputed. So the nodes are marked as backward's. The codes pass through an
+    operator of `prims`: the partitioner then takes them as stored in memory, while others count twice.
+
+    Args:
+        form: the format.
+        kept: what ``form.keep`` returned.
+        shape: of the result.
+        dtype: of the result; booleans for `Bits`.
+
+    Returns:
+        The dequantized tensor.
     """
     if not torch.fx.traceback.has_preserved_node_meta():
         return form.restore(kept, shape, dtype)
@@ -63,7 +71,7 @@ def restore(
 
 
 def wide(t: Tensor) -> Tensor:
-    """In float32, or float64 where it is."""
+    """t in float32, or in float64 if it is."""
     return t.to(backward.wide(t.dtype))
 
 
@@ -73,47 +81,52 @@ _IMAGE = ', "image"'
 
 
 def values(form: str, columns: int, image: bool = False) -> str:
-    """The recipe of what `GROUPED[form]` keeps of rows of that many entries."""
+    """The recipe of codes and scales of `GROUPED[form]`, of rows of that many elements."""
     return f'["values", "{form}", {operator.index(columns)}{_IMAGE if image else ""}]'
 
 
 def normed(inner: str, cast: bool) -> str:
+    """The recipe of a norm's result; ``inner`` is that of x̂, ``cast`` whether x̂ is rounded before γ."""
     return f'["norm", {inner}, {"true" if cast else "false"}]'
 
 
 def of(name: str, inner: str) -> str:
+    """The recipe of an activation's result."""
     return f'["of", "{name}", {inner}]'
 
 
 def product(a: str, b: str) -> str:
+    """The recipe of a product by element."""
     return f'["product", {a}, {b}]'
 
 
 def heads(form: str, columns: int) -> str:
-    """The recipe of attention's result, (B, H, T, D): there are codes of (B, T, H, D), so that alone can be made."""
+    """The recipe of attention's result (B, H, T, D), with codes of (B, T, H, D): its transpose alone can be made."""
     return f'["heads", "{form}", {operator.index(columns)}]'
 
 
 def is_by_heads(recipe: str) -> bool:
+    """Whether a recipe is of `heads`."""
     return recipe.startswith('["heads"')
 
 
 def by_tokens(recipe: str) -> str:
-    """The recipe of (B, T, H, D), from that of `heads`."""
+    """The recipe of the transpose (B, T, H, D), from that of `heads`."""
     return recipe.replace("heads", "values", 1)
 
 
 def is_in_order(recipe: str) -> bool:
-    """Whether entries are made in the order of the tensor, so that any of its shapes can be made."""
+    """Whether elements are in the order of the tensor, so that its views of any shape can be made."""
     return not is_by_heads(recipe) and not is_image(recipe)
 
 
 def is_image(recipe: str) -> bool:
+    """Whether a recipe is of an image, with rows along its channels."""
     return _IMAGE in recipe
 
 
 def describe(recipe: str) -> str:
-    """In words: what the operator before keeps, and in which format."""
+    """A recipe in words, for the report: which saved tensor is shared, and its format."""
     return _described(parsed(recipe))
 
 
@@ -133,16 +146,28 @@ def _described(recipe: Any) -> str:
 
 
 def is_recipe(form: str) -> bool:
+    """Whether a form is a recipe, not the name of a format."""
     return form.startswith("[")
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(recipe: str) -> Any:
+    """A recipe as nested lists."""
     return json.loads(recipe)
 
 
 def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor of that recipe, of a shape in which its entries follow one another as in the tensor it is of."""
+    """Compute the tensor of a recipe.
+
+    Args:
+        recipe: the recipe.
+        tensors: what it takes, in order.
+        shape: of the result; any view of the tensor if `is_in_order`.
+        dtype: of the result.
+
+    Returns:
+        The dequantized tensor.
+    """
     return _made(parsed(recipe), iter(tensors), shape, dtype)
 
 

@@ -1,9 +1,8 @@
-"""Origins: what lets backward make a tensor again from codes that an operator before it keeps, so that the layer behind
-it keeps nothing of its own.
+"""Activation sharing: a layer's input is dequantized in backward from the producer's saved activation, not saved twice.
 
-A norm keeps codes of x̂, and its result is γ x̂ + β; an activation keeps codes of its input; the result of attention is
-kept for attention's own gradient. Whoever reads such a tensor next asks `Origins` whether it knows this very tensor,
-and if so keeps the origin: the same codes, once more referred to, and a recipe (`recipes`).
+A norm saves codes of x̂, and its result is γ x̂ + β; an activation saves codes of its input; the result of attention is
+saved for attention's own gradient. The next layer asks `Origins` for the origin of its input, and if it is known saves
+that: references to the same codes, and a recipe (`rematerialize`).
 """
 
 from __future__ import annotations
@@ -22,27 +21,32 @@ from .format_policy import SMALL
 from .kernel_ops import whole
 from .rematerialize import is_by_heads
 
-# ---- who knows which tensor ----
+# ---- what is known of a tensor ----
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How a tensor is made again.  tensors: what the recipe uses up; they are kept by the operator before anyway."""
+    """How a tensor is rematerialized.
+
+    Attributes:
+        recipe: of `rematerialize`.
+        tensors: what the recipe takes; the producer saves them anyway.
+    """
 
     recipe: str
     tensors: tuple[Tensor | None, ...]
 
     @property
     def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]:
-        """`launches.whole` with the recipe, without the tensors: autograd holds these, and gives them back."""
+        """`kernel_ops.whole` with this recipe; autograd saves the tensors, and passes them in backward."""
         return functools.partial(whole, self.recipe)
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The result of batch norm, and what was added to it: the function behind may be computed in the same kernel.
+    """The arguments of a batch norm, and a shortcut added to it, so that an activation after it is fused with it.
 
-    A tracer drops the first result where nothing else reads it.
+    Compiled, the result of the batch norm alone is removed if nothing else reads it.
     """
 
     x: Tensor
@@ -54,17 +58,17 @@ class Unfinished:
 
 
 def current_checkpoint() -> int:
-    """Which non-reentrant checkpoint's forward this is, 0 for none."""
+    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a partial of somebody's has none
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
     return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
-current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a tracer asks once
+current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
 
 
 def _traced_graph() -> torch.fx.Graph:
-    """What a tracer has traced so far. Raises ImportError or AttributeError where a PyTorch does not let it be read."""
+    """The graph that Dynamo has traced so far; ImportError or AttributeError where this PyTorch does not expose it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
@@ -72,11 +76,11 @@ def _traced_graph() -> torch.fx.Graph:
 
 
 def _traced_writes() -> str:
-    """Which graph is traced, and how often a large tensor has been written to in it.
+    """Which graph is traced, and how many in-place writes to large tensors it has so far.
 
-    A tracer has no versions, does not say what shares memory, and hides some functions in place from modes
-    (`torch.relu_`, `torch._foreach_add_`); but what it has traced so far can be read. Where a PyTorch does not let it
-    be read, no two answers are the same: then layers keep codes of their own.
+    Dynamo has no version counters, does not say which tensors share memory, and passes some in-place functions to no
+    mode (`torch.relu_`, `torch._foreach_add_`); but the graph traced so far can be read. If this PyTorch does not
+    expose it, no two results are equal: then layers save codes of their own.
     """
     try:
         from torch._dynamo.eval_frame import skip_code
@@ -84,15 +88,15 @@ def _traced_writes() -> str:
         graph = _traced_graph()
     except (ImportError, AttributeError):
         return f"{next(_graphs)} unknown"
-    skip_code(current_checkpoint.__code__)  # where a graph breaks it is called in eager, and must not be compiled alone
+    skip_code(current_checkpoint.__code__)  # called in eager mode after a graph break, where it must not be compiled
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
     return f"{number} {sum(map(_writes, graph.nodes))}"
 
 
 def read_apart() -> bool:
-    """Whether the tensors that the last call in the trace read lie apart in memory; False where that cannot be seen."""
+    """Whether the inputs of the last traced call share no memory; False if that is unknown."""
     try:
-        # Reversed, PyTorch 2.11's list of nodes is a list again and no iterator.
+        # In PyTorch 2.11 `reversed` of a list of nodes is a list, not an iterator.
         last = next(iter(reversed(_traced_graph().nodes)))
         read = [node.meta["example_value"].untyped_storage()._cdata for node in last.all_input_nodes]
     except (ImportError, AttributeError, KeyError, StopIteration):
@@ -106,7 +110,7 @@ _graphs = itertools.count()
 
 
 def _writes(node: torch.fx.Node) -> bool:
-    """Whether a node writes to a tensor that may share memory with one that is known."""
+    """Whether a node writes to a large tensor, which may share memory with one of known origin."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -128,7 +132,7 @@ def _is_flagged(node: torch.fx.Node) -> bool:
 
 
 def _is_mutable(target: Any) -> bool:
-    """Whether that is an operator which writes; hotrain's write to counters and statistics alone."""
+    """Whether the target is an operator that writes to arguments; hotrain's own write to statistics alone."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         return any(_is_mutable(getattr(target, name)) for name in target.overloads())
     ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "hotrain"
@@ -139,15 +143,20 @@ _OPERATORS = ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"
 _IN_PLACE = frozenset(
     [f"i{name}" for name in _OPERATORS] + [f"__i{name}__" for name in _OPERATORS] + ["setitem", "__setitem__"]
 )
-_RECENT = 8  # tensors that are known at a time: within a block, what is read again is read soon
+_RECENT = 8  # tensors with a known origin at a time; within a block, tensors are read again soon
 
 
 @dataclass
 class Origins:
-    """The tensors of the forward that runs whose origin is known.
+    """Tensors of the running forward with a known origin.
 
-    In eager they are held weakly; a tracer's are only there while it traces. checkpoint: in whose forward this is: what
-    is recomputed must find what it found first, so nothing is known across its borders.
+    In eager mode they are weak references; under Dynamo they exist only while it traces. Nothing is known across the
+    borders of a checkpoint, whose second forward must find the same origins.
+
+    Attributes:
+        recent: (tensor and its version, origin), the latest first.
+        unfinished: (tensor and its version, batch norm), under Dynamo.
+        checkpoint: `current_checkpoint` of the running forward.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
@@ -158,59 +167,70 @@ class Origins:
         return {"recent": (), "unfinished": (), "checkpoint": 0}
 
     def begin(self) -> int:
-        """A block's forward begins: nothing is known. Returns what `end` asks for."""
+        """Start the forward of a block, with nothing known; returns the argument of `end`."""
         before = self.checkpoint
         self.recent, self.checkpoint = (), current_checkpoint()
         return before
 
     def end(self, before: int) -> None:
-        """The forward is over, the one around it goes on."""
+        """End the forward of a block; the enclosing one continues."""
         self.recent, self.checkpoint = (), before
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None) -> None:
-        """That t can be made of these."""
+        """Record the origin of a tensor.
+
+        Args:
+            t: the tensor.
+            recipe: of `rematerialize`.
+            *tensors: what the recipe takes.
+        """
         if torch.compiler.is_dynamo_compiling():
-            held: Any = t, _traced_writes()
+            known: Any = t, _traced_writes()
             kept = tuple([None if part is None else part.detach() for part in tensors])
         else:
-            held = weakref.ref(t), t._version
+            known = weakref.ref(t), t._version
             kept = tensors
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                # Parameters are copied: the layer behind reads them in backward before the norm does, when FSDP may not
-                # have gathered them yet.
+                # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
+                # gathered them yet.
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
-        self.recent = ((held, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
+        self.recent = ((known, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished) -> None:
-        """That t, while a tracer runs, is what that is so far."""
+        """Record, under Dynamo, that t is the result of this batch norm."""
         self.unfinished = (((t, _traced_writes()), what), *self.unfinished[: _RECENT - 1])
 
     def unfinished_of(self, t: Tensor) -> Unfinished | None:
-        """What this very tensor, unchanged since, is so far; None in eager, or where it is something else."""
+        """The batch norm whose result t is, unchanged since; None in eager mode, or for another tensor."""
         if not self.unfinished or not torch.compiler.is_dynamo_compiling():
             return None
         found = None
-        for held, what in self.unfinished:
-            # The trace is read for this very tensor alone: that goes through all of it.
-            if found is None and held[0] is t and held[1] == _traced_writes():
+        for known, what in self.unfinished:
+            # Counting writes reads the whole graph: it is done for this tensor alone.
+            if found is None and known[0] is t and known[1] == _traced_writes():
                 found = what
         return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
-        """The origin of this very tensor, unchanged since, or None.
+        """Look up the origin of a tensor.
 
-        by_heads: also of what attention returns, of which only a transpose can be made.
+        Args:
+            t: the tensor.
+            by_heads: also find attention's result, of which the transpose alone can be made.
+
+        Returns:
+            The origin, if t is the same tensor object and was not written to since; else None.
         """
         if not self.recent:
             return None
         found = None
         if torch.compiler.is_dynamo_compiling():
-            for held, origin in self.recent:
-                if found is None and held[0] is t and held[1] == _traced_writes():
+            for known, origin in self.recent:
+                if found is None and known[0] is t and known[1] == _traced_writes():
                     found = origin
         elif current_checkpoint() == self.checkpoint:
-            for held, origin in self.recent:
-                # What a tracer noted stays with the tracer: it may have been written to since its graph ended.
-                if found is None and isinstance(held[0], weakref.ref) and held[0]() is t and t._version == held[1]:
+            for known, origin in self.recent:
+                # Entries made under Dynamo are skipped: their tensors may have been written to since.
+                if found is None and isinstance(known[0], weakref.ref) and known[0]() is t and t._version == known[1]:
                     found = origin
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found

@@ -1,4 +1,4 @@
-"""Activations and their slopes: f, f', and what of them is worth keeping."""
+"""Activation functions: f, its derivative f', and how the derivative is quantized."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from .format_policy import SLOPES
 
 @dataclass(frozen=True)
 class Activation:
-    """f, its slope (of x in float32), and the levels that hold the slope; None for a slope of zero or one.
+    """An activation function and what is saved for its gradient.
 
-    by_input: whether x is kept in their place, in the format of `policy.FORMATS`, from which backward makes the slope,
-    and f(x) for the layer behind. Half the bytes, but backward computes f twice: not for GELU, whose slope in four
-    bits is read at the speed of memory (docs/memory.md).
+    Attributes:
+        f: the function.
+        slope: its derivative at x in float32.
+        levels: the format of the derivative; None for a derivative of two values, in 1 bit per element.
+        by_input: whether x is saved instead, in the format of `format_policy.FORMATS`; backward makes from it the
+            derivative, and f(x) for the next layer. This halves the bytes, but backward computes f twice: not for GELU,
+            whose 4-bit derivative is read at memory bandwidth (docs/memory.md).
     """
 
     f: Callable[..., Tensor]
@@ -29,8 +33,8 @@ class Activation:
     by_input: bool = False
 
 
-# GELU's slope is that of its tanh form, whichever was asked for: the two differ by 0.0009 at most, levels are 0.09
-# apart. As 1 + tanh(t) = 2 σ(2t), it takes one exponential an entry, and no erf.
+# GELU's derivative is that of its tanh form, for both forms: the two differ by 0.0009 at most, and levels are 0.09
+# apart. As 1 + tanh(t) = 2 σ(2t), it takes one exponential per element, and no erf.
 
 _A, _B = 2 * math.sqrt(2 / math.pi), 0.044715
 
@@ -56,7 +60,7 @@ def _hardswish_slope(x: Tensor) -> Tensor:
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
-    return 4 * s * (1 - s)  # up to 1; `functions.Slope` divides again
+    return 4 * s * (1 - s)  # scaled to at most 1; `FACTOR` undoes it
 
 
 def _tanh_slope(x: Tensor) -> Tensor:
@@ -77,5 +81,5 @@ ACTIVATIONS = {
     "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
     "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
 }
-FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the slope that is kept
-ELSE = {"leaky_relu": 0.01}  # the slope where the bit is not set
+FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the derivative: what is saved times this
+ELSE = {"leaky_relu": 0.01}  # the derivative where the bit is not set

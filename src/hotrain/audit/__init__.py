@@ -1,1 +1,1 @@
-"""What a model keeps between forward and backward, measured and predicted; a report of a conversion asks here."""
+"""Bytes that a model saves between forward and backward, measured and predicted; conversion reports use both."""

@@ -1,9 +1,8 @@
-"""What autograd would keep, predicted: a forward of tensors that have a shape and no memory.
+"""Predicted bytes that autograd saves: a forward with fake tensors, which have a shape and no memory.
 
-The same audit as `saved_bytes`, of a copy of the model with fake tensors, so that it costs no memory
-and no arithmetic, whatever the batch. Formats are asked for their bytes by the very code that packs. Predicted is what
-the reference keeps on a CPU: on a GPU kernels keep a few bytes more beside low-rank codes, and attention's back ends
-differ in statistics.
+The measurement is `saved_bytes`, on a copy of the model with fake tensors, so that it takes no memory and no arithmetic
+for any batch. The code that packs also gives the bytes. Predicted is what the reference saves on a CPU: on a GPU
+kernels save a few bytes more with low-rank codes, and the backends of attention save other statistics.
 """
 
 from __future__ import annotations
@@ -24,18 +23,36 @@ from .saved_bytes import SavedBytes, saved_bytes
 
 
 def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes:
-    """`saved_bytes` of ``model(*inputs, **kwargs)`` without running it, under the autocast that is on.
+    """Predict `saved_bytes` of ``model(*inputs, **kwargs)`` without running it, under the current autocast.
 
-    inputs, kwargs: of tensors only shapes and dtypes are read; ``torch.empty(shape, device="meta")`` will do. The model
-    is left as it is.  Raises ValueError where it cannot run without values (a model that routes tokens, say).
+    Args:
+        model: the model; it is not changed.
+        *inputs: its arguments. Of tensors only shapes, strides and dtypes are read: ``torch.empty(shape,
+            device="meta")`` will do.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Bytes by module and by operator.
+
+    Raises:
+        ValueError: the model needs values to run (it routes tokens, say).
     """
     return _predicted(model, inputs, kwargs)
 
 
 def before_and_now(model: nn.Module, example: Example, revert: Callable[[nn.Module], object]) -> tuple[int, int]:
-    """Bytes that a converted model keeps of a batch, exact and as it is.  revert: makes a copy of the model exact.
+    """Predict the bytes that a converted model saves for a batch, exact and as converted.
 
-    Raises ValueError as `predicted_bytes`.
+    Args:
+        model: the converted model; it is not changed.
+        example: the arguments of a call, and its autocast.
+        revert: makes a converted model exact in place; called on a copy.
+
+    Returns:
+        Bytes of the exact model, and of the converted one.
+
+    Raises:
+        ValueError: as `predicted_bytes`.
     """
     kind, dtype = example.autocast
     on = torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
@@ -47,7 +64,7 @@ def before_and_now(model: nn.Module, example: Example, revert: Callable[[nn.Modu
 def _predicted(
     model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None = None
 ) -> SavedBytes:
-    """change: what is done to the copy first."""
+    """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
     try:
         with FakeTensorMode(), _as_on_a_cpu():
             memory: dict[int, Any] = {}
@@ -75,7 +92,7 @@ def _shape_alone(t: Tensor) -> Tensor:
 
 @contextmanager
 def _as_on_a_cpu() -> Iterator[None]:
-    """The autocast of a GPU that is on, as one of the CPU: the tensors are there."""
+    """Context of the CPU's autocast with the dtype of the GPU's, since the fake tensors are on the CPU."""
     dtype = autocast_to("cuda")
     if dtype is None:
         yield

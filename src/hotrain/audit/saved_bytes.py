@@ -1,10 +1,10 @@
-"""What autograd really keeps alive between forward and backward.
+"""Measured bytes that autograd keeps alive between forward and backward.
 
-One forward in training mode runs under saved-tensor hooks. Every tensor that a node of the graph saves passes
-through them, whatever saved it: an ATen operator, a `torch.autograd.Function`, a checkpoint. Counted are the
-distinct storages that are still held when the forward has returned, each once and in whole, because a view keeps
-all of its storage. Parameters and buffers are left out: they are there anyway. The copies that autocast makes of
-weights are counted, under a name of their own: they do not grow with the batch.
+One forward in training mode runs under saved-tensor hooks. Every tensor that a node of the graph saves passes through
+them, whatever saved it: an ATen operator, a `torch.autograd.Function`, a checkpoint. Counted are the distinct storages
+that are alive when the forward has returned, each once and completely, because a view keeps all of its storage.
+Parameters and buffers are not counted: they are alive anyway. Copies of weights made by autocast are counted under a
+name of their own: they do not grow with the batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ ELSEWHERE = "outside the output's graph"
 class SavedBytes:
     """Bytes kept between forward and backward of one batch.
 
-    total: of all distinct storages.
-    by_module: module name ("" is the model itself) → bytes first saved in that module's own forward.
-    by_operator: operator → bytes first saved by it, in the words of PyTorch's operators (``native_layer_norm``);
-        converted layers read ``hotrain linear`` and so on.
-    rows: one dict a storage: module, operator, dtype, shape (of the tensor that was saved first), bytes, and input:
-        whether it is an input's own storage.
-    of_inputs: bytes of the total that are the inputs' own storages.
-    device_peak: the allocator's peak over one forward and backward, above what was allocated before, or None.
+    Attributes:
+        total: bytes of all distinct storages.
+        by_module: module name ("" is the model itself) → bytes first saved in that module's own forward.
+        by_operator: operator → bytes first saved by it, by the names of PyTorch's operators (``native_layer_norm``);
+            converted layers are ``hotrain linear`` and so on.
+        rows: one dict per storage: module, operator, dtype, shape (of the tensor that was saved first), bytes, and
+            input: whether it is an input's own storage.
+        of_inputs: bytes of the total that are the inputs' own storages.
+        device_peak: bytes, the allocator's peak over one forward and backward, above what was allocated before; or
+            None.
     """
 
     total: int
@@ -66,7 +68,14 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two audits side by side: rows of ``operator``, ``exact``, ``converted`` (bytes) and their ``ratio``."""
+    """Saved bytes before and after conversion.
+
+    Attributes:
+        exact: of the model before conversion.
+        converted: of the model after conversion.
+        rows: one dict per operator: ``operator``, ``exact`` and ``converted`` in bytes, and ``ratio``, None if exact
+            is 0.
+    """
 
     exact: SavedBytes
     converted: SavedBytes
@@ -74,7 +83,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Bytes converted over bytes exact."""
+        """Converted bytes over exact bytes; NaN if exact is 0."""
         return self.converted.total / self.exact.total if self.exact.total else float("nan")
 
     def __str__(self) -> str:
@@ -90,7 +99,15 @@ class Comparison:
 
 
 def compare(exact: SavedBytes, converted: SavedBytes) -> Comparison:
-    """The audits of a model before and after conversion, by operator, largest first."""
+    """Compare the saved bytes of a model before and after conversion, by operator.
+
+    Args:
+        exact: before conversion.
+        converted: after conversion.
+
+    Returns:
+        The comparison, largest operator first.
+    """
     operators = {*exact.by_operator, *converted.by_operator}
     rows: list[dict[str, Any]] = []
     for name in operators:
@@ -104,15 +121,22 @@ def compare(exact: SavedBytes, converted: SavedBytes) -> Comparison:
 def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwargs: Any) -> SavedBytes:
     """Count what autograd keeps for the backward of ``model(*inputs, **kwargs)``.
 
-    A model in eval mode is put into training mode for the one forward; a model in training mode keeps the modes of
-    its parts (a frozen BatchNorm stays frozen). Call it under the autocast context that training uses. The batch
-    itself is counted when a node keeps it. Model, buffers, generators and draw counters are left as found; nothing
-    is added to ``.grad``.
+    A model in eval mode is put into training mode for this one forward; a model in training mode keeps the modes of
+    its parts (a frozen BatchNorm stays frozen). Call it under the autocast context that training uses. The batch itself
+    is counted if a node saves it. Model, buffers, generators and random draws are restored; ``.grad`` is not changed.
 
-    device_peak: also run a second forward with a backward and read the CUDA allocator's peak, whose statistics it
-        resets.
+    Args:
+        model: the model, exact or converted.
+        *inputs: its arguments, a batch.
+        device_peak: also run a second forward with a backward and read the peak of the CUDA allocator, whose statistics
+            are reset.
+        **kwargs: its keyword arguments.
 
-    Raises ValueError when no output requires grad, and when `device_peak` is asked for inputs that are not on CUDA.
+    Returns:
+        Bytes by module and by operator.
+
+    Raises:
+        ValueError: no output requires grad, or ``device_peak`` with no input on a CUDA device.
     """
     device = _cuda_device(inputs, kwargs) if device_peak else None
     with as_found(model), torch.enable_grad():
@@ -141,13 +165,13 @@ _VIEWS_AND_CASTS = {_CAST, "TBackward0", "TransposeBackward0", "PermuteBackward0
 
 
 class _Kept:
-    """What the graph holds in place of a saved tensor. It dies with the node that holds it."""
+    """What the graph refers to in place of a saved tensor; it is freed with its node."""
 
     __slots__ = ("__weakref__", "module", "operator", "sequence", "tensor")
 
     def __init__(self, tensor: Tensor, module: str, sequence: int, operator: str | None) -> None:
         self.tensor, self.module = tensor, module
-        self.sequence, self.operator = sequence, operator  # the operator's name where it is known already
+        self.sequence, self.operator = sequence, operator  # the operator's name if it is known already
 
 
 def _unpack(kept: _Kept) -> Tensor:
@@ -155,7 +179,7 @@ def _unpack(kept: _Kept) -> Tensor:
 
 
 class _Seen:
-    """The pack hook and what it saw, in order."""
+    """The pack hook and the tensors that it saw, in order."""
 
     def __init__(self, excluded: set[int]) -> None:
         self.excluded = excluded
@@ -163,16 +187,16 @@ class _Seen:
         self.packed: list[weakref.ref[_Kept]] = []
 
     def pack(self, tensor: Tensor) -> _Kept:
-        # A node takes its number when it is made and saves before the next one is made: the last number given is its.
+        # A node gets its number when it is made, and saves before the next one is made: it has the last number.
         sequence = torch.autograd._get_sequence_nr() - 1
-        # Detached: a result that a node saves would otherwise hold that node, and the two each other.
+        # Detached: a result refers to its node, and if the node saves it, the two would keep each other alive.
         operator = CHECKPOINT if _called_by_checkpoint() else WEIGHT_COPY if self._is_weight_copy(tensor) else None
         kept = _Kept(tensor.detach(), self.stack[-1], sequence, operator)
         self.packed.append(weakref.ref(kept))
         return kept
 
     def _is_weight_copy(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a view of a parameter's cast to another dtype."""
+        """Whether the tensor is a parameter cast to another dtype, or a view of that."""
         node, cast = tensor.grad_fn, False
         while node is not None and node.name() in _VIEWS_AND_CASTS:
             cast |= node.name() == _CAST
@@ -181,12 +205,12 @@ class _Seen:
         return cast and parameter is not None and any(key in self.excluded for key, _ in _storages(parameter))
 
     def rows(self, operators: dict[int, str], inputs: set[int]) -> list[dict[str, Any]]:
-        """One dict for each distinct storage that is still held, largest first."""
+        """One dict for each distinct storage that is alive, largest first."""
         rows = []
         counted = set(self.excluded)
         for reference in self.packed:
             kept = reference()
-            if kept is None:  # its node is gone: autograd does not keep it
+            if kept is None:  # its node was freed
                 continue
             operator = kept.operator or operators.get(kept.sequence, ELSEWHERE)
             for key, size in _storages(kept.tensor):
@@ -207,7 +231,7 @@ class _Seen:
 
 
 def _called_by_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint itself is saving (its inputs): not all versions make a node for that."""
+    """Whether torch.utils.checkpoint is saving its inputs, for which not all versions make a node."""
     frame = sys._getframe(2)
     for _ in range(3):
         if frame is None:
@@ -222,7 +246,7 @@ def _called_by_checkpoint() -> bool:
 
 @contextmanager
 def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
-    """Keep `seen.stack` the names of the modules that are in their forward."""
+    """Context in which `seen.stack` has the names of the modules whose forward runs."""
 
     def enter(name: str, *_: Any) -> None:
         seen.stack.append(name)
@@ -233,7 +257,7 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
     handles = []
     traced = _traced_modules(model)
     for name, module in model.named_modules():
-        if module in traced:  # a hook would be traced too, and everything compiled anew
+        if module in traced:  # a hook would be traced too, and cause a recompilation
             continue
         handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -245,7 +269,7 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
 
 def _traced_modules(model: nn.Module) -> set[nn.Module]:
-    """What `torch.compile` or `nn.Module.compile` traces."""
+    """Modules that `torch.compile` or `nn.Module.compile` traces."""
     whole = [m._orig_mod for m in model.modules() if isinstance(m, torch._dynamo.OptimizedModule)]
     whole += [m for m in model.modules() if m._compiled_call_impl is not None]
     return {inner for module in whole for inner in module.modules()}
@@ -267,7 +291,7 @@ def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
 
 
 def operator_name(node: Node) -> str:
-    """``AddmmBackward0`` → ``addmm``; hotrain's own Functions → ``hotrain linear``; others' keep their class name."""
+    """Name of a node: ``AddmmBackward0`` → ``addmm``; hotrain's → ``hotrain linear``; others by class name."""
     name = re.sub(r"Backward\d*$", "", node.name().split("::")[-1])
     function = getattr(node, "_forward_cls", None)
     if function is None:
@@ -298,7 +322,7 @@ def _storages(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in an output: tensors, mappings, sequences and dataclasses of them, nested."""
+    """Iterate over the tensors in nested mappings, sequences, sets and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -336,7 +360,15 @@ def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
 
 
 def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
-    """Bytes first saved in each of these modules, or in modules within it."""
+    """Sum saved bytes over modules and all modules inside them.
+
+    Args:
+        audit: the saved bytes of a model.
+        names: module names.
+
+    Returns:
+        Name → bytes first saved in that module, or in one inside it.
+    """
     inside = dict.fromkeys(names, 0)
     for module, size in audit.by_module.items():
         for name in inside:

@@ -1,4 +1,4 @@
-"""Look at a model without leaving a trace."""
+"""A context that restores a model's modes, buffers, draw counters and all random generators."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from ..nn.state import layer_states
 
 @contextmanager
 def as_found(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's modes and buffers, all random generators and the counters of converted layers
-    are afterwards what they were before, bit for bit.
+    """Context that restores a model's modes and buffers, all random generators and converted layers' counters, bitwise.
 
-    Parameters and their ``.grad`` are not copied: what runs inside must not write to them (use
-    ``torch.autograd.grad``, which accumulates nowhere).
+    Parameters and their ``.grad`` are not copied: code in the context must not write to them (use
+    ``torch.autograd.grad``).
+
+    Args:
+        model: the model.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
