@@ -1,4 +1,4 @@
-"""``hotrain calibrate``: LQS on a few training batches, written as readable JSON."""
+"""``hotrain calibrate``: LQS on a few training batches, written to a JSON file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Choose for every layer one scale a token or one for the tensor (LQS).
+    """Choose per-token scales or one per-tensor scale for every layer (LQS).
 
     Use the file with `hotrain train RECIPE --set calibration_file=FILE`, for the same recipe and method.
     """
