@@ -1,8 +1,8 @@
 """`hotrain bench step`: time and memory of training steps of whole models, variant by variant.
 
 Every variant gets a fresh model with the same weights and batches. Before anything is timed, the loss and gradients of
-its first step are compared with those of the exact model in eager mode. After a warm-up its steps are timed on the GPU's
-clock without synchronization between them. The baseline is measured first and again last, which shows a drift.
+its first step are compared with those of the exact model in eager mode. After a warm-up its steps are timed on the
+GPU's clock without synchronization between them. The baseline is measured first and again last, which shows a drift.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _budget() -> AbstractContextManager[object]:
 def _offload(task: Task) -> None:
     """Offload the task's activations to the host's memory until backward, as torchtune does.
 
-    Strides are preserved, which compiled backwards need and `torch.autograd.graph.save_on_cpu` does not do. Tensors that
-    are small, expanded, or views of a parameter stay on the device.
+    Strides are preserved, which compiled backwards need and `torch.autograd.graph.save_on_cpu` does not do. Tensors
+    that are small, expanded, or views of a parameter stay on the device.
     """
     on_device = task.loss
     stay = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
