@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ClassesOption = Annotated[
     int | None,
-    typer.Option("--classes", min=1, help="Number of classes: look at shapes with random images, without data."),
+    typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),
 ]
 
 EXAMPLES = """Examples:

@@ -96,7 +96,7 @@ def compare(
     except KeyboardInterrupt as stop:
         _write_plan(folder, run, chosen, numbers)
         command = shlex.join(["hotrain", "compare", "--resume", str(folder)])
-        raise interrupted(stop, f"{done} of {cells} runs are recorded. Go on with: {command}") from stop
+        raise interrupted(stop, f"{done} of {cells} runs are recorded. Resume with: {command}") from stop
     for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:

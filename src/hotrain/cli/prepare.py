@@ -54,7 +54,7 @@ def configure(
     elif resume is not None:
         base = saved_run(resume)
     else:
-        raise ValueError("no RECIPE is given; `hotrain recipes` lists them. To go on with a run give --resume FOLDER")
+        raise ValueError("no RECIPE is given; `hotrain recipes` lists them. To resume a run give --resume FOLDER")
     return _with_options(base, method=method, data=data, settings=settings, seed=seed, device=device, out=out)
 
 
@@ -177,7 +177,7 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
         try:
             data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
         except ValueError as error:
-            raise ValueError(f"{error}. To look at shapes without data, give --classes N") from error
+            raise ValueError(f"{error}. To use random images without data, give --classes N") from error
         classes, channels, side = len(data.classes), data.channels, data.image_size
     device = resolve_device(run.device)
     size = run.image_size or default_image_size(run.model, side)
