@@ -1,10 +1,10 @@
-# hotrain: `make demo` and `make test` work on a fresh machine with python3 and make; each creates what it needs.
+# hotrain: `make demo` and `make test` work on a fresh machine with python3 and make; each installs what it needs.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
-# A machine with a GPU keeps the PyTorch it has (uv would not see it there, pip does); elsewhere the constraints name
-# the versions that ran.
+# With a GPU the installed PyTorch is used (through pip, since uv ignores system packages); elsewhere the constraints
+# pin the tested versions.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 VENV_FLAGS  := --system-site-packages
@@ -14,7 +14,7 @@ VENV_FLAGS  :=
 CONSTRAINTS := -c constraints-cpu.txt
 endif
 
-# What runs on a GPU runs beside the PyTorch that is there: in the environment of `make setup`, or without one.
+# GPU targets use the installed PyTorch: in the environment of `make setup` if it exists, else without one.
 GPU_PY := PYTHONPATH=src:recipes $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
 .DEFAULT_GOAL := help
@@ -47,7 +47,7 @@ format: $(STAMP)  ## rewrite the layout of the code
 test: $(STAMP)  ## every test that needs no GPU (at most 10 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu"
 
-# Compiling kernels takes most of the time: where pytest-xdist is installed, eight processes share the work and the GPU.
+# Compiling kernels takes most of the time: if pytest-xdist is installed, eight processes share the work and the GPU.
 WITH_XDIST = $(shell $(GPU_PY) -c 'import importlib.util as u; print("-p no:benchmark -n 8 --dist worksteal" if u.find_spec("xdist") else "")')
 
 test-gpu:  ## the tests that need a CUDA device, in the environment that has its PyTorch (a quarter of an hour)

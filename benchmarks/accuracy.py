@@ -1,12 +1,12 @@
-"""Accuracy of several methods on one data set, many runs side by side on the GPUs of one machine.
+"""Accuracy of several methods on one data set, with many runs in parallel on the GPUs of one machine.
 
     python benchmarks/accuracy.py --data cifar10.npz --recipes small_vit_cifar10 --methods exact,hot-unbiased \\
         --seeds 0,1,2 --epochs 12 --at-once 6 --seconds 500 --out FILE
 
-Every cell is a `hotrain train` process of its own; cells start in the order recipe, seed, method; what has not finished
-after `--seconds` is stopped and left out, with a line that says how far it had come. FILE gets the finished rows, as
-they come, in `hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs that share a GPU are
-not comparable and are not kept.
+Every cell (recipe, seed, method) is a `hotrain train` process; cells start in this order. A cell that has not finished
+after `--seconds` is stopped and left out, with a line that says how many epochs it had finished. FILE gets the rows of
+finished cells, as they finish, in `hotrain compare`'s summary format, for ``benchmarks/results``. Step times of runs
+that share a GPU are not comparable and are not recorded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hotrain.train.record import METRICS, RUNS, read
 
 
 def main() -> None:
+    """Run the cells, write and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--data", required=True)
     parser.add_argument("--recipes", required=True, help="comma-separated, each with an optional :epochs")
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4, help="runs on one GPU")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--set", action="append", default=[], help="field=value of the runs; repeatable")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     gpus = max(1, torch.cuda.device_count())
@@ -65,7 +66,7 @@ def write(
     gpus: int,
     args: argparse.Namespace,
 ) -> None:
-    """What is finished so far: whoever stops this process loses no more than what is running."""
+    """Write the rows finished so far, so that they are kept if this process is stopped."""
     meta = {key: first[key] for key in ("versions", "device", "commit") if key in first}
     meta["commit"] = args.commit or meta.get("commit")
     meta |= {
@@ -83,9 +84,17 @@ def write(
 def run_cells(
     cells: list[tuple[str, int, str, int]], args: argparse.Namespace, gpus: int, deadline: float, folder: Path
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run the cells, at most `at_once` a GPU, until all are done or the deadline is reached.
+    """Run the cells, at most `at_once` per GPU, until all are done or the deadline is reached.
 
-    Gives the finished records whenever a cell has ended, and at the end.
+    Args:
+        cells: (recipe, epochs, method, seed).
+        args: the command line.
+        gpus: number of GPUs.
+        deadline: in the time of `time.monotonic`.
+        folder: for records and logs of the cells.
+
+    Yields:
+        The records of all finished cells, whenever a cell has finished, and at the end.
     """
     waiting = list(enumerate(cells))
     running: dict[int, tuple[subprocess.Popen[bytes], int]] = {}
@@ -115,7 +124,7 @@ def run_cells(
 
 
 def finished(cells: list[tuple[str, int, str, int]], folder: Path) -> list[dict[str, Any]]:
-    """The records of the cells that ended as they should, in the cells' order."""
+    """Return the records of the finished cells, in the cells' order."""
     records = [record for number in range(len(cells)) for record in read(folder / str(number) / RUNS)]
     return [record for record in records if record["status"] == "finished"]
 
@@ -123,6 +132,7 @@ def finished(cells: list[tuple[str, int, str, int]], folder: Path) -> list[dict[
 def start(
     cell: tuple[str, int, str, int], args: argparse.Namespace, gpu: int, folder: Path, number: int
 ) -> subprocess.Popen[bytes]:
+    """Start the process of a cell on a GPU."""
     recipe, epochs, method, seed = cell
     method, _, plan = method.partition("@")
     command = [sys.executable, "-m", "hotrain.cli.main", "train", recipe, "--method", method, "--seed", str(seed)]
@@ -135,12 +145,13 @@ def start(
 
 
 def summary_row(record: dict[str, Any]) -> dict[str, Any]:
+    """Make a row from the record of a finished run."""
     keys = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "layers")
     losses = [row["train_loss"] for row in record["history"]]
     plan = record["config"]["plan"]
     row = {**{key: record[key] for key in keys}, "plan": plan, "step_ms": None}
     if plan == "memory":
-        row["method"] += "@memory"  # every layer converted, whatever it costs
+        row["method"] += "@memory"  # every layer is converted, even where that is slower
     return {**row, "epochs": len(losses), "train_loss": losses[-1]}
 
 

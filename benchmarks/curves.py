@@ -1,11 +1,11 @@
-"""Whether training with the kernels follows the definition: mean loss curves over seeds, and how far they are apart.
+"""Convergence of training with the kernels against the reference: distance of mean loss curves over seeds.
 
     python benchmarks/curves.py --data cifar10.npz [--recipes small_vit_cifar10,small_resnet18_cifar10] [--out FILE]
 
 Every recipe is trained for `--steps` updates with each seed, with the kernels and with `hotrain.kernels.disabled`, from
-the same weights and batches; `--at-once` runs beside each other, in processes of their own, spread over the machine's
-GPUs. The verdict compares the distance of the two mean curves with the spread over seeds. Needs a CUDA device:
-elsewhere there are no kernels to compare.
+the same weights and batches; `--at-once` runs in parallel processes, spread over the machine's GPUs. The verdict
+compares the distance of the two mean curves with the spread over seeds. Needs a CUDA device: elsewhere there are no
+kernels to compare.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hotrain.cli.prepare import configure
 from hotrain.train import Progress, TrainRun, train
 
 PATHS = ("definition", "kernels")
-WINDOW = 10  # updates that a point of a curve is the mean of
+WINDOW = 10  # updates that a point of a curve averages
 
 
 def main() -> int:
-    """Train, write the records, print the verdicts; 1 where a curve does not follow."""
+    """Train, write the records, print the verdicts; return 1 if a distance exceeds the spread."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--data", required=True, help="an .npz file, or a name that hotrain.train.load_data knows")
     parser.add_argument("--recipes", default="small_vit_cifar10,small_resnet18_cifar10", help="comma-separated")
@@ -40,8 +40,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="how many; two at least")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--set", action="append", default=["warmup_epochs=0.1"], help="field=value of the runs")
-    parser.add_argument("--at-once", type=int, default=4, help="runs beside each other")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--at-once", type=int, default=4, help="runs in parallel")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     if args.seeds < 2:
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def curve_of(cell: tuple[str, int, str, str], args: argparse.Namespace) -> list[float]:
-    """`losses` of one run: recipe, seed, definition or kernels, device."""
+    """Return `losses` of one cell: recipe, seed, ``definition`` (the reference) or ``kernels``, device."""
     recipe, seed, path, device = cell
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"steps={args.steps}", "audit=false", f"device={device}", *args.set]
@@ -76,7 +76,7 @@ def curve_of(cell: tuple[str, int, str, str], args: argparse.Namespace) -> list[
 
 
 def losses(run: TrainRun, kernels: bool) -> list[float]:
-    """The training loss of every update, with the kernels or with the definition in their place."""
+    """Return the training loss of every update, with the kernels or with the reference."""
     curve: list[float] = []
     total, epoch, count = 0.0, 0, 0
 
@@ -86,7 +86,7 @@ def losses(run: TrainRun, kernels: bool) -> list[float]:
             return
         if progress.epoch != epoch:
             total, epoch, count = 0.0, progress.epoch, 0
-        # Progress has the mean of the epoch so far.
+        # The reported loss is the mean of the epoch so far.
         count += 1
         curve.append(progress.loss * count - total)
         total = progress.loss * count
@@ -98,16 +98,23 @@ def losses(run: TrainRun, kernels: bool) -> list[float]:
 
 
 def windows(curve: list[float]) -> list[float]:
-    """The means of `WINDOW` updates each; what is left over joins nobody."""
+    """Return the means of `WINDOW` updates each, without an incomplete last window."""
     return [statistics.fmean(curve[i : i + WINDOW]) for i in range(0, len(curve) - WINDOW + 1, WINDOW)]
 
 
 def verdict(definition: list[list[float]], kernels: list[list[float]]) -> dict[str, Any]:
-    """How two sets of curves, one a seed, lie to each other.
+    """Compare two sets of curves.
 
-    distance: of the mean curves, the mean over windows of its magnitude.  spread: of the definition's curves over
-    seeds, the mean of their standard deviation.  within: whether the first is at most the second.
-    Raises ValueError for curves of different lengths, fewer than two seeds, or none of `WINDOW` updates.
+    Args:
+        definition: curves of the reference, one per seed.
+        kernels: curves of the kernels, one per seed.
+
+    Returns:
+        ``distance``, the mean over windows of the absolute difference of the mean curves; ``spread``, the mean over
+        windows of the standard deviation of the reference's curves over seeds; ``within``, distance ≤ spread.
+
+    Raises:
+        ValueError: curves of different lengths or shorter than `WINDOW` updates, or fewer than two seeds.
     """
     smooth = [[windows(curve) for curve in side] for side in (definition, kernels)]
     lengths = {len(curve) for side in smooth for curve in side}
@@ -120,7 +127,7 @@ def verdict(definition: list[list[float]], kernels: list[list[float]]) -> dict[s
 
 
 def record(subject: str, method: str, curves: dict[str, list[list[float]]], answer: dict[str, Any]) -> dict[str, Any]:
-    """What `write` gets: the verdict, and the mean curves it was read from."""
+    """Make the record: the verdict and the mean curves."""
     empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
     means = {
         path: [round(statistics.fmean(p), 5) for p in zip(*map(windows, side), strict=True)]

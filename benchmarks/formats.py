@@ -1,17 +1,17 @@
-"""What a format does to the gradients: every operator of `hotrain.activations` on activations of really trained models.
+"""Gradient errors of activation formats, for every operator of `hotrain.activations`, on trained models.
 
     python benchmarks/formats.py --data cifar10.npz [--models small_vit,small_resnet18] [--out FILE]
 
 Each model is trained for `--steps` updates in float32. Then, over `--batches` batches that it has not seen:
 
-* every call of an operator is replayed with what it got and with the gradient that came back to it, once exactly and
-  once with each format: the error of that operator's own gradients;
-* the gradient of the whole model is taken with that operator's buffers in that format and all else exact;
+* every call of an operator is replayed with its arguments and its output gradient, once exactly and once with each
+  format: the error of that operator's own gradients;
+* the gradient of the whole model is computed with that operator's saved tensors in that format and all else exact;
 * the same with sets of formats for all operators at once, and with the methods of layers, for comparison.
 
 Errors are relative to the size of the exact gradient: ``error`` of one call or batch (root mean square), ``persistent``
-the part that an average leaves: over a gradient's rows for that of an activation, over batches for that of a parameter
-(and for the whole model's). ``noise`` is what a mini-batch itself has: gradients of two batches differ by it.
+the part that averaging does not remove: over a gradient's rows for that of an activation, over batches for that of a
+parameter (and for the whole model's). ``noise`` is the mini-batch noise: gradients of two batches differ by it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hotrain.train.models import create_model
 EXACT = dict.fromkeys(format_policy.FORMATS, "exact")
 MULTIPLICATIONS = (torch.mul, Tensor.mul, Tensor.__mul__)
 
-# ---- formats: those of the policy, and candidates that only this file knows ----
+# ---- formats: those of the policy, and candidates that exist only in this file ----
 
 
 class Exact:
-    """Kept as it is, where a pair of codes and scale is asked for."""
+    """The exact tensor, with the interface of a format of codes and scale."""
 
     def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
         return t, t.new_empty(0)
@@ -57,7 +57,7 @@ class Exact:
 
 
 class Either:
-    """The tensors of a pair by turns in two formats: v and the output of attention, which share one."""
+    """Two formats in alternation: for v and the output of attention, which share an entry of the policy."""
 
     def __init__(self, *formats: Grouped | Exact) -> None:
         self.formats, self.kept, self.restored = formats, 0, 0
@@ -73,11 +73,11 @@ class Either:
 
 @dataclass
 class Of:
-    """A function of the values that are kept in `form`: f'(x) or f(x) from codes of x."""
+    """A function of values that are packed in `form`: f'(x) or f(x) from codes of x."""
 
     f: Callable[[Tensor], Tensor]
     form: Grouped
-    x: Tensor | None = None  # kept in place of what `keep` is given
+    x: Tensor | None = None  # packed instead of the argument of `keep`
 
     def keep(self, t: Tensor, slope: Any = None) -> tuple[Tensor, ...]:
         return self.form.keep(t if self.x is None else self.x)
@@ -90,7 +90,7 @@ class Of:
 
 
 class Redrawn:
-    """`form` with its thresholds moved on by some rows at every gradient that is taken: drawn anew in every step."""
+    """`form` with its dither thresholds shifted by some rows at every gradient: drawn again in every step."""
 
     step = 0
 
@@ -145,13 +145,13 @@ format_policy.GROUPED["derived"] = DERIVED  # type: ignore[assignment]
 
 @dataclass(frozen=True)
 class Operator:
-    """One row of the table: the functions that are it, the entry of the policy, the gradients of which arguments."""
+    """One row of the table: the operator's functions, its entry of the policy, the arguments with gradients."""
 
     name: str
     functions: tuple[Any, ...]
     entry: str
     gradients: dict[int | str, str]  # position or keyword → name
-    channels: int = -1  # axis of the argument's channels
+    channels: int = -1  # channel axis of the argument
     formats: tuple[str, ...] = EVERYWHERE
 
 
@@ -186,12 +186,12 @@ for _name in ATTENTION_OUTPUT:
 
 @contextlib.contextmanager
 def chosen(formats: Mapping[str, str]) -> Iterator[None]:
-    """The policy with these formats, the rest of it exact; ``slope``: of GELU and SiLU."""
+    """Context: the policy with these formats, all other entries exact; ``slope``: derivative of GELU and SiLU."""
     before, slopes = dict(format_policy.FORMATS), dict(functions.ACTIVATIONS)
     format_policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
     for name in ("gelu", "silu"):
         form, kind = SLOPES[formats.get("slope", "slope 4 bits")], slopes[name]
-        # Where it is not of slopes: codes of x, whose slope is found in backward.
+        # Formats that are not of derivatives pack x, and backward computes the derivative.
         levels: Any = form if isinstance(form, Levels) else Of(kind.slope, form)
         functions.ACTIVATIONS[name] = replace(kind, levels=levels, by_input=False)
     try:
@@ -202,22 +202,22 @@ def chosen(formats: Mapping[str, str]) -> Iterator[None]:
 
 
 class Only(mode.Compressed):
-    """The mode for some functions; the others run as they are."""
+    """The compressing mode for some functions; the others run exactly."""
 
-    def __init__(self, served: Iterable[Any]) -> None:
+    def __init__(self, wanted: Iterable[Any]) -> None:
         super().__init__(mode.Buffers())
-        self.served = frozenset(served)
+        self.wanted = frozenset(wanted)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in self.served:
+        if func in self.wanted:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
 class BehindGelu(Only):
-    """The linear layer behind a GELU gets its input back from codes of the GELU's own input; all else is exact."""
+    """The linear layer after a GELU recomputes its input from codes of the GELU's input; all else is exact."""
 
     def __init__(self) -> None:
         super().__init__([F.linear])
@@ -239,7 +239,7 @@ class BehindGelu(Only):
 
 @dataclass
 class Tally:
-    """Sums over units (rows of a gradient, calls, batches) from which relative errors are read."""
+    """Sums over units (rows of a gradient, calls, batches) for relative errors."""
 
     units: int = 0
     error_sum: Tensor | float = 0.0
@@ -249,7 +249,12 @@ class Tally:
     products: float = 0.0
 
     def add(self, exact: Tensor, found: Tensor) -> None:
-        """exact, found: (units, entries)."""
+        """Add units.
+
+        Args:
+            exact: exact gradients, (units, entries).
+            found: the same gradients with a format.
+        """
         error = found - exact
         self.units += len(exact)
         self.error_sum = self.error_sum + error.double().sum(0)
@@ -261,6 +266,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Errors:
+    """Relative errors of a gradient."""
+
     error: float
     persistent: float | None  # None where there is one unit only
     scale: float
@@ -269,14 +276,14 @@ class Errors:
 
     @classmethod
     def of(cls, tallies: Sequence[Tally]) -> Errors:
-        """Of one gradient in several parts, all of as many units."""
+        """Errors of one gradient in several parts with the same number of units."""
         units = tallies[0].units
         squares = sum(t.exact_squares for t in tallies)
         errors = sum(t.error_squares for t in tallies)
         products = sum(t.products for t in tallies)
         persistent = noise = None
         if units > 1:
-            # The mean inner product of two different units: what does not cancel between them.
+            # The mean inner product of two different units: the part that averaging does not remove.
             apart = sum(float(torch.as_tensor(t.error_sum).square().sum()) for t in tallies) - errors
             persistent = math.sqrt(max(0.0, apart / (units - 1)) / squares)
             apart = sum(float(torch.as_tensor(t.exact_sum).square().sum()) for t in tallies) - squares
@@ -291,6 +298,7 @@ class Errors:
         )
 
     def row(self) -> dict[str, float | None]:
+        """Return the errors with four digits, for the record."""
         return {name: None if value is None else float(f"{value:.4g}") for name, value in vars(self).items()}
 
 
@@ -299,6 +307,8 @@ class Errors:
 
 @dataclass
 class Call:
+    """A call of an operator, and the gradient of its output."""
+
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -306,7 +316,7 @@ class Call:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down every call of an operator, and the gradient that comes back to it."""
+    """Records every call of an operator, and the gradient of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +329,7 @@ class Recorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         y = func(*args, **kwargs)
         if func in self.wanted and isinstance(y, Tensor) and y.requires_grad:
-            # Copies, for a ReLU behind may write into what was kept.
+            # Copies, because a later in-place ReLU may overwrite the arguments.
             call = Call(func, tuple(_copied(a) for a in args), {k: _copied(a) for k, a in kwargs.items()})
             y.register_hook(lambda g, call=call: setattr(call, "g_y", g.detach().clone()))
             self.calls.append(call)
@@ -330,12 +340,12 @@ def _copied(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def replayed(call: Call, gradients: Mapping[int | str, str], served: bool) -> dict[str, Tensor] | None:
-    """The gradients of the call's arguments; None where the mode does not serve it."""
+def replayed(call: Call, gradients: Mapping[int | str, str], compressed: bool) -> dict[str, Tensor] | None:
+    """Return the gradients of the call's arguments; None where the mode does not support the call."""
     args, kwargs = [_copied(a) for a in call.args], {k: _copied(a) for k, a in call.kwargs.items()}
-    with Only([call.func] if served else []) as only:
+    with Only([call.func] if compressed else []) as only:
         y = call.func(*args, **kwargs)
-    if served and not only.buffers.served:
+    if compressed and not only.buffers.served:
         return None
     found = {name: args[i] if isinstance(i, int) else kwargs.get(i) for i, name in gradients.items()}
     wanted = {name: t for name, t in found.items() if isinstance(t, Tensor) and t.requires_grad}
@@ -343,23 +353,31 @@ def replayed(call: Call, gradients: Mapping[int | str, str], served: bool) -> di
 
 
 def _units(name: str, g: Tensor, channels: int) -> Tensor:
-    """(units, entries): the rows of an activation's gradient; a parameter's is one unit."""
+    """Reshape to (units, entries): rows of an activation's gradient; a parameter's is one unit."""
     return g.reshape(1, -1) if name == "g_w" else g.movedim(channels, -1).reshape(-1, g.shape[channels])
 
 
 def by_operator(calls_of: Iterator[list[Call]], only: str = "") -> dict[tuple[str, str], dict[str, Any]]:
-    """(operator, format) → bytes an entry, and the errors of its gradients, mean squares over its places."""
+    """Replay the recorded calls with every format.
+
+    Args:
+        calls_of: the calls of each batch.
+        only: a part of operators' names: only these.
+
+    Returns:
+        By (operator, format): bytes per element, and errors of its gradients (root mean square over its calls).
+    """
     tallies: dict[tuple[str, str], dict[tuple[str, int], Tally]] = {}
     sizes: dict[tuple[str, str], list[int]] = {}
     for calls in calls_of:
         for operator in (operator for operator in OPERATORS if only in operator.name):
             mine = [call for call in calls if call.func in operator.functions and call.g_y is not None]
             for place, call in enumerate(mine):
-                exact = replayed(call, operator.gradients, served=False)
+                exact = replayed(call, operator.gradients, compressed=False)
                 assert exact is not None
                 for form in operator.formats:
                     with chosen({operator.entry: form}):
-                        found = replayed(call, operator.gradients, served=True)
+                        found = replayed(call, operator.gradients, compressed=True)
                     if found is None:
                         continue
                     each = tallies.setdefault((operator.name, form), {})
@@ -405,7 +423,7 @@ def _root_mean_square(values: Sequence[float | None]) -> float | None:
 
 @dataclass
 class Model:
-    """A model that was trained, and batches that it has not seen with their exact gradients."""
+    """A trained model, and batches that it has not seen with their exact gradients."""
 
     name: str
     module: nn.Module
@@ -416,7 +434,7 @@ class Model:
         self.exact = [gradients(self.module, batch) for batch in self.batches]
 
     def errors(self, within: Callable[[], Any] | None = None, module: nn.Module | None = None) -> dict[str, Any]:
-        """Of the gradient of all parameters, and of the tensors of weights one by one."""
+        """Return errors of the gradient of all parameters, and the median and worst of the weight tensors."""
         tallies = [Tally() for _ in self.exact[0]]
         for batch, exact in zip(self.batches, self.exact, strict=True):
             with within() if within is not None else contextlib.nullcontext():
@@ -432,6 +450,7 @@ class Model:
         }
 
     def calls(self, batches: int) -> Iterator[list[Call]]:
+        """Yield the calls of operators of each batch."""
         for batch in self.batches[:batches]:
             with Recorder() as recorder:
                 gradients(self.module, batch)
@@ -439,6 +458,7 @@ class Model:
 
 
 def gradients(module: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Compute the gradient of the mean cross-entropy by parameter."""
     images, labels = batch
     Redrawn.step += 1
     module.zero_grad()
@@ -446,7 +466,7 @@ def gradients(module: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-# What is compared for all operators at once: the first, then what differs from it.
+# Sets of formats for all operators at once: the first, then variations of it.
 BASE = {
     **dict.fromkeys(EXACT, "int4 nearest"),
     "norm": "int4 nearest/row",
@@ -487,7 +507,7 @@ def _group_normed() -> dict[str, Any]:
     return {"norm_layer": GroupNorm, "layers": (1, 1, 1, 1)}
 
 
-# model → its base, and what is different in it; those with operators that the first two lack are shallower.
+# model → its base, and its other arguments; the last two, shallower, have operators that the first two do not have.
 MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "small_vit": ("small_vit", dict),
     "small_resnet18": ("small_resnet18", dict),
@@ -497,9 +517,15 @@ MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 def trained(name: str, data: ArrayData, steps: int, size: int, batches: int, weights: Path | None) -> Model:
-    """The model after `steps` updates of AdamW on batches of that size.
+    """Train a model with AdamW.
 
-    weights: a folder that has or gets the trained weights.
+    Args:
+        name: one of `MODELS`.
+        data: the images.
+        steps: number of updates.
+        size: images per batch.
+        batches: number of further batches to measure on.
+        weights: folder to read trained weights from, or to write them to.
     """
     base, args = MODELS[name]
     torch.manual_seed(0)
@@ -532,7 +558,13 @@ def trained(name: str, data: ArrayData, steps: int, size: int, batches: int, wei
 
 
 def measured(model: Model, call_batches: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """The records of one model: operators, then sets of formats, then methods; `only`: a part of operators' names."""
+    """Yield the records of one model: operators, then sets of formats, then methods.
+
+    Args:
+        model: the trained model.
+        call_batches: number of batches whose calls are replayed.
+        only: a part of operators' names: only these operators, and nothing else.
+    """
     for (name, form), found in by_operator(model.calls(call_batches), only).items():
         operator = next(operator for operator in OPERATORS if operator.name == name)
 
@@ -570,16 +602,17 @@ def measured(model: Model, call_batches: int, only: str = "") -> Iterator[dict[s
 
 
 def main() -> None:
+    """Train and measure the models, write and print the records."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--data", required=True, help="an .npz file, or a name that hotrain.train.load_data knows")
     parser.add_argument("--models", default="small_vit,small_resnet18", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=100, help="updates before anything is measured")
-    parser.add_argument("--batch", type=int, default=32, help="images a batch")
-    parser.add_argument("--batches", type=int, default=4, help="that the whole model's gradient is taken of")
-    parser.add_argument("--call-batches", type=int, default=2, help="of them, those whose calls are replayed")
+    parser.add_argument("--batch", type=int, default=32, help="images per batch")
+    parser.add_argument("--batches", type=int, default=4, help="batches for the whole model's gradient")
+    parser.add_argument("--call-batches", type=int, default=2, help="those of them whose calls are replayed")
     parser.add_argument("--only", default="", help="a part of an operator's name: nothing else is measured")
-    parser.add_argument("--weights", type=Path, help="a folder that keeps the trained weights for the next time")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--weights", type=Path, help="folder to store the trained weights for the next time")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     data = load_data(args.data)

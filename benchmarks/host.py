@@ -1,9 +1,9 @@
-"""Where the host's time goes in one converted layer: the question behind "Laboratory notes" of `docs/kernels.md`.
+"""Host time of one converted layer, by kernel launch; for the "Laboratory notes" of `docs/kernels.md`.
 
     python benchmarks/host.py [--tokens 25216] [--outputs 768] [--inputs 768]
 
-For a Linear in fp8 on a GPU: host time of forward and backward, of each launch, and of ways to launch that might
-replace `hotrain.kernels.launch.launch`, after each was seen to give the same gradients.
+For a Linear in fp8 on a GPU: host time of forward and backward, of each launch, and of possible replacements of
+`hotrain.kernels.launch.launch`, each checked to give the same gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotrain.kernels import launch, quantize_kernels, rows
 
 
 def host_us(work: Callable[[], object], repeats: int = 50) -> float:
-    """Microseconds that the host needs to issue the work: the GPU is let run behind."""
+    """Return the microseconds that the host needs to issue the work, without waiting for the GPU."""
     work()
     torch.cuda.synchronize()
     best = float("inf")
@@ -39,18 +39,22 @@ def host_us(work: Callable[[], object], repeats: int = 50) -> float:
 
 
 def as_numbers(args: tuple[Any, ...]) -> list[Any]:
+    """Replace tensors by their addresses."""
     return [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
 
 
 def by_getitem(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
+    """Launch by ``kernel[grid]``."""
     compiled[(programs, 1, 1)](*args, *tail)
 
 
 def by_getitem_with_numbers(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
+    """Launch by ``kernel[grid]`` with addresses."""
     compiled[(programs, 1, 1)](*as_numbers(args), *tail)
 
 
 def by_run(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
+    """Launch by the compiled kernel's ``run`` with addresses."""
     stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     compiled.run(
         programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *as_numbers(args), *tail
@@ -58,6 +62,7 @@ def by_run(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any,
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     for name, default in (("tokens", 25216), ("outputs", 768), ("inputs", 768)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,12 +1,12 @@
-"""Backward time and bytes kept of converted layers on this machine, exact and converted side by side in one run.
+"""Backward time and saved bytes of exact and converted layers on a CPU, measured in one run.
 
     python benchmarks/layers.py [--out FILE] [--repeats N] [--batch B] [--shared]
 
-`--shared`, for a machine that others use: one thread, and its processor time instead of the clock on the wall.
+`--shared`, for a machine with other load: one thread, and its CPU time instead of wall time.
 
 Subjects: the four Linear layers of a ViT-S block at 197 tokens, with the model's own token grid, and 3×3 convolutions
 of ResNet-18, in float32 and bfloat16, on random data. Every variant's gradients are checked against exact before it
-is timed; repeats are interleaved, so a ratio compares neighbours in time. One JSON object a line.
+is timed; repeats are interleaved, so a ratio compares measurements close in time. One JSON object per line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RESNET = {"layer1.conv": (64, 64, 56), "layer3.conv": (256, 256, 14)}
 
 
 def layer(kind: str, shape: tuple[int, ...], variant: str, dtype: torch.dtype) -> nn.Module:
-    """A fresh layer with the same weights for every variant."""
+    """Create a converted layer, with the same weights for every variant."""
     torch.manual_seed(0)
     module = nn.Linear(shape[0], shape[1]) if kind == "linear" else nn.Conv2d(shape[0], shape[1], 3, padding=1)
     module = module.to(dtype)
@@ -52,17 +52,19 @@ def layer(kind: str, shape: tuple[int, ...], variant: str, dtype: torch.dtype) -
 
 
 def gradients(module: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Compute the gradients of x and the parameters for the output gradient g."""
     return torch.autograd.grad(module(x), (x, *module.parameters()), g)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
+    """Return ‖a − b‖ / ‖b‖."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 def measure(
     subject: str, kind: str, shape: tuple[int, ...], x: Tensor, repeats: int, clock: Clock, common: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One record a variant: backward (and forward with the save) in ms, bytes kept."""
+    """Return one record per variant: backward and forward (including the pack) in ms, saved bytes."""
     x = x.requires_grad_()
     modules = {v: layer(kind, shape, v, x.dtype) for v in VARIANTS}
     g = torch.randn_like(modules["exact"](x))
@@ -105,11 +107,12 @@ def measure(
 
 
 def main() -> None:
+    """Measure all subjects, write and print the records."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--shared", action="store_true", help="one thread, processor time")
+    parser.add_argument("--shared", action="store_true", help="one thread, CPU time")
     args = parser.parse_args()
     clock: Clock = time.perf_counter
     if args.shared:
@@ -148,7 +151,7 @@ def main() -> None:
 
 
 def ceilings(dtype: torch.dtype, clock: Clock) -> dict[str, float]:
-    """What this machine can do, in the same run: a copy (bytes read and written) and a product, both well past L2."""
+    """Measure copy bandwidth (bytes read and written) and product rate, with tensors well beyond the L2 cache."""
     source, target = torch.randn(1 << 24).to(dtype), torch.empty(1 << 24, dtype=dtype)
     a, b = torch.randn(6304, 1536).to(dtype), torch.randn(1536, 384).to(dtype)
 
@@ -167,7 +170,7 @@ def ceilings(dtype: torch.dtype, clock: Clock) -> dict[str, float]:
 
 
 def totals(subject: str, records: list[dict[str, Any]], members: list[str]) -> list[dict[str, Any]]:
-    """The members' times and bytes added up, a record a variant."""
+    """Sum the members' times and bytes: one record per variant."""
     rows = []
     for variant in VARIANTS:
         parts = [r for r in records if r["variant"] == variant and r["subject"] in members]
@@ -177,6 +180,7 @@ def totals(subject: str, records: list[dict[str, Any]], members: list[str]) -> l
 
 
 def table(records: list[dict[str, Any]]) -> None:
+    """Print the records, with ratios to exact."""
     exact = {r["subject"]: r for r in records if r["variant"] == "exact"}
     columns = f"{'backward ms':>12} {'÷ exact':>8} {'forward ms':>11} {'÷ exact':>8} {'bytes ÷ exact':>14}"
     print(f"{'subject':<34} {'variant':<14} {columns}")

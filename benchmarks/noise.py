@@ -1,10 +1,10 @@
-"""What noise in g_w costs: the small ViT with exact g_x, g_w of several ranks, rates and batches; loss and attention.
+"""Effect of noise in g_w on a small ViT with exact g_x, for several ranks, rates and batches: loss and attention.
 
     python benchmarks/noise.py --data cifar10.npz [--steps 1200] [--at-once 10] [--out FILE]
 
 Every configuration of `CONFIGURATIONS` trains from the same weights. Recorded are the mean training loss of every 200
-updates and, of 32 images at the end, how far attention's logits spread within a row and the entropy of its rows, in
-nats, block by block: ln 64 = 4.16 where a token looks at all 64 alike, 0.7 where at two.
+updates and, for 32 images at the end, by block, the range of the attention logits within a row and the entropy of the
+rows in nats: ln 64 = 4.16 for uniform attention to all 64 tokens, 0.7 for attention to two.
 """
 
 from __future__ import annotations
@@ -30,13 +30,20 @@ from hotrain.train.loop import Training
 from hotrain.train.setup import autocast, build
 
 RECIPE = "small_vit_cifar10"
-WINDOW = 200  # updates that a loss is the mean of
+WINDOW = 200  # updates that a recorded loss averages
 IMAGES = 32
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """rows: (rank, drawn) of g_w, None for exact products.  layers: pattern of the names that are converted."""
+    """A configuration to train.
+
+    Args:
+        name: name in the records.
+        rows: (rank, drawn) of g_w; None for exact products.
+        layers: pattern of the names of converted layers.
+        settings: fields of the run.
+    """
 
     name: str
     rows: tuple[int, int] | None = None
@@ -65,13 +72,14 @@ CONFIGURATIONS = (
 
 
 def main() -> int:
+    """Train the configurations, write and print the records."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--only", default=".", help="pattern of the configurations' names")
     parser.add_argument("--set", action="append", default=["epochs=20", "warmup_epochs=2", "lr=1e-3"])
-    parser.add_argument("--at-once", type=int, default=10, help="runs beside each other")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--at-once", type=int, default=10, help="runs in parallel")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,7 +95,7 @@ def main() -> int:
 
 
 def measure(what: Configuration, device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train it; its record."""
+    """Train one configuration and return its record."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # NaN from large logits (docs/limitations.md)
     with tempfile.TemporaryDirectory() as folder, processes(device) as ranks:
         settings = ["audit=false", f"device={device}", *args.set]
@@ -121,7 +129,7 @@ def measure(what: Configuration, device: str, args: argparse.Namespace) -> dict[
 
 
 def attention(model: nn.Module, images: Tensor) -> tuple[list[float], list[float]]:
-    """Of each block: the mean spread of a row's logits, largest minus smallest, and the mean entropy of a row."""
+    """Return, for each block, the mean range of a row's logits (largest minus smallest) and a row's mean entropy."""
     seen: list[Tensor] = []
     heads = model.blocks[0].attn.num_heads  # type: ignore[union-attr,index]
     hooks = [b.attn.qkv.register_forward_hook(lambda _m, _i, y: seen.append(y.float())) for b in model.blocks]  # type: ignore[union-attr]

@@ -1,12 +1,12 @@
-"""`hotrain bench step` for several subjects at once, each with variants of its own, on the GPUs of one machine.
+"""`hotrain bench step` for several subjects at once, each with its own variants, on the GPUs of one machine.
 
     python benchmarks/steps.py resnet50/b256=exact+compile,hotrain-memory \\
         vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
 
-All are prepared side by side, a process each, and timed one after the other (`hotrain.bench.side_by_side`). `NAME@1=…`
-runs on the second GPU, where a subject's variants belong together, and GPUs do not wait for one another. Groups start
-`--stagger` seconds apart, since every process runs one step of the exact model in eager mode first, which takes most
-memory. What is not ready after `--seconds` is stopped; what has failed is recorded with its error.
+All are prepared in parallel processes and timed one after the other (`hotrain.bench.side_by_side`). `NAME@1=…` runs on
+the second GPU; all variants of a subject should run on the same one, and GPUs do not wait for one another. Groups start
+`--stagger` seconds apart, since every process first runs one step of the exact model in eager mode, which needs most
+memory. Parts that are not ready after `--seconds` are stopped; failures are recorded with their error.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hotrain.bench.conditions import conditions, write
 
 
 def main() -> int:
-    """Run the groups, write the records; 1 where one has failed."""
+    """Run the groups, write the records; return 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("groups", nargs="+", help="SUBJECT[@GPU]=VARIANT,VARIANT,…; started in this order")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of a variant")
-    parser.add_argument("--seconds", type=float, help="wait for none after so long")
+    parser.add_argument("--seconds", type=float, help="stop parts that are not ready after this time")
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds between the starts of two groups")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try it without a GPU")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     parts, waits, gpus = [], [], []

@@ -1,9 +1,10 @@
-"""Times many variants of the kernels side by side on one GPU; what the constants in `hotrain.kernels` were chosen from.
+"""Timing of many variants of the kernels on one GPU, from which the constants in `hotrain.kernels` were chosen.
 
     python benchmarks/tune.py --out tune.jsonl
 
-Compiles first, in parallel processes that fill Triton's cache, then times each variant by CUDA graphs that go through
-several random inputs, together larger than the cache: one that waits there makes a small kernel look a third faster.
+Compiles first, in parallel processes that fill Triton's cache, then times each variant by CUDA graphs that cycle
+through several random inputs, together larger than the L2 cache: with an input in that cache a small kernel is a third
+faster.
 """
 
 from __future__ import annotations
@@ -44,13 +45,21 @@ SETS = 128 << 20  # bytes of the inputs of one variant: more than twice an H200'
 
 
 def of(name: str) -> Layout:
+    """Return the tiles of a layer's tokens."""
     lead = LAYERS[name][0]
     return layout(lead, 16, 8, 4, "auto", Grid(14, 14, 1) if lead[1] == 197 else None, True)
 
 
 @dataclass
 class Variant:
-    """work: bytes or operations of a call.  inputs: `call` is timed on each in turn: none may wait in the cache."""
+    """A kernel call to time.
+
+    Args:
+        subject, name: names in the records.
+        work: bytes or operations of a call.
+        call: the call.
+        inputs: arguments that the calls cycle through, so that none is in the L2 cache.
+    """
 
     subject: str
     name: str
@@ -60,7 +69,7 @@ class Variant:
 
 
 def graphed(variant: Variant, repeats: int = 25) -> float:
-    """Median µs of one call, by replays of a graph that goes through the inputs."""
+    """Return the median µs of one call, by replays of a graph that cycles through the inputs."""
     for t in variant.inputs:
         variant.call(t)
     torch.cuda.synchronize()
@@ -81,12 +90,13 @@ def graphed(variant: Variant, repeats: int = 25) -> float:
 
 
 def sets(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
-    """Random matrices, together more than twice the cache."""
+    """Return random matrices, together more than twice the L2 cache."""
     count = min(24, max(2, -(-SETS // (rows * columns * dtype.itemsize))))
     return [torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(count)]
 
 
 def label(kind: str, t: C.Tiling) -> str:
+    """Return the name of a variant."""
     cut = f"{kind} {t.tiles}x{t.channels}w{t.warps} loop={t.loop} stages={t.stages} group={t.group}"
     return cut if t.registers is None else f"{cut} registers={t.registers}"
 
@@ -106,7 +116,7 @@ W_TILINGS = [*(replace(W, loop=loop) for loop in (1, 2, 4, 8)), C.Tiling(1, 128,
 
 
 def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
-    """The kernels that make codes: of g_y, of x and of w, one layer's."""
+    """Yield the quantizing kernels of one layer: for g_y, x and w."""
     lead, outputs, inputs = LAYERS[name]
     tokens, lay = lead[0] * lead[1], of(name)
     rows, bf, nothing = kept_rows(lay, key), torch.bfloat16, C.NOTHING
@@ -154,7 +164,7 @@ def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
 
 
 def ceilings(one: Tensor) -> list[Variant]:
-    """What a copy and large products reach."""
+    """Return the ceilings: a copy and large products."""
     bf = torch.bfloat16
     found: list[Variant] = []
 
@@ -178,7 +188,7 @@ def ceilings(one: Tensor) -> list[Variant]:
 
 
 def products_of(name: str, one: Tensor, bf: torch.dtype) -> list[Variant]:
-    """One layer's products, each of one set of operands."""
+    """Return one layer's products, each of one set of operands."""
     lead, outputs, inputs = LAYERS[name]
     tokens, lay = lead[0] * lead[1], of(name)
     found: list[Variant] = []
@@ -253,7 +263,7 @@ def products_of(name: str, one: Tensor, bf: torch.dtype) -> list[Variant]:
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """All of a part: ceilings, g, x, w, mm (products) or all. Inputs live as long as their variants are asked for."""
+    """Yield the variants of a part: ceilings, g, x, w, mm (products) or all. Inputs are made when they are needed."""
     key, one, bf = torch.tensor(12345, device=DEVICE), torch.ones((), device=DEVICE), torch.bfloat16
     if which in ("ceilings", "all"):
         yield from ceilings(one)
@@ -264,7 +274,7 @@ def variants(which: str) -> Iterator[Variant]:
 
 
 def accumulation() -> list[dict[str, object]]:
-    """Relative error of the fp8 products' sums themselves, with and without fast accumulation, at long contractions."""
+    """Measure the relative error of fp8 products, with and without fast accumulation, at long contractions."""
     found = []
     one = torch.ones((), device="cuda")
     for k in (768, 4096, 12928):
@@ -281,7 +291,7 @@ def accumulation() -> list[dict[str, object]]:
 
 
 def breakdown() -> None:
-    """Each kernel's own time within one call, from the profiler."""
+    """Print each kernel's time within one call, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     for variant in (v for part in "gx" for v in variants(part) if v.name in (label("g", G), label("x", X))):
@@ -302,6 +312,7 @@ def breakdown() -> None:
 
 
 def main() -> None:
+    """Compile in parallel, then time the variants, write and print the records."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--which", default="all")
     parser.add_argument("--out", type=Path)

@@ -37,9 +37,9 @@ FORBIDDEN = re.compile("|".join(rf"\b(?:{word})" for word in WORDS), re.IGNORECA
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 # Files and folders of Python whose docstrings, comments and messages are clean.
-CLEAN = ["tools", "recipes", "src/hotrain/activations", "src/hotrain/audit"]
+CLEAN = ["tools", "recipes", "benchmarks"] + [f"src/hotrain/{room}" for room in ("activations", "audit", "bench", "cli", "train")]
 # Those whose docstrings have the sections of Google's style, which documentation tools read.
-STYLED = ["tools", "src/hotrain/activations", "src/hotrain/audit"]
+STYLED = CLEAN
 
 
 def python_files(rooms: list[str]) -> list[Path]:

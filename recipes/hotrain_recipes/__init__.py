@@ -1,4 +1,4 @@
-"""Recipes: functions that return a complete :class:`hotrain.train.TrainRun`, by name.
+"""Recipes: complete training configurations (:class:`hotrain.train.TrainRun`), by name.
 
 ``hotrain recipes`` lists them, ``hotrain train NAME`` runs one. A variant replaces a field::
 

@@ -1,4 +1,4 @@
-"""The demo: scikit-learn's digits (1,797 real images), offline, seconds a run on two CPU cores."""
+"""The demo: scikit-learn's digits (1,797 real images), offline, seconds per run on two CPU cores."""
 
 from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
@@ -12,8 +12,8 @@ def demo_vit() -> TrainRun:
     Command: ``hotrain train demo_vit`` or, for all methods, ``hotrain demo``
 
     Measured (CPU, fp32, torch 2.13.0, seeds 0 to 2; one test image is 0.28 points): exact 98.24 ± 0.42,
-    hot-unbiased 98.24 ± 0.32, paired +0.00 ± 0.73. With 8 epochs, before the rate has come down, the noise of its draws
-    shows: 97.22 ± 0.81 and 96.33 ± 0.99 over 5 seeds. All methods: benchmarks/results.
+    hot-unbiased 98.24 ± 0.32, paired +0.00 ± 0.73. With 8 epochs, before the rate is low, the noise of its draws is
+    visible: 97.22 ± 0.81 and 96.33 ± 0.99 over 5 seeds. All methods: benchmarks/results.
     """
     return TrainRun(
         model="demo_vit",

@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a ViT: frozen layers get the g_x path and keep nothing, adapters stay exact."""
+"""LoRA fine-tuning of a ViT: frozen layers compute g_x only and save nothing, adapters stay exact."""
 
 from hotrain.presets import DEFAULT
 from hotrain.train.run import Lora, TrainRun

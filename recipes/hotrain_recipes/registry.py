@@ -1,4 +1,4 @@
-"""The table of recipes and how a function gets into it."""
+"""Registry of the recipes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One entry of the table.
+    """A registered recipe.
 
     Args:
-        name: what ``hotrain train`` is given.
+        name: its name for ``hotrain train``.
         family: the group it is listed in.
-        function: returns the run when called with ``arguments``; its docstring says where the numbers come from.
-        arguments: the values that distinguish it from its siblings.
+        function: returns the run when called with ``arguments``; its docstring gives the sources of the numbers.
+        arguments: the values that distinguish it from other recipes of the same function.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Recipe:
 
     @property
     def document(self) -> str:
-        """The function's docstring: command, sources, what was measured."""
+        """The function's docstring: command, sources and measurements."""
         return inspect.getdoc(self.function) or ""
 
     def run(self) -> TrainRun:
-        """The complete run, named after the recipe."""
+        """Return the complete run, named after the recipe."""
         return replace(self.function(**self.arguments), name=self.name)
 
 
@@ -57,13 +57,18 @@ _TABLE: dict[str, Recipe] = {}
 
 
 def recipe(name: str, family: str, **choices: Sequence[str]) -> Callable[[MakeRun], MakeRun]:
-    """Register a function under ``name``, once for every combination of ``choices``.
+    """Decorator that registers a function as recipes, one for every combination of ``choices``.
 
     ``@recipe("{model}_{data}", "resnet", model=("resnet18", "resnet34"), data=CIFAR)`` makes four recipes; the
     function gets ``model`` and ``data``.
 
+    Args:
+        name: name of the recipes, with the arguments in braces.
+        family: the group they are listed in.
+        **choices: values of each argument of the function.
+
     Raises:
-        ValueError: a name that is taken.
+        ValueError: a name that is registered already.
     """
 
     def register(function: MakeRun) -> MakeRun:
@@ -79,12 +84,16 @@ def recipe(name: str, family: str, **choices: Sequence[str]) -> Callable[[MakeRu
 
 
 def all() -> dict[str, Recipe]:
-    """Every recipe by name, in the order of the files."""
+    """Return every recipe by name, in the order of the files."""
     return dict(_TABLE)
 
 
 def load_recipe(name: str, **overrides: Any) -> TrainRun:
-    """The run of a recipe with some fields replaced.
+    """Return the run of a recipe, with some fields replaced.
+
+    Args:
+        name: the recipe.
+        **overrides: fields of the run.
 
     Raises:
         ValueError: an unknown recipe (with the nearest names), an unknown field or a bad value.

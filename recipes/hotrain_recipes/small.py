@@ -1,4 +1,4 @@
-"""From scratch at 32 pixels: the two networks of the accuracy study. Minutes on a GPU."""
+"""Small ViT and ResNet-18 from scratch at 32 pixels, the networks of the accuracy study; minutes on a GPU."""
 
 from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun
@@ -12,9 +12,9 @@ def small_vit(data: str) -> TrainRun:
     Command: ``hotrain train small_vit_cifar10 --data cifar10.npz``
 
     Source: network, class-token-free, as in docs/maths.md's accuracy study (50 epochs); AdamW, rate, decay and
-    warm-up are ours. At twice this rate the attention of blocks 2 to 7 falls on one or two of the 64 tokens within six
-    epochs, exact products or not (logits spread over 60 to 80), exact training is slower too, and any noise, of half
-    the batch as of a low rank, costs several times what it costs here (docs/noise.md).
+    warm-up are ours. At twice this rate the attention of blocks 2 to 7 collapses to one or two of the 64 tokens within
+    six epochs, also with exact products (logits span 60 to 80), exact training is slower too, and noise, whether of
+    half the batch or of a low rank, costs several times what it costs here (docs/noise.md).
     Measured: 20 epochs of half the images, three seeds, in docs/results.md (commit 142cb85).
     """
     return TrainRun(

@@ -49,7 +49,7 @@ def vit_scratch(model: str, data: str) -> TrainRun:
     Command: ``hotrain train vit_b16_imagenet100 --data FOLDER``
 
     Source: HOT supplement: AdamW, rate 1e-4, batch 128, int8 gradients for the first 25 epochs. It does not state
-    the number of epochs for ViT; 200 is what it trains the other networks.
+    the number of epochs for ViT; 200 is the number for the other networks.
     The paper's ViT-B with HOT: 77.31 (ImageNet-100), 69.4 (ImageNet).
     Measured: not yet measured here.
     """
@@ -77,7 +77,7 @@ def deit_scratch(model: str, data: str) -> TrainRun:
 
     Source: ESL-HLA's DeiT script: 4 processes × batch 256, 90 epochs, AdamW, rate 5e-4 after scaling, decay 0.05,
     5 epochs of warm-up, lowest rate 1e-5, drop path 0.1, mixup 0.8, cutmix 1.0, RandAugment, no averaging. On
-    fewer processes raise ``accumulation`` to keep 1024 images an update.
+    fewer processes raise ``accumulation`` to keep 1024 images per update.
     Measured: not yet measured here.
     """
     return TrainRun(

@@ -104,7 +104,7 @@ def test_kernels_are_held_against_the_definition(kernels: Any) -> None:
     # 4 % off is far below the noise of int4 and above the agreement that is asked for.
     kernels.spoil = lambda t: t * 1.04 if t.dim() == 2 else t
     with pytest.raises(
-        layers.Wrong, match=r"vit_b/qkv/b2 hot: g_. of the kernels is 0\.0[34].* away from the definition"
+        layers.Wrong, match=r"vit_b/qkv/b2 hot: g_. of the kernels is 0\.0[34].* away from the reference"
     ):
         layers.check(shape, "hot", hot, CPU)
 

@@ -29,7 +29,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     [
         (["layers", "--models", "vit_b", "--methods", "hot,hla", "--repeats", "1"], "bf16 ÷ it"),
         (["ops", "--methods", "hot", "--repeats", "1"], "llama8b/down/t64/g_w"),
-        (["step", "llama8b-4blocks/t8192", "--variants", "exact", "--steps", "1"], "ms a step"),
+        (["step", "llama8b-4blocks/t8192", "--variants", "exact", "--steps", "1"], "ms/step"),
     ],
 )
 def test_a_verb_prints_a_table_and_writes_records(arguments: list[str], shown: str, tmp_path: Path) -> None:

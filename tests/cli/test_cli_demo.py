@@ -124,5 +124,5 @@ def test_surfaces_shown_are_the_extremes() -> None:
 def test_a_choice_that_is_the_same_everywhere_is_said() -> None:
     shown, note = pick_surfaces([surface(0.8), surface(0.9)])
     assert [each["ratio"] for each in shown] == [0.8, 0.9]
-    assert "a scale a tensor for every layer" in note
+    assert "a per-tensor scale for every layer" in note
     assert pick_surfaces([]) == ([], "")

@@ -217,7 +217,7 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     stopped = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "parts"), "-q"])
     assert stopped.exit_code == 130
     said = stopped.stderr.splitlines()[-1]
-    assert said == f"1 of 2 runs are recorded. Go on with: hotrain compare --resume {tmp_path / 'parts'}"
+    assert said == f"1 of 2 runs are recorded. Resume with: hotrain compare --resume {tmp_path / 'parts'}"
     trained.clear()
     rest = answer(*said.partition("with: hotrain ")[2].split(), "-q")
     assert trained == [("exact", 0)]
@@ -346,7 +346,7 @@ def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, again)
     assert (refused.exit_code, refused.stderr) == (
         2,
-        f"error: --out: {file} is there already; give another file, or --force to replace it\n",
+        f"error: --out: {file} exists already; give another file, or --force to replace it\n",
     )
     assert {layer["batches"] for layer in answer(*again, "--force")["layers"].values()} == {1}
     run("train", "demo_vit", "-m", "hot", *ONE_STEP, "--set", f"calibration_file={file}", "-o", tmp_path, "-q")

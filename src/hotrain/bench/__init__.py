@@ -1,1 +1,1 @@
-"""Times of layers, training steps and kernels on this machine, each beside its baseline in one run."""
+"""Benchmarks of layers, training steps and kernels on this machine, each with its baseline from the same run."""

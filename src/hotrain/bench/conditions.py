@@ -1,4 +1,4 @@
-"""Under what a measurement was made: device, versions, clocks, commit and command; and the line it becomes."""
+"""Conditions of a measurement (device, versions, clocks, commit, command), and writing its record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ import torch
 from hotrain.train import record
 
 PACKAGES = ("triton", "timm", "transformers", "torchao")
-# Not part of what was measured: where the records go, and what the commit is called.
+# Options that do not change what is measured.
 UNRECORDED = ("--out", "-o", "--commit")
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device to measure on: the GPU unless another is asked for.
+    """Return the device to measure on.
 
-    Raises ValueError where there is no GPU and none was renounced, and for another kind of device.
+    Args:
+        name: ``cuda``, ``cuda:N`` or ``cpu``; None: ``cuda``.
+
+    Raises:
+        ValueError: CUDA without a CUDA device, or another kind of device.
     """
     device = torch.device(name or "cuda")
     if device.type not in ("cuda", "cpu"):
@@ -36,7 +40,13 @@ def device_named(name: str | None) -> torch.device:
 
 
 def conditions(device: torch.device, argv: Sequence[str], commit: str | None = None) -> dict[str, Any]:
-    """The fields that every record of one run shares. argv: of the process; commit: where git is silent."""
+    """Return the fields that all records of one run share.
+
+    Args:
+        device: the device measured on.
+        argv: the command line of the process.
+        commit: overrides the commit that git reports.
+    """
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
@@ -60,7 +70,7 @@ def conditions(device: torch.device, argv: Sequence[str], commit: str | None = N
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line as one would type it in a checkout: without `UNRECORDED` options, files by their names."""
+    """Return the command line as typed in a checkout, without `UNRECORDED` options and without folders of files."""
     program = Path(argv[0])
     words = (
         ["hotrain"] if program.name in ("hotrain", "main.py") else ["python", f"{program.parent.name}/{program.name}"]
@@ -77,7 +87,11 @@ def command(argv: Sequence[str]) -> str:
 
 
 class Clocks:
-    """What nvidia-smi says of the GPU while work is queued on it. It is only asked; nothing is set."""
+    """Clocks, power and temperature of a GPU from nvidia-smi, queried while work is queued. Nothing is set.
+
+    Args:
+        device: the GPU; on other devices nothing is queried.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -90,7 +104,7 @@ class Clocks:
             self._process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     def read(self) -> dict[str, str] | None:
-        """The answer by name; None where there was none."""
+        """Wait for the query; return its values by name, or None if there are none."""
         if self._process is None:
             return None
         try:
@@ -103,6 +117,11 @@ class Clocks:
 
 
 def write(out: Path | None, row: dict[str, Any]) -> None:
-    """Append one record to the file, at once: what was measured stays when a later measurement is cut off."""
+    """Append one record to the file at once, so that it is kept if a later measurement fails.
+
+    Args:
+        out: the JSONL file; None: nothing is written.
+        row: the record.
+    """
     if out is not None:
         record.append(out, row)

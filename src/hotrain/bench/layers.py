@@ -1,7 +1,7 @@
-"""`hotrain bench layers`: the backward of single Linear layers, with the save at forward, against cuBLAS.
+"""`hotrain bench layers`: backward of single Linear layers, with the quantized save at forward, against cuBLAS.
 
 The baseline is the two products of plain tensors in bf16, ``g_y @ w`` and ``g_yᵀ @ x``: what autograd runs for an exact
-layer, and nothing of autograd's own. A method's time holds everything it does for the same gradients: projecting and
+layer, without autograd's overhead. A method's time includes everything it does for the same gradients: projecting and
 quantizing x at forward, the weight's transform, the passes over g_y and both products. Every gradient is checked before
 anything is timed.
 """
@@ -30,20 +30,28 @@ from hotrain.transform.tokens import Grid, Layout, layout, project
 
 MODELS = ("vit_b", "llama")
 BASELINE = "bf16"
-AGREEMENT = 0.02  # largest relative difference of kernels and definition: bf16's rounding, and codes that tip over
-_BF16 = 0.01  # relative error of a bf16 product against float64, with room
+AGREEMENT = 0.02  # largest relative difference of kernels and reference: bf16's rounding, and codes at a boundary
+_BF16 = 0.01  # bound on the relative error of a bf16 product against float64
 # Relative error of one quantized operand of white noise. Integers: the largest of 10³ to 10⁸ normal numbers is 3.5 to 6
 # standard deviations, the step is that over the largest code, the error step/√6 (stochastic). e4m3 0.03, e5m2 0.05.
 _OPERAND = {None: 0.0, 4: 0.36, 8: 0.04}
 
 
 class Wrong(RuntimeError):
-    """A gradient is further from the truth than its method allows: no times."""
+    """A gradient is further from the exact one than its method allows, so nothing is timed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Linear layer and its tokens. old: also measured against fp32 and TF32, the papers' baselines."""
+    """A Linear layer and its tokens.
+
+    Args:
+        subject: name in the records.
+        lead: dimensions of x before the features: (batch, tokens).
+        outputs, inputs: features.
+        grid: the tokens' grid, where they are patches of an image.
+        old: also measure fp32 and TF32, the papers' baselines.
+    """
 
     subject: str
     lead: tuple[int, ...]
@@ -54,22 +62,30 @@ class Shape:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return math.prod(self.lead)
 
     @property
     def nbytes(self) -> int:
-        """Of one set of bf16 inputs."""
+        """Bytes of one set of bf16 inputs."""
         return 2 * (self.tokens * (self.inputs + self.outputs) + self.inputs * self.outputs)
 
     def layout(self, method: Method) -> Layout:
+        """Return the method's tiles of the tokens."""
         rows, across = method.grad_weight, method.grad_input.transform != "lowpass"
         return layout(self.lead, rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
 
 
 def shapes(models: Sequence[str], batch: int = 128, tiny: bool = False) -> list[Shape]:
-    """The layers of ViT-B at 224 px (14×14 patches and a class token) and of Llama-3-8B at 8192 tokens.
+    """Return the layers of ViT-B at 224 px (14×14 patches and a class token) and of Llama-3-8B at 8192 tokens.
 
-    tiny: the same list with widths of 32 to 96 and few tokens. Raises ValueError for an unknown model.
+    Args:
+        models: names from `MODELS`.
+        batch: images of the ViT-B layers.
+        tiny: the same list with widths of 32 to 96 and few tokens.
+
+    Raises:
+        ValueError: an unknown model.
     """
     found = []
     for model in models:
@@ -95,7 +111,7 @@ def shapes(models: Sequence[str], batch: int = 128, tiny: bool = False) -> list[
 
 @dataclass(frozen=True)
 class Inputs:
-    """x (T, I), g_y (T, O) and w (O, I) of one layer, white noise."""
+    """White noise for one layer: x (T, I), g_y (T, O) and w (O, I)."""
 
     x: Tensor
     g_y: Tensor
@@ -103,14 +119,17 @@ class Inputs:
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
+        """Draw inputs of a shape."""
+
         def noise(rows: int, columns: int, size: float) -> Tensor:
             return torch.randn(rows, columns, device=device).mul_(size).to(dtype)
 
         t, o, i = shape.tokens, shape.outputs, shape.inputs
-        # Sizes as in training: weights of variance 1/I, gradients far below 1.
+        # Magnitudes as in training: weights of variance 1/I, gradients far below 1.
         return cls(noise(t, i, 1.0), noise(t, o, 1e-4), noise(o, i, i**-0.5))
 
     def to(self, dtype: torch.dtype) -> Inputs:
+        """Convert all three to a dtype."""
         return Inputs(self.x.to(dtype), self.g_y.to(dtype), self.w.to(dtype))
 
 
@@ -119,12 +138,20 @@ Needs = tuple[bool, bool, bool]
 
 
 def products(s: Inputs, bias: bool = False) -> Gradients:
-    """The exact gradients, by whatever computes products in the dtype of the inputs."""
+    """Compute the exact gradients with PyTorch's products in the dtype of the inputs.
+
+    Args:
+        s: inputs of the layer.
+        bias: also the bias' gradient.
+
+    Returns:
+        g_x (T, I), g_w (O, I), and g_b (O,) or None.
+    """
     return s.g_y @ s.w, s.g_y.T @ s.x, s.g_y.sum(0) if bias else None
 
 
 def products_at(precision: str) -> Callable[[Inputs], Gradients]:
-    """`products` of float32 inputs, in full (``"highest"``) or as TF32 (``"high"``)."""
+    """Return `products` of float32 inputs at a matmul precision: fp32 (``"highest"``) or TF32 (``"high"``)."""
 
     def run(s: Inputs) -> Gradients:
         before = torch.get_float32_matmul_precision()
@@ -138,34 +165,43 @@ def products_at(precision: str) -> Callable[[Inputs], Gradients]:
 
 
 class Definition:
-    """A method's save and gradients as `hotrain.backward` defines them."""
+    """The reference: a method's pack and gradients by `hotrain.backward`.
+
+    Args:
+        shape: the layer.
+        method: the method.
+        key: seed of the random numbers.
+    """
 
     def __init__(self, shape: Shape, method: Method, key: int) -> None:
         self.method, self.lay, self.key, self.lead = method, shape.layout(method), key, shape.lead
 
     def keep(self, s: Inputs) -> tuple[Tensor, ...]:
+        """Project and pack x, as at forward."""
         whole = s.x if self.method.saved.bits is None else s.x.to(backward.wide(s.x.dtype))
         rows = project(whole.view(*self.lead, -1), self.lay, self.key)
         return self._format(s).keep(rows, self.key)
 
     def restored(self, s: Inputs, saved: tuple[Tensor, ...]) -> Kept:
-        """P x as `keep` kept it, (R, I)."""
+        """Unpack P x, (R, I), from what `keep` returned."""
         return self._format(s).restore(saved)
 
     def _format(self, s: Inputs) -> Format:
         return Format(self.method.saved, s.x.shape[1], s.x.dtype)
 
     def grad_codes(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> object:
-        """Both outputs that g_y is read for."""
+        """Compute both quantities made from g_y: transformed for g_x, projected for g_w."""
         path = self.method.grad_input
         rotated = None if path.bits is None else backward.rotated_grad(s.g_y, path, self.key)
         return rotated, project(s.g_y.to(backward.wide(s.g_y.dtype)).view(*self.lead, -1), self.lay, self.key)
 
     def weight_codes(self, s: Inputs) -> object:
+        """Transform and quantize w; None if the method does not quantize it."""
         path = self.method.grad_input
         return None if path.bits is None else backward.rotated_weight(s.w, path, self.key)
 
     def gradients(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> Gradients:
+        """Compute the gradients (g_x, g_w, g_b) that ``needs`` asks for; None for the others."""
         kept = self.restored(s, saved)
         g_x = backward.grad_input(s.g_y, s.w, self.method, self.key, self.lay) if needs[0] else None
         g_y = s.g_y.view(*self.lead, -1)
@@ -174,7 +210,17 @@ class Definition:
 
 
 class Kernels:
-    """The same by `hotrain.kernels`. Raises ValueError, with their reason, where they do not serve the method."""
+    """The same by `hotrain.kernels`.
+
+    Args:
+        shape: the layer.
+        method: the method.
+        key: seed of the random numbers.
+        device: the GPU.
+
+    Raises:
+        ValueError: the kernels do not support the method; the message says why.
+    """
 
     def __init__(self, shape: Shape, method: Method, key: int, device: torch.device) -> None:
         self.kernels: Any = importlib.import_module("hotrain.kernels")
@@ -187,16 +233,20 @@ class Kernels:
         self.kernels.prepare(self.handle, device)
 
     def keep(self, s: Inputs) -> tuple[Tensor, ...]:
+        """Project and pack x, as at forward."""
         codes, side = self.kernels.keep(s.x, self.method, self.lay, self.key, self.handle)
         return codes, side
 
     def grad_codes(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> object:
+        """Quantize g_y for both gradients."""
         return self.kernels.grad_codes(s.g_y, saved[1], self.method, self.lay, self.key, self.handle, needs)
 
     def weight_codes(self, s: Inputs) -> object:
+        """Transform and quantize w."""
         return self.kernels.weight_codes(s.w, self.method, self.key, self.handle)
 
     def gradients(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> Gradients:
+        """Compute the gradients (g_x, g_w, g_b) that ``needs`` asks for; None for the others."""
         found: Gradients = self.kernels.gradients(
             s.g_y, s.w, saved, self.method, self.lay, self.key, self.handle, needs
         )
@@ -208,20 +258,20 @@ KEY = mix(2026, 11, 21)
 
 
 def path_of(shape: Shape, method: Method, device: torch.device) -> Path:
-    """What runs a method on that device: the kernels on a GPU, the definition elsewhere."""
+    """Return the implementation of a method on a device: kernels on a GPU, the reference elsewhere."""
     return Kernels(shape, method, KEY, device) if device.type == "cuda" else Definition(shape, method, KEY)
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
-    """‖found − truth‖ / ‖truth‖; NaN where `found` is not finite."""
+    """Return ‖found − truth‖ / ‖truth‖; NaN where `found` is not finite."""
     return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def bounds(method: Method) -> tuple[float, float]:
-    """Largest relative errors of (g_x, g_w) on white noise that a correct method stays below.
+    """Return bounds on the relative errors of (g_x, g_w) of a correct method on white noise.
 
-    Both operands' rounding, and for g_w the rows that are not kept: √(1 − r/t) of the energy for a fixed low-pass; with
-    s of m rows drawn and scaled by m/s, √(m/t · (m/s − 1)); √drop for dropped entries.
+    They are the rounding of both operands and, for g_w, the rows that are left out: √(1 − r/t) of the energy for a
+    fixed low-pass; √(m/t · (m/s − 1)) with s of m rows drawn and scaled by m/s; √drop for dropped entries.
     """
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
     if g_w.sampled:
@@ -232,16 +282,26 @@ def bounds(method: Method) -> tuple[float, float]:
     lost = math.hypot(lost, math.sqrt(g_w.drop))
     across = lost if g_x.transform == "lowpass" else 0.0
     first = math.hypot(across, _OPERAND[g_x.bits], _OPERAND[g_x.bits])
-    # What is drawn and scaled by m/s has that much more rounding to carry too.
+    # The scaling of drawn rows by m/s scales their rounding error too.
     second = math.hypot(lost, math.hypot(1.0, lost) * math.hypot(_OPERAND[g_w.bits], _OPERAND[saved.bits]))
     return 1.1 * first + _BF16, 1.1 * second + _BF16
 
 
 def check(shape: Shape, label: str, method: Method, device: torch.device) -> dict[str, float]:
-    """The relative errors of one method's gradients, for the record.
+    """Check one method's gradients.
 
-    Raises `Wrong` where g_x or g_w is further from the exact gradient (in float64) than `bounds`, or g_b than bf16's
-    rounding, and, for kernels, where a gradient differs from the definition's with the same key by `AGREEMENT`.
+    Args:
+        shape: the layer.
+        label: the method's name, for messages.
+        method: the method.
+        device: the device to compute on.
+
+    Returns:
+        Relative errors against the exact gradients (in float64) and, for kernels, against the reference.
+
+    Raises:
+        Wrong: g_x or g_w is further from the exact gradient than `bounds`, g_b than bf16's rounding, or a kernel's
+            gradient from the reference with the same key than `AGREEMENT`.
     """
     s = Inputs.of(shape, device)
     path = path_of(shape, method, device)
@@ -267,7 +327,7 @@ def check(shape: Shape, label: str, method: Method, device: torch.device) -> dic
             apart = errors[f"{name}_to_definition"] = relative(got, want)
             if not apart <= AGREEMENT:
                 raise Wrong(
-                    f"{shape.subject} {label}: {name} of the kernels is {apart:.4f} away from the definition's, "
+                    f"{shape.subject} {label}: {name} of the kernels is {apart:.4f} away from the reference, "
                     f"allowed is {AGREEMENT}; no times"
                 )
     return errors
@@ -275,10 +335,16 @@ def check(shape: Shape, label: str, method: Method, device: torch.device) -> dic
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to time.
+    """A computation to time.
 
-    role: ``baseline``, ``method`` (everything) or ``part`` (of the method named before the slash).  path: what runs it.
-    kept: bytes it holds between forward and backward.  dtype: of its inputs.
+    Args:
+        name: name in the records.
+        role: ``baseline``, ``method`` (everything) or ``part`` (of the method named before the slash).
+        run: computes on one set of inputs.
+        path: class of the implementation.
+        bias: whether the bias' gradient is included.
+        kept: bytes saved between forward and backward.
+        dtype: dtype of the inputs.
     """
 
     name: str
@@ -291,7 +357,13 @@ class Variant:
 
 
 def parts(path: Path, label: str, kept: Mapping[int, tuple[Tensor, ...]]) -> list[Variant]:
-    """The pieces of a method's time. kept: what `keep` returned for each set of inputs, by `id` of the set."""
+    """Return the parts of a method as variants.
+
+    Args:
+        path: the implementation.
+        label: the method's name.
+        kept: what `keep` returned for each set of inputs, by `id` of the set.
+    """
 
     def gradients(*needs: bool) -> Callable[[Inputs], object]:
         x, w, b = needs
@@ -311,7 +383,7 @@ def parts(path: Path, label: str, kept: Mapping[int, tuple[Tensor, ...]]) -> lis
 def variants_of(
     shape: Shape, methods: Mapping[str, Method], sets: Sequence[Inputs], device: torch.device
 ) -> list[Variant]:
-    """Everything that is timed of one layer: baselines, methods, their parts."""
+    """Return all variants of one layer: baselines, methods and their parts."""
     x = sets[0].x.nbytes
     found = [
         Variant(BASELINE, "baseline", products, kept=x),
@@ -339,10 +411,18 @@ def variants_of(
 def measure(
     shape: Shape, methods: Mapping[str, Method], device: torch.device, repeats: int, clock: timing.Clock | None = None
 ) -> list[dict[str, Any]]:
-    """One record a variant of one layer, all timed in turn.
+    """Time all variants of one layer, interleaved.
 
-    ``median_ms`` is of a CUDA graph that goes through all sets of inputs, a set's share of it; ``eager_ms`` of the same
-    calls from the host. On a CPU both are the wall clock's.
+    Args:
+        shape: the layer.
+        methods: methods by name.
+        device: the device to measure on.
+        repeats: rounds in which every variant runs once.
+        clock: overrides the device's clock.
+
+    Returns:
+        One record per variant. ``median_ms`` is per set of inputs, of a CUDA graph over all sets; ``eager_ms`` of the
+        same calls from the host. On a CPU both are wall-clock times.
     """
     clock = clock or timing.clock_of(device)
     sets = [Inputs.of(shape, device) for _ in range(timing.sets_past_cache(shape.nbytes, device))]
@@ -382,7 +462,14 @@ def measure(
 
 
 def as_methods(texts: Sequence[str]) -> dict[str, Method]:
-    """Methods by what they are called here: ``"hot:rank=4"``. Raises ValueError for exact and for what is no method."""
+    """Parse methods such as ``"hot:rank=4"``.
+
+    Returns:
+        The methods by these texts.
+
+    Raises:
+        ValueError: the exact method, or an unknown one.
+    """
     found = {}
     for text in texts:
         name, overrides = parse_method(text)
@@ -395,9 +482,22 @@ def as_methods(texts: Sequence[str]) -> dict[str, Method]:
 def run(
     models: Sequence[str], batch: int, methods: Sequence[str], device: torch.device, repeats: int, tiny: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Check every layer's gradients, then measure the layers; one record a variant.
+    """Check every layer's gradients, then time the layers.
 
-    Raises `Wrong` before any time is taken, ValueError for an unknown model or method.
+    Args:
+        models: names from `MODELS`.
+        batch: images of the ViT-B layers.
+        methods: methods as on the command line.
+        device: the device to measure on.
+        repeats: rounds in which every variant runs once.
+        tiny: small shapes, to test the code.
+
+    Yields:
+        One record per variant of a layer.
+
+    Raises:
+        Wrong: a gradient is wrong; before anything is timed.
+        ValueError: an unknown model or method.
     """
     chosen, todo = as_methods(methods), shapes(models, batch, tiny)
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""`hotrain bench ops`: what the kernels reach of the GPU's own rates, measured in the same run.
+"""`hotrain bench ops`: kernels as a fraction of the GPU's copy bandwidth and matrix product rates of the same run.
 
-`ceilings` are those rates: a copy, and square products in bf16, fp8 and int8. `kernel_ops` is the list of what is held
-against them. To add a kernel, add an `Op`: how its inputs are made, how it is called, the bytes it must move, the
-operations it must do, which ceiling bounds it, and how far its result is from the definition's.
+`ceilings` measures these rates: a copy, and square products in bf16, fp8 and int8. `kernel_ops` lists the kernels that
+are compared with them. To add a kernel, add an `Op`: how its inputs are made, how it is called, the bytes it must move,
+the operations it must do, the ceiling that bounds it, and its error against the reference.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ from hotrain.saved import Format, values
 
 @dataclass(frozen=True)
 class Op:
-    """One piece of work.
+    """A kernel call to time.
 
-    name: what it works on, ``copy`` or ``vit_b/qkv/b128/keep``.  variant: ``ceiling``, or the method.
-    make: a fresh set of inputs.  run: the work on one.  bytes: read and written of memory, each once.
-    operations: multiplications and additions.  ceiling: the name of the rate that bounds it; None for a ceiling itself.
-    error: how far the result is from the definition's; more than `AGREEMENT` is wrong. None where nothing can be wrong.
+    Args:
+        name: subject in the records, such as ``copy`` or ``vit_b/qkv/b128/keep``.
+        variant: ``ceiling``, or the method.
+        make: makes a set of inputs.
+        run: computes on one set.
+        bytes: bytes of memory read and written, each once.
+        operations: multiplications and additions.
+        ceiling: name of the rate that bounds it; None for a ceiling itself.
+        error: relative error against the reference, at most `AGREEMENT`; None where there is nothing to check.
     """
 
     name: str
@@ -55,7 +60,12 @@ class Op:
 
 
 def ceilings(device: torch.device, tiny: bool = False) -> list[Op]:
-    """A copy of 1 GiB in bf16, and products of 8192³; fp8 on a GPU only. tiny: 1 MiB and 64³."""
+    """Return the ceilings: a copy of 1 GiB in bf16, and products of 8192³ in bf16, int8 and, on a GPU, fp8.
+
+    Args:
+        device: the device to measure on.
+        tiny: 1 MiB and 64³ instead.
+    """
     size, entries = (64, 1 << 19) if tiny else (8192, 1 << 29)
 
     def noise() -> tuple[Tensor, Tensor]:
@@ -81,7 +91,7 @@ def ceilings(device: torch.device, tiny: bool = False) -> list[Op]:
 
     work = 2 * size**3
     found = [
-        # By a kernel: PyTorch's own copy, in a graph, goes by the copy engine, at two thirds of the rate on an H200.
+        # By a kernel: PyTorch's own copy, in a graph, uses the copy engine, at two thirds of the rate on an H200.
         Op("copy", "ceiling", buffers, lambda pair: torch.neg(pair[0], out=pair[1]), 4 * entries),
         Op("bf16", "ceiling", noise, lambda pair: pair[0] @ pair[1], 6 * size**2, work),
         Op("int8", "ceiling", codes, lambda pair: torch._int_mm(*pair), 6 * size**2, work),
@@ -93,12 +103,12 @@ def ceilings(device: torch.device, tiny: bool = False) -> list[Op]:
 
 
 def code_bytes(bits: int | None) -> int:
-    """Bytes of an entry as the kernels write it: a code, or bf16; nothing where a path takes its operand as it is."""
+    """Return the bytes per element as the kernels write it: 1 for a code, 2 for bf16."""
     return 2 if bits is None else 1
 
 
 def kernel_ops(shape: Shape, label: str, method: Method, device: torch.device) -> list[Op]:
-    """What `hotrain.kernels` is asked for on one layer: the save, and each gradient by itself."""
+    """Return the kernel calls of one layer: pack, quantization of g_y and w, and each gradient."""
     path = path_of(shape, method, device)
     lay = shape.layout(method)
     t, o, i = shape.tokens, shape.outputs, shape.inputs
@@ -129,7 +139,7 @@ def kernel_ops(shape: Shape, label: str, method: Method, device: torch.device) -
 
         return error
 
-    # x read in bf16 and its codes written; g_y read and its codes written and read again, w likewise, g written.
+    # x is read in bf16 and its codes written; g_y is read, its codes written and read again, w likewise; g is written.
     return [
         Op(
             f"{shape.subject}/keep",
@@ -180,14 +190,14 @@ def kernel_ops(shape: Shape, label: str, method: Method, device: torch.device) -
 
 
 def product_of(path: GradInput | GradWeight) -> str:
-    """The ceiling of a gradient's product: bf16 where nothing is quantized."""
+    """Return the name of the ceiling of a gradient's product: bf16 where nothing is quantized."""
     if path.bits is None:
         return "bf16"
     return "fp8" if path.number in ("e4m3", "e5m2") else "int8"
 
 
 def save_error(shape: Shape, method: Method, path: Path, s: Inputs) -> float:
-    """How far the kept P x is from the definition's, as numbers: (I, R') codes of the kernels are transposed."""
+    """Return the relative error of the saved P x against the reference, dequantized; kernels save it as (I, R')."""
     definition = Definition(shape, method, KEY)
     wanted = values(definition.restored(s, definition.keep(s)), torch.float32)
     saved = path.keep(s)
@@ -200,8 +210,17 @@ def save_error(shape: Shape, method: Method, path: Path, s: Inputs) -> float:
 def measure(
     ops: Sequence[Op], device: torch.device, repeats: int, clock: timing.Clock | None = None
 ) -> tuple[dict[str, timing.Times], dict[str, str] | None]:
-    """The times of each op by name and variant, of a CUDA graph over enough sets of inputs to miss the cache, and the
-    GPU's clocks during the bf16 product."""
+    """Time each op, in a CUDA graph over enough sets of inputs to miss the cache.
+
+    Args:
+        ops: the ops.
+        device: the device to measure on.
+        repeats: timed repeats of each op.
+        clock: overrides the device's clock.
+
+    Returns:
+        Times by name and variant, and the GPU's clocks during the bf16 product.
+    """
     clock = clock or timing.clock_of(device)
     times: dict[str, timing.Times] = {}
     asked: list[Clocks] = []
@@ -215,7 +234,7 @@ def measure(
 
 
 def rows(ops: Sequence[Op], times: Mapping[str, timing.Times]) -> Iterator[dict[str, Any]]:
-    """One record an op: its rates, and its share of the ceiling of the same run."""
+    """Yield one record per op: its rates, and its share of the ceiling of the same run."""
     rates: dict[str, float] = {}
     for op in ops:
         if op.ceiling is None:
@@ -246,9 +265,20 @@ def rows(ops: Sequence[Op], times: Mapping[str, timing.Times]) -> Iterator[dict[
 def run(
     methods: Sequence[str], batch: int, device: torch.device, repeats: int, tiny: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Check, then measure the ceilings and the kernels on the layers of `hotrain.bench.layers`; one record each.
+    """Check the kernels, then time them and the ceilings on the layers of `hotrain.bench.layers`.
 
-    Raises `Wrong` before any time is taken where a kernel differs from the definition.
+    Args:
+        methods: methods as on the command line.
+        batch: images of the ViT-B layers.
+        device: the device to measure on.
+        repeats: timed repeats of each op.
+        tiny: small shapes, to test the code.
+
+    Yields:
+        One record per op.
+
+    Raises:
+        Wrong: a kernel differs from the reference; before anything is timed.
     """
     torch.manual_seed(0)
     table = ceilings(device, tiny)
@@ -258,7 +288,7 @@ def run(
     for op in table:
         if op.error is not None and not (found := op.error()) <= AGREEMENT:
             raise Wrong(
-                f"{op.name} {op.variant}: {found:.4f} away from the definition, allowed is {AGREEMENT}; no times"
+                f"{op.name} {op.variant}: {found:.4f} away from the reference, allowed is {AGREEMENT}; no times"
             )
     times, clocks = measure(table, device, repeats)
     for row in rows(table, times):

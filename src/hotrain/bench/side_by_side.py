@@ -1,7 +1,7 @@
-"""Variants prepared side by side, timed one after the other on their GPU: each in a process of its own.
+"""Variants prepared in parallel processes and timed one after the other on their GPU.
 
-Tracing and compiling take a minute of a processor, timing a second of the GPU. A process says when it is ready to be
-timed, waits until all are, and then for its turn; whoever waits does nothing.
+Tracing and compiling take a minute of CPU time, timing takes a second of the GPU. A process signals that it is ready to
+be timed, waits until all are ready, and then for its turn. A waiting process is idle.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_BENCH_COUNT"
-BEFORE = "HOTRAIN_BENCH_BEFORE"  # the places whose turns come first, with commas; without it all lower ones
+BEFORE = "HOTRAIN_BENCH_BEFORE"  # comma-separated numbers of the parts with earlier turns; default: all lower numbers
 
 
 @contextmanager
 def turn() -> Iterator[bool]:
-    """The time in which this process has the GPU to itself. Gives whether it had to wait."""
+    """Context in which this process has the GPU to itself.
+
+    Yields:
+        Whether the process had to wait.
+    """
     if FOLDER not in os.environ:
         yield False
         return
@@ -48,11 +52,18 @@ def together(
     waits: Sequence[float] | None = None,
     gpus: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Records of ``hotrain bench step`` for (subject, variant) pairs, all prepared at once, timed in their order.
+    """Run ``hotrain bench step`` for several parts, prepared in parallel and timed in their order.
 
-    options: of the command line, for every part.  seconds: after so long, parts that are not ready are stopped, and the
-    others get their turns.  waits: seconds before each part is started.  gpus: the GPU of each part; each has its own
-    turns.  Each record says under what its own process ran. A part that ends without a record gives one with its error.
+    Args:
+        parts: (subject, variant) pairs.
+        options: command-line options for every part.
+        seconds: after this time parts that are not ready are stopped, and the others get their turns; None: never.
+        waits: seconds to wait before each part is started.
+        gpus: the GPU of each part; the turns of different GPUs are independent.
+
+    Yields:
+        The records, each with the conditions of its own process. A part that ends without a record gives one with its
+        error.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
@@ -94,7 +105,7 @@ def together(
 
 
 def _runs(process: subprocess.Popen[bytes], folder: Path, place: int) -> bool:
-    """Whether the process still runs; one that has ended keeps nobody waiting."""
+    """Whether the process still runs; if it has ended, mark it as done so that the others do not wait for it."""
     if process.poll() is None:
         return True
     for what in ("ready", "done"):

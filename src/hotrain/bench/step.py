@@ -1,8 +1,8 @@
-"""`hotrain bench step`: whole training steps of whole models, variant by variant.
+"""`hotrain bench step`: time and memory of training steps of whole models, variant by variant.
 
-Every variant gets a fresh model with the same weights and batches. Its first step is held against the exact model's in
-eager mode, loss and gradients, before anything is timed; then it warms up, and its steps are timed on the GPU's clock
-without a wait between them. The baseline is measured first and again last, so that a drift of the machine shows.
+Every variant gets a fresh model with the same weights and batches. Before anything is timed, the loss and gradients of
+its first step are compared with those of the exact model in eager mode. After a warm-up its steps are timed on the
+GPU's clock without synchronization between them. The baseline is measured first and again last, which shows a drift.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from hotrain.train import parse_method
 BASELINE = "exact+compile"
 MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
 WARMUP = 5
-BUDGET = 0.5  # of the activations that PyTorch's partitioner would keep on its own
-OFFLOADED = 1 << 20  # bytes of the smallest activation that is worth its way to the host
-REDRAWN = 3  # first steps with other dropout masks, from which their noise is read
-LEEWAY = 3  # times that noise, by which a loss may be off
+BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
+OFFLOADED = 1 << 20  # bytes of the smallest activation that is offloaded
+REDRAWN = 3  # first steps with other dropout masks, which measure the noise of dropout
+LEEWAY = 3  # allowed difference of the loss, in units of that noise
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far a first step may be from the exact one: relative difference of the loss, cosine of all gradients."""
+    """Bounds on a first step against the exact one: relative difference of the loss, cosine of all gradients."""
 
     loss: float
     cosine: float
 
 
-# The same formulas in another order of bf16 roundings (2⁻⁸ each); fp8 in the forward product (2⁻⁴ an entry); gradients
-# whose noise adds up from layer to layer and may exceed the signal (docs/maths.md), so that what is asked is a
-# direction far from chance (hot-unbiased by definition: 0.80 on ViT-B, 0.65 on Llama blocks of width 1024).
+# EXACT: the same formulas with another order of bf16 roundings (2⁻⁸ each). FP8: fp8 in the forward product (2⁻⁴ per
+# element). METHOD: the noise of gradients adds up from layer to layer and may exceed the signal (docs/maths.md), so the
+# cosine is only required to be far from chance (the reference of hot-unbiased: 0.80 on ViT-B, 0.65 on Llama blocks of
+# width 1024).
 EXACT = Bounds(0.01, 0.98)
 FP8 = Bounds(0.05, 0.5)
 METHOD = Bounds(0.01, 0.4)
@@ -57,9 +58,15 @@ METHOD_FP8 = Bounds(0.05, 0.4)
 
 @dataclass(frozen=True)
 class Variant:
-    """change: what is done to a fresh task.  graphs: whether the compiled model runs as CUDA graphs.
+    """A way to train.
 
-    within: a context in which everything is compiled and run.
+    Args:
+        name: name on the command line and in the records.
+        change: modifies a fresh task.
+        bounds: of its first step.
+        compiled: whether the model is compiled.
+        graphs: whether the compiled model runs as CUDA graphs.
+        within: context in which everything is compiled and run.
     """
 
     name: str
@@ -110,10 +117,10 @@ def _budget() -> AbstractContextManager[object]:
 
 
 def _offload(task: Task) -> None:
-    """Let the task's activations wait for backward in the host's memory, as torchtune does.
+    """Offload the task's activations to the host's memory until backward, as torchtune does.
 
-    Strides are kept, which `torch.autograd.graph.save_on_cpu` does not do and compiled backwards ask for. What is
-    small, expanded, or a parameter's own memory stays where it is.
+    Strides are preserved, which compiled backwards need and `torch.autograd.graph.save_on_cpu` does not do. Tensors
+    that are small, expanded, or views of a parameter stay on the device.
     """
     on_device = task.loss
     stay = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
@@ -138,7 +145,7 @@ def _offload(task: Task) -> None:
     task.loss = loss
 
 
-LOW_RANK = "hot-unbiased"  # of the variants that name no method
+LOW_RANK = "hot-unbiased"  # method of the variants that name none
 _compressed = _converted(method=LOW_RANK, plan="graphs", memory="block")
 
 VARIANTS = {
@@ -170,10 +177,14 @@ VARIANTS = {
 
 
 def variant_of(name: str) -> Variant:
-    """A variant by name; ``hotrain:METHOD`` is a method of one's own, ``hotrain:hot:rank=4+plan=memory`` with overrides
-    and a plan, ``graphs`` unless it says so.
+    """Return a variant by name.
 
-    Raises ValueError for an unknown variant or method.
+    Args:
+        name: one of `VARIANTS`, or ``hotrain:METHOD`` with optional overrides and plan (``graphs`` by default), as in
+            ``hotrain:hot:rank=4+plan=memory``.
+
+    Raises:
+        ValueError: an unknown variant or method.
     """
     if name in VARIANTS:
         return VARIANTS[name]
@@ -188,7 +199,7 @@ def variant_of(name: str) -> Variant:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two first steps: relative difference of the losses, cosine of all gradients."""
+    """Agreement of two first steps: relative difference of the losses, cosine of all gradients."""
 
     loss_difference: float
     gradient_cosine: float
@@ -196,9 +207,12 @@ class Agreement:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """The loss of a first step, and the gradients of the parameters (bf16, on the host), in the model's order.
+    """The loss and gradients of a first step.
 
-    noise: the worst agreement with `REDRAWN` more such steps; perfect where the model has no dropout.
+    Args:
+        loss: the loss.
+        gradients: gradients of the parameters in the model's order (bf16, on the host).
+        noise: the worst agreement with `REDRAWN` more first steps; perfect if the model has no dropout.
     """
 
     loss: float
@@ -207,6 +221,7 @@ class FirstStep:
 
     @classmethod
     def of(cls, task: Task) -> FirstStep:
+        """Measure the task's first step in eager mode."""
         loss = first_loss(task, task.model)
         gradients = [torch.zeros(()) if p.grad is None else p.grad.to("cpu", torch.bfloat16) for p in _trained(task)]
         first = cls(loss, gradients)
@@ -221,7 +236,7 @@ class FirstStep:
 
 
 def first_loss(task: Task, model: nn.Module) -> float:
-    """One forward and backward on the first batch; gradients stay in the parameters."""
+    """Run forward and backward on the first batch and return the loss; gradients stay in the parameters."""
     loss = task.loss(model, task.batches[0])
     loss.backward()
     return loss.item()
@@ -232,11 +247,11 @@ def _trained(task: Task) -> list[nn.Parameter]:
 
 
 class Wrong(RuntimeError):
-    """The first step is too far from the exact model's: no times."""
+    """The first step is too far from the exact model's, so nothing is timed."""
 
 
 def agreement(task: Task, loss: float, truth: FirstStep) -> Agreement:
-    """Of the task's loss, and the gradients in its parameters, with a first step."""
+    """Return the agreement of the task's loss, and the gradients in its parameters, with the first step ``truth``."""
     inner = torch.zeros((), dtype=torch.float64)
     mine, theirs = inner.clone(), inner.clone()
     for parameter, want in zip(_trained(task), truth.gradients, strict=True):
@@ -249,9 +264,10 @@ def agreement(task: Task, loss: float, truth: FirstStep) -> Agreement:
 
 
 def compare(task: Task, loss: float, truth: FirstStep, bounds: Bounds) -> Agreement:
-    """`agreement` with the exact model's first step, within `bounds` widened by that step's own noise.
+    """Check `agreement` with the exact model's first step against `bounds`, widened by that step's noise.
 
-    Raises `Wrong` where one is out of bounds or not a number.
+    Raises:
+        Wrong: the loss or the cosine is out of bounds or NaN.
     """
     found = agreement(task, loss, truth)
     least = bounds.cosine * truth.noise.gradient_cosine
@@ -272,7 +288,23 @@ def measure(
     tiny: bool = False,
     clock: timing.Clock | None = None,
 ) -> dict[str, Any]:
-    """Times and bytes of one variant. Raises whatever the variant raises, `Wrong` for a wrong first step."""
+    """Time one variant.
+
+    Args:
+        subject: name of the task.
+        variant: the variant.
+        truth: the exact model's first step.
+        device: the device to measure on.
+        steps: timed steps.
+        tiny: the size for tests.
+        clock: overrides the device's clock.
+
+    Returns:
+        Times (ms), bytes and what ran, for the record.
+
+    Raises:
+        Wrong: the first step is wrong. Errors of the variant itself are not caught.
+    """
     task = build(subject, device, tiny)
     variant.change(task)
     with variant.within():
@@ -292,7 +324,7 @@ def _measure(
     model = task.model
     if variant.compiled:
         graphs = variant.graphs and on_gpu
-        # On small shapes the question is whether it traces, not what the compiler makes of it.
+        # Small shapes test tracing only, not code generation.
         options: dict[str, Any] = {"backend": "aot_eager" if tiny and not graphs else "inductor"}
         if graphs:
             options["mode"] = "reduce-overhead"
@@ -312,8 +344,8 @@ def _measure(
 
     finish()
     if on_gpu:
-        # The first step compiles and makes the optimizer's state. All later ones count: CUDA graphs allocate while they
-        # are recorded, in the second step, and what lies in their pool is not allocated again when they are replayed.
+        # The first step, which compiles and creates the optimizer's state, is excluded from the peak. All later ones
+        # count: CUDA graphs allocate their pool when they are recorded, in the second step, and not when replayed.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -336,7 +368,7 @@ def _measure(
 
     asked: list[Clocks] = []
     with side_by_side.turn() as waited:
-        for number in range(WARMUP if waited else 0):  # the GPU's clocks fell meanwhile
+        for number in range(WARMUP if waited else 0):  # the GPU's clocks fell while it waited
             one(number)
         marks = [clock.mark()]
         for number in range(steps):
@@ -364,7 +396,7 @@ def _measure(
 
 
 def standing_bytes(task: Task, optimizer: torch.optim.Optimizer | None) -> int:
-    """What a task takes beside its activations: parameters and their gradients, the optimizer's state, the batches."""
+    """Return the bytes of a task besides activations: parameters, gradients, optimizer state and batches."""
     held: list[Tensor] = [*task.model.parameters(), *_trained(task)]
     if optimizer is not None:
         held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -374,7 +406,7 @@ def standing_bytes(task: Task, optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """What the tensor holds: of one that wraps others (torchao's 8-bit state), whose own size is a pretence, those."""
+    """Bytes of a tensor; of a wrapper subclass (torchao's 8-bit state) the sum of its inner tensors."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
@@ -382,7 +414,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def clean_up(device: torch.device) -> None:
-    """Free what the last variant left: its model, its compiled code, its memory."""
+    """Free the model, compiled code and memory of the last variant."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
@@ -399,11 +431,22 @@ def run(
     again: bool = True,
     seconds: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """One record a variant of a subject; a failed one has its ``error`` and no times.
+    """Time variants of subjects.
 
-    subjects, variants: none for all.  again: measure the baseline a second time after the others.
-    seconds: after so long no further variant is started; it is recorded as left out.
-    Raises ValueError for an unknown subject or variant before anything runs.
+    Args:
+        subjects: names from `SUBJECTS`; empty: all.
+        variants: names as for `variant_of`; None: all of `VARIANTS`.
+        device: the device to measure on.
+        steps: timed steps of each variant.
+        tiny: the size for tests.
+        again: measure the baseline a second time after the others.
+        seconds: after this time no further variant is started; those are recorded with an error. None: no limit.
+
+    Yields:
+        One record per variant of a subject; a failed one has its ``error`` and no times.
+
+    Raises:
+        ValueError: an unknown subject or variant, before anything runs.
     """
     for subject in subjects:
         if subject not in SUBJECTS:
@@ -428,7 +471,7 @@ def run(
                     truth = FirstStep.of(build(subject, device, tiny))
                     clean_up(device)
                 row |= measure(subject, variant, truth, device, steps, tiny)
-            except Exception as error:  # whatever a variant breaks on, the others are still worth measuring
+            except Exception as error:  # recorded, so that a variant that fails does not stop the others
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             clean_up(device)
             yield row

@@ -1,4 +1,4 @@
-"""What `hotrain bench step` trains: timm's ViTs and convolutional networks, BERT, four blocks of Llama-3-8B's shape."""
+"""Tasks of `hotrain bench step`: timm's ViTs and convolutional networks, BERT, four blocks of Llama-3-8B's shape."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ Blocks = nn.Sequential | nn.ModuleList
 
 @dataclass(frozen=True)
 class Images:
-    """One of timm's models, and the images it is trained on.
+    """A timm model, and the images it is trained on.
 
-    blocks: the model's containers of blocks.  channels_last: of the images and the model's weights.
-    tiny, tiny_size: timm's arguments, and the side of the images, at the size for tests.
+    Args:
+        model: timm's name.
+        batch: number of images.
+        blocks: returns the model's containers of blocks.
+        tiny: timm's arguments for the size for tests.
+        tiny_size: side of the images in pixels for that size.
+        channels_last: memory format of the images and the model's weights.
     """
 
     model: str
@@ -64,7 +69,7 @@ BERT = "bert_base/b64x512"
 LLAMA = "llama8b-4blocks/t8192"
 SUBJECTS = (*IMAGES, BERT, LLAMA)
 HEADS = ("head", "head_dist", "fc", "classifier")
-BATCHES = 2  # that steps go through in turn
+BATCHES = 2  # that the steps cycle through
 TINY = 4  # samples at the size for tests: enough that activations are worth compressing
 
 
@@ -74,11 +79,17 @@ def _fused_adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.O
 
 @dataclass
 class Task:
-    """A model and what a step of it does.
+    """A model and its training step.
 
-    blocks: the model's containers of what checkpointing recomputes one by one.  batches: what `loss` takes beside the
-    model.  kept_exact: whether a Linear of that name stays as it is in every variant.  trains: whether AdamW follows.
-    adamw: which one; called with the parameters and `lr`.  report: of the conversion, where a variant converts.
+    Args:
+        model: the model.
+        blocks: the model's containers of blocks, which checkpointing recomputes one by one.
+        batches: arguments of `loss` besides the model.
+        loss: forward and loss.
+        kept_exact: whether the Linear of a name is left unchanged in every variant.
+        trains: whether an optimizer step is part of the training step.
+        adamw: the optimizer; called with the parameters and `lr`.
+        report: the conversion report, where a variant converts.
     """
 
     model: nn.Module
@@ -91,6 +102,7 @@ class Task:
     report: hotrain.ConversionReport | None = None
 
     def optimizer(self) -> torch.optim.Optimizer | None:
+        """Create the optimizer; None if the task is timed without one."""
         return self.adamw(self.model.parameters(), lr=1e-4) if self.trains else None
 
 
@@ -102,20 +114,27 @@ class Checkpointed(nn.Module):
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block with `torch.utils.checkpoint`."""
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_blocks(task: Task) -> None:
-    """Make every block of the task's model recompute its activations."""
+    """Wrap every block of the task's model in `Checkpointed`."""
     for blocks in task.blocks:
         for number, block in enumerate(list(blocks)):
             blocks[number] = Checkpointed(block)
 
 
 def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
-    """The task of that name, with the same weights and batches each time.
+    """Build a task, with the same weights and batches each time.
 
-    tiny: the same code at a size for tests. Raises ValueError for an unknown subject.
+    Args:
+        subject: one of `SUBJECTS`.
+        device: device of model and batches.
+        tiny: the size for tests.
+
+    Raises:
+        ValueError: an unknown subject.
     """
     torch.manual_seed(0)
     if subject in IMAGES:
@@ -168,12 +187,12 @@ def _bert(device: torch.device, tiny: bool) -> Task:
             return F.cross_entropy(model(tokens).logits, labels)
 
     blocks = model.bert.encoder.layer
-    # The pooler sees one token a sequence: nothing to gain, in any method.
+    # The pooler gets one token per sequence, so no method gains there.
     return Task(model, [blocks], batches, loss, lambda n: _is_head(n) or "pooler" in n.split("."), trains=True)
 
 
 class Decoder(nn.Module):
-    """Llama's decoder layers with their rotary positions: (B, L, hidden) to the same."""
+    """Llama's decoder layers with rotary position embeddings: (B, L, hidden) to (B, L, hidden)."""
 
     def __init__(self, count: int, **sizes: int) -> None:
         super().__init__()
@@ -183,6 +202,7 @@ class Decoder(nn.Module):
         self.rotary = llama.LlamaRotaryEmbedding(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run all layers on ``x`` (B, L, hidden)."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         cosine_and_sine = self.rotary(x, positions)
         for layer in self.layers:

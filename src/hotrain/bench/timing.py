@@ -1,4 +1,4 @@
-"""How work is timed: variants in turn, so that a ratio compares neighbours in time; medians with their spread."""
+"""Timing: interleaved variants, so that ratios compare measurements close in time; medians with their spread."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ import torch
 
 Work = Callable[[], object]
 
-L2_BYTES = 64 << 20  # larger than the cache of any GPU this is run on (H200: 60 MB)
+L2_BYTES = 64 << 20  # larger than the L2 cache of the GPUs measured on (H200: 60 MB)
 MOST_SETS = 4
 
 
 class Clock(Protocol):
-    """Marks on the device's time line, and the milliseconds between two of them once the work is done."""
+    """A device's clock: time marks, and the milliseconds between two of them after `wait`."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        """Record the time after the work queued so far."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Synchronize with the device."""
 
-    def ms(self, begin: Any, end: Any) -> float: ...
+    def ms(self, begin: Any, end: Any) -> float:
+        """Return the milliseconds between two marks."""
+        ...
 
 
 class CudaEvents:
-    """A GPU's own clock."""
+    """The GPU's clock, by CUDA events."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -42,7 +46,7 @@ class CudaEvents:
 
 
 class WallClock:
-    """The host's clock, for devices whose work is done when a call returns."""
+    """The host's clock, for devices without asynchronous execution."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -55,18 +59,20 @@ class WallClock:
 
 
 def clock_of(device: torch.device) -> Clock:
+    """Return the clock of a device."""
     return CudaEvents() if device.type == "cuda" else WallClock()
 
 
 @dataclass(frozen=True)
 class Times:
-    """The median of the repeats, and the range from the 20th to the 80th percentile."""
+    """Median of the repeats, and the range from the 20th to the 80th percentile, in milliseconds."""
 
     median_ms: float
     spread_ms: float
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Times:
+        """Summarize times in milliseconds."""
         ordered = sorted(times)
         spread = ordered[int(0.8 * (len(ordered) - 1))] - ordered[int(0.2 * (len(ordered) - 1))]
         return cls(statistics.median(ordered), spread)
@@ -75,9 +81,17 @@ class Times:
 def interleaved(
     works: Mapping[str, Work], repeats: int, clock: Clock, share: int = 1, halfway: Work | None = None
 ) -> dict[str, Times]:
-    """The times of each work, one call of every work a round, `repeats` rounds after one that does not count.
+    """Time several works in rounds of one call each, after one round that does not count.
 
-    share: how many units a call does; times are of one unit.  halfway: called between two rounds.
+    Args:
+        works: callables by name.
+        repeats: number of rounds.
+        clock: the device's clock.
+        share: units of work per call; times are per unit.
+        halfway: called once between two rounds in the middle.
+
+    Returns:
+        Times by name.
     """
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in works}
     for number in range(repeats + 1):
@@ -94,7 +108,7 @@ def interleaved(
 
 
 def in_graph(work: Work) -> Work:
-    """The work as a CUDA graph: what it takes without the host between its kernels. Its inputs must stay alive."""
+    """Capture the work in a CUDA graph, without launch overhead; return its replay. Its inputs must stay alive."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -108,14 +122,19 @@ def in_graph(work: Work) -> Work:
 
 
 def sets_past_cache(nbytes: int, device: torch.device) -> int:
-    """How many sets of inputs of that size to go through in turn so that none is in the cache when its turn comes."""
+    """Return how many sets of inputs to cycle through so that none is still in the GPU's L2 cache when it is used.
+
+    Args:
+        nbytes: bytes of one set.
+        device: the device; 1 on a CPU.
+    """
     if device.type != "cuda":
         return 1
     return min(MOST_SETS, 1 + -(-L2_BYTES // max(1, nbytes)))
 
 
 def over(inputs: Sequence[Any], run: Callable[[Any], object]) -> Work:
-    """One unit of work for each set of inputs; what it returns is dropped at once."""
+    """Return the work of calling ``run`` on each set of inputs; results are freed at once."""
 
     def work() -> None:
         for each in inputs:

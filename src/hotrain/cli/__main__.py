@@ -1,4 +1,4 @@
-"""The ``hotrain`` script, also ``python -m hotrain.cli``: says what to install where typer is not."""
+"""Entry point of ``hotrain`` and ``python -m hotrain.cli``; without typer it says what to install."""
 
 from __future__ import annotations
 

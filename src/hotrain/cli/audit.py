@@ -1,4 +1,4 @@
-"""``hotrain memory``, ``cost`` and ``fidelity``: what a model keeps, what it costs, how far its gradients are."""
+"""``hotrain memory``, ``cost`` and ``fidelity``: a model's saved bytes, operations and gradient errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ClassesOption = Annotated[
     int | None,
-    typer.Option("--classes", min=1, help="Number of classes: look at shapes with random images, without data."),
+    typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),
 ]
 
 EXAMPLES = """Examples:
@@ -54,7 +54,7 @@ def memory(
         str | None,
         typer.Option(
             "--memory",
-            help="block: all that is kept is compressed; linear: inputs of layers alone. Default: the method's own.",
+            help="block: all saved tensors are compressed; linear: inputs of layers only. Default: the method's own.",
         ),
     ] = None,
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
@@ -65,10 +65,10 @@ def memory(
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Bytes that autograd keeps for backward: exact against converted.
+    """Bytes that autograd saves for backward: exact against converted.
 
-    The converted figure is what `hotrain train` of the same recipe and method keeps; with it what stays in full
-    precision, and why. With --fit: the largest batch, exact, checkpointed and converted.
+    The converted figure is what `hotrain train` of the same recipe and method saves; listed with it is what stays in
+    full precision, and why. With --fit: the largest batch, exact, checkpointed and converted.
     """
     from hotrain.analysis.fit import parse_bytes
     from hotrain.analysis.uncompressed import full_table
@@ -129,7 +129,7 @@ def _shapes(
     settings: list[str] | None,
     device: str | None,
 ) -> tuple[TrainRun, nn.Module, Tensor]:
-    """The run of a recipe or a timm model, its exact model, and random images."""
+    """Return the run of a recipe or a timm model, its exact model, and random images."""
     from hotrain.cli.prepare import CLASSES, exact_with_images, is_recipe, look
 
     run = look(name, method=method, data=data, settings=settings, device=device)
@@ -141,7 +141,7 @@ def _shapes(
 def _measured(
     run: TrainRun, model: nn.Module, images: Tensor
 ) -> tuple[SavedBytes, SavedBytes, dict[str, SavedBytes | None], list[Any]]:
-    """Audits of the exact and of the converted model, predictions of both by name, and what stays full."""
+    """Measure the exact and the converted model; predictions of both by name; what stays in full precision."""
     import hotrain
     from hotrain.analysis.uncompressed import still_full
     from hotrain.train.setup import autocast, convert
@@ -156,7 +156,7 @@ def _measured(
 
 
 def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any) -> FitReport:
-    """`hotrain.fit` with the run's method and optimizer; tells every batch that it tries, and what it found."""
+    """`hotrain.fit` with the run's method and optimizer; shows every batch that it tries, and what it found."""
     import hotrain
     from hotrain.activations.checkpointing import blocks
     from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
@@ -191,7 +191,7 @@ def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any)
 
 
 def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
-    """None where nothing can be said, which is said instead."""
+    """Predict the saved bytes; None, with a note on stderr, where that is not possible."""
     import hotrain
 
     try:
@@ -202,7 +202,7 @@ def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:
 
 
 def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedBytes | None, modules: bool) -> str:
-    """By module or by operator, the largest first; predicted is of the converted model."""
+    """A table by module or by operator, the largest first; ``predicted`` is of the converted model."""
     from hotrain.tables import bytes_text, table
 
     def of(audit: SavedBytes | None) -> dict[str, int]:
@@ -238,7 +238,7 @@ def cost(
     settings: SetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """FLOPs and bit operations of forward and both gradients, by layer, transforms included."""
+    """FLOPs and bit operations of forward and both gradients, by layer, including the transforms."""
     import hotrain
 
     with working(f"{model}: counting"):
@@ -263,7 +263,7 @@ def fidelity(
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Error, cosine and bias of every layer's gradients against exact, on one training batch."""
+    """Relative error, cosine and bias of every layer's gradients against exact, on one training batch."""
     import hotrain
     from hotrain.cli.prepare import converted, look
 

@@ -1,4 +1,4 @@
-"""``hotrain bench layers``, ``step`` and ``ops``: this machine's times, each beside its baseline in one run."""
+"""``hotrain bench layers``, ``step`` and ``ops``: times on this machine, with their baselines from the same run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Group(PlainFlags, TyperGroup):
-    """The verbs of `hotrain bench`."""
+    """The commands of `hotrain bench`."""
 
 
 app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
-    help="Time layers, training steps and kernels on a GPU, each beside its baseline.",
+    help="Time layers, training steps and kernels on a GPU, each with its baseline.",
 )
 
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Append the records to this JSONL file.")]
@@ -45,7 +45,7 @@ _BYTES = {
 def _record(
     rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows with what they were measured under, each written as soon as it is there."""
+    """Add the conditions of measurement to the rows and write each as soon as it is measured."""
     from hotrain.bench import conditions
 
     common = conditions.conditions(device, sys.argv, commit)
@@ -55,7 +55,7 @@ def _record(
 
 
 def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]], tiny: bool, json: bool) -> None:
-    """The records as JSON or a table; times of small shapes are named as such."""
+    """Print the records as JSON or a table; times of small shapes are marked as such."""
     from hotrain.tables import table
 
     if json:
@@ -79,7 +79,7 @@ def layers(
     out: OutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Backward and save of Linear layers against cuBLAS in bf16, and fp32 and TF32 for ViT-B.
+    """Backward of Linear layers, with the quantized save at forward, against cuBLAS in bf16 (ViT-B: fp32, TF32 too).
 
     Gradients are checked first; a wrong one ends with exit code 1 and no times.
     """
@@ -128,8 +128,8 @@ def step(
 ) -> None:
     """Whole training steps: time and memory of every variant, each in a fresh model.
 
-    Peak and reserved are the most over all steps after the first; activations are what one forward leaves for backward;
-    above state is the peak without parameters, gradients, the optimizer's state and the batches.
+    Peak and reserved are maxima over all steps after the first; activations are the bytes saved by one forward for
+    backward; above state is the peak without parameters, gradients, optimizer state and batches.
 
     A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
     """
@@ -158,7 +158,7 @@ def step(
         cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
         cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
         lines.append(cells)
-    _show(["subject", "variant", "ms a step", "±", *_BYTES.values()], lines, done, tiny, json)
+    _show(["subject", "variant", "ms/step", "±", *_BYTES.values()], lines, done, tiny, json)
     if failed:
         raise typer.Exit(1)
 
@@ -174,7 +174,7 @@ def ops(
     out: OutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Kernels against the GPU's copy bandwidth and product rates, measured in the same run."""
+    """Kernels against the GPU's copy bandwidth and matrix product rates, measured in the same run."""
     from hotrain.bench import ops as library
     from hotrain.bench.conditions import device_named
     from hotrain.bench.layers import Wrong

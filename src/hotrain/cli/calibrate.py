@@ -1,4 +1,4 @@
-"""``hotrain calibrate``: LQS on a few training batches, written as readable JSON."""
+"""``hotrain calibrate``: LQS on a few training batches, written to a JSON file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("calibration.json"),
     method: MethodOption = None,
     data: DataOption = None,
-    batches: Annotated[int, typer.Option("--batches", min=1, help="Training batches to look at.")] = 4,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Number of training batches.")] = 4,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Choose for every layer one scale a token or one for the tensor (LQS).
+    """Choose per-token scales or one per-tensor scale for every layer (LQS).
 
     Use the file with `hotrain train RECIPE --set calibration_file=FILE`, for the same recipe and method.
     """
@@ -44,8 +44,8 @@ def calibrate(
     from hotrain.train import training_batches
 
     if out.exists() and not force:
-        raise ValueError(f"--out: {out} is there already; give another file, or --force to replace it")
-    with working(f"{model}: looking at {batches} training batches"):
+        raise ValueError(f"--out: {out} exists already; give another file, or --force to replace it")
+    with working(f"{model}: calibrating on {batches} training batches"):
         run = look(model, method=method, data=data, settings=settings, seed=seed, device=device)
         setup = converted(run, checkpoint)
         chosen = list(training_batches(setup, batches))

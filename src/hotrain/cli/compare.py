@@ -1,4 +1,4 @@
-"""``hotrain compare``: several methods under the same seeds, one table, one report."""
+"""``hotrain compare``: train several methods with the same seeds; one table, one report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hotrain.train import Result, TrainRun
 
 PLAN = "comparison.json"
-"""What is compared: the run, the methods, the seeds. With it ``--resume`` needs nothing else."""
+"""File with the run, the methods and the seeds of a comparison, from which ``--resume`` continues."""
 
 EXAMPLES = """Examples:
   hotrain compare demo_vit --methods exact,hq8,hot --seeds 0,1,2
@@ -54,8 +54,8 @@ def compare(
 ) -> None:
     """Train with every method under every seed, and compare.
 
-    Methods start from the same weights and see the same images within a seed. Every run that ends is recorded at once;
-    the table and the report follow when all are done.
+    With the same seed, methods start from the same weights and see the same images. Every finished run is recorded at
+    once; the table and the report follow when all are done.
     """
     with working(f"{recipe or resume}: loading"):
         from hotrain import train as library
@@ -63,20 +63,20 @@ def compare(
 
         if resume is None:
             folder = out or Path("runs") / f"compare-{recipe}"
-            run, chosen, numbers = _asked(recipe, methods, seeds, data, settings, device, folder)
+            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder)
             finished = {}
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
         else:
-            folder, (run, chosen, numbers) = resume, _planned(resume)
+            folder, (run, chosen, numbers) = resume, _from_plan(resume)
             wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
             finished = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
         if len(finished) < len(chosen) * len(numbers):
-            library.build(library.replace(run, method="exact", method_overrides={}))  # are data and model there?
+            library.build(library.replace(run, method="exact", method_overrides={}))  # are data and model available?
     cells, done = len(chosen) * len(numbers), len(finished)
     note(f"{run.name}: {len(chosen)} methods × {len(numbers)} seeds, {done} of {cells} runs recorded; into {folder}")
 
-    def came(result: Result) -> None:
+    def recorded(result: Result) -> None:
         nonlocal done
         done += 1
         _write_plan(folder, run, chosen, numbers)
@@ -91,12 +91,12 @@ def compare(
             numbers,
             finished=finished,
             on_progress=library.silent if quiet or json else None,
-            on_result=came,
+            on_result=recorded,
         )
     except KeyboardInterrupt as stop:
         _write_plan(folder, run, chosen, numbers)
         command = shlex.join(["hotrain", "compare", "--resume", str(folder)])
-        raise interrupted(stop, f"{done} of {cells} runs are recorded. Go on with: {command}") from stop
+        raise interrupted(stop, f"{done} of {cells} runs are recorded. Resume with: {command}") from stop
     for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:
@@ -112,7 +112,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _asked(
+def _from_options(
     recipe: str | None,
     methods: str | None,
     seeds: str,
@@ -131,11 +131,8 @@ def _asked(
     return run, chosen, numbers
 
 
-def _planned(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
-    """What a comparison's folder says is compared; the runs go on into that folder, wherever it is now.
-
-    Raises ``ValueError`` for a folder of something else.
-    """
+def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
+    """Read the plan of a comparison's folder; the runs continue in that folder, wherever it is now."""
     from hotrain.train import TrainRun, replace
 
     path = folder / PLAN
@@ -151,7 +148,7 @@ def _planned(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
 
 
 def _write_plan(folder: Path, run: TrainRun, methods: list[str], seeds: list[int]) -> None:
-    """When there is something to go on with; a comparison that was refused leaves nothing behind."""
+    """Write the plan to the folder. Called after the first run, so that refused input leaves no folder."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"run": run.to_dict(), "methods": methods, "seeds": seeds}
     (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")

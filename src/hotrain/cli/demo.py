@@ -1,4 +1,4 @@
-"""``hotrain demo``: the main job on real images in a few minutes, offline: train, look, draw."""
+"""``hotrain demo``: training with seven methods on real images in a few minutes, offline, with a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hotrain.cli.options import DeviceOption, split_names, split_seeds
 
 RECIPES = ("demo_vit", "demo_resnet")
 METHODS = "exact,hq8,hot-unbiased,hot,hla,lbp-wht,int4"
-"""The default, what it is compared with, and what was published."""
+"""The default method, the exact baseline and published methods."""
 
 
 def demo(
@@ -21,9 +21,9 @@ def demo(
     methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated presets.")] = METHODS,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0",
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipes' own.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few updates each: does everything run?")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few updates each, to see that everything runs.")] = False,
     device: DeviceOption = "cpu",
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, a thread each.")] = 2,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, with one thread each.")] = 2,
 ) -> None:
     """Train a small ViT and a small ResNet on real digits with the default and six others; one table, one report."""
     from hotrain.cli.demo_records import look_at, pick_surfaces
@@ -46,7 +46,7 @@ def demo(
         "notes": notes(runs, chosen, jobs),
     }
     outcomes = train_cells(runs, chosen, numbers, jobs)
-    records_of(outcomes, meta).save(out)  # what was trained is kept, whatever becomes of the rest
+    records_of(outcomes, meta).save(out)  # before anything else can fail
     looks = [look_at(run, chosen, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
     more = {kind: [entry for look in looks for entry in look[kind]] for kind in looks[0]}
     more["surfaces"], meta["surface_note"] = pick_surfaces(more["surfaces"])
@@ -55,7 +55,7 @@ def demo(
     report = keep(records, out, **more)
     for outcome in outcomes:
         for result in outcome.results:
-            result.checkpoint_path.unlink(missing_ok=True)  # the records stay; nobody continues a demo
+            result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
     print_lines(records)
     typer.echo(f"{meta['seconds']:.0f} s · wrote {out / 'summary.json'}" + (f" and {report}" if report else ""))
     failures = [failure for outcome in outcomes for failure in outcome.failures]

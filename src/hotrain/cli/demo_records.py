@@ -1,4 +1,4 @@
-"""What the demo looks at beside training: bytes by operator of every method, and trained layers' gradients."""
+"""The demo's measurements besides training: saved bytes by operator, spectra, LQS choices and gradients of layers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ if TYPE_CHECKING:
     from hotrain.train import Comparison, TrainRun
 
 BATCHES = 4
-"""Training batches that LQS sees."""
+"""Training batches for LQS."""
 WARM_UP = 8
-"""Exact updates before LQS looks."""
+"""Exact updates before LQS."""
 
 
 def look_at(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> dict[str, list[dict[str, Any]]]:
-    """Records of one model by kind: ``memory``, ``spectrum``, ``calibration`` and candidate ``surfaces``.
+    """Measure one model.
 
-    The spectrum is of the weights after the first finished run (exact's, when it is there). Calibration and surfaces
-    are of the weights after `WARM_UP` exact updates: LQS chooses at the start of training, but not at its very first
-    update, where timm's zero-initialised norms let no gradient reach most convolutions of a ResNet.
+    The spectrum is of the weights after the exact run, or else the first finished one. Calibration and surfaces are of
+    the weights after `WARM_UP` exact updates: LQS chooses at the start of training, but not at the first update, where
+    timm's zero-initialised norms let no gradient reach most convolutions of a ResNet.
+
+    Args:
+        run: the model's run.
+        methods: methods as on the command line.
+        outcome: its finished runs, with their checkpoints.
+
+    Returns:
+        Records by kind: ``memory``, ``spectrum``, ``calibration`` and candidate ``surfaces``.
     """
     found: dict[str, list[dict[str, Any]]] = {"memory": _memory(run, methods)}
     method = pictured(run, methods) if outcome.results else None
@@ -27,9 +35,12 @@ def look_at(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> dict[
 
 
 def pictured(run: TrainRun, methods: Sequence[str]) -> TrainRun | None:
-    """``run`` with the first method whose choices the pictures of x and g_y explain; None without one.
+    """Choose the method for the figures of x and g_y.
 
     It has a low-pass along the tokens and rounds g_y to 4 bits with a scale that LQS chooses.
+
+    Returns:
+        ``run`` with the first such method; None if there is none.
     """
     for each in (_with(run, method) for method in methods):
         method = each.resolve_method()
@@ -40,9 +51,10 @@ def pictured(run: TrainRun, methods: Sequence[str]) -> TrainRun | None:
 
 
 def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """One per-token and one per-tensor layer of all models: the lowest and the highest error ratio; and a note.
+    """Choose the layers with the lowest and the highest error ratio of all models: per-token and per-tensor scales.
 
-    Where LQS chose alike for every layer, the two extremes are shown all the same, and the note says so.
+    Returns:
+        The chosen surfaces, and a note that also says where LQS chose the same for every layer.
     """
     if not candidates:
         return [], ""
@@ -50,7 +62,7 @@ def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, 
     token, tensor = by_ratio[0], by_ratio[-1]
     note = "Shown are the layers with the lowest and the highest error ratio of both models."
     if token["choice"] == tensor["choice"]:
-        note += f" Here LQS chose a scale a {token['choice']} for every layer."
+        note += f" Here LQS chose a per-{token['choice']} scale for every layer."
     return ([token] if token is tensor else [token, tensor]), note
 
 

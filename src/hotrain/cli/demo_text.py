@@ -1,4 +1,4 @@
-"""What the demo's report says in words about its models and its limits."""
+"""Texts of the demo's report: its models and the limits of its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABELS = {"demo_vit": "small ViT", "demo_resnet": "small ResNet"}
 
 
 def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
-    """Label and description of every model: parameters, side of the images, batch and epochs."""
+    """Return label, description and number of parameters of every model."""
     from hotrain.train import build, replace
 
     described = {}
@@ -33,12 +33,12 @@ def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
 
 
 def notes(runs: Sequence[TrainRun], methods: Sequence[str], jobs: int) -> list[str]:
-    """What the numbers of the demo can and cannot carry, one sentence or two each."""
+    """Return the notes on what the demo's numbers show and do not show, one or two sentences each."""
     from hotrain.train import build
 
     feed = build(runs[0]).feed
     train, test = feed.data.train_size, sum(len(labels) for _, labels in feed.test_batches())
-    together = f"{jobs} runs at a time, a thread each" if jobs > 1 else "one run at a time, with one thread"
+    together = f"{jobs} runs at a time, with one thread each" if jobs > 1 else "one run at a time, with one thread"
     said = [
         f"Real images, but few: {train:,} for training and {test} for the test. One test image is {100 / test:.2f} "
         "points. `hotrain demo --seeds 0,1,2` measures the noise.",
@@ -52,7 +52,7 @@ def notes(runs: Sequence[TrainRun], methods: Sequence[str], jobs: int) -> list[s
         )
     if any(method.startswith("lbp-wht") for method in methods):
         said.append(
-            "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which leaves its tokens as they "
-            "are: there lbp-wht's gradients are exact and it saves nothing."
+            "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which therefore does not project "
+            "its tokens: there lbp-wht's gradients are exact and it saves nothing."
         )
     return said

@@ -1,4 +1,4 @@
-"""User mistakes end in one line on stderr and exit code 2; anything else keeps its traceback."""
+"""Errors of the command line: user errors become one line on stderr and exit code 2; others keep their traceback."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typer.core import TyperGroup
 from hotrain.cli.options import PlainFlags
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError)
-"""What the library raises for bad input; ``RuntimeError`` counts where the library itself raised it."""
+"""Exceptions for bad input; ``RuntimeError`` is one too where the library itself raised it."""
 
 
 class HotrainGroup(PlainFlags, TyperGroup):
-    """The root command: every verb's errors pass here once."""
+    """The root command, which handles the errors of all commands."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; a user mistake becomes ``error: …`` and exit code 2, a signal 128 and its number."""
+        """Run the command; a user error exits with ``error: …`` and code 2, a signal with 128 and its number."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
@@ -35,7 +35,7 @@ class HotrainGroup(PlainFlags, TyperGroup):
 
 
 def is_mistake(error: Exception) -> bool:
-    """Whether ``error`` says what its user can mend, rather than where the library or PyTorch broke."""
+    """Whether ``error`` is a user error (bad input) rather than a failure of the library or PyTorch."""
     if isinstance(error, MISTAKES):
         return not isinstance(error, BrokenPipeError)
     if not isinstance(error, RuntimeError) or isinstance(error, (typer.Exit, typer.Abort)):
@@ -48,14 +48,14 @@ def is_mistake(error: Exception) -> bool:
 
 
 def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
-    """``stop`` with other words, and the number of the signal that it came from."""
+    """Return a KeyboardInterrupt with another message and the signal number of ``stop``."""
     told = KeyboardInterrupt(text)
     told.number = getattr(stop, "number", signal.SIGINT)  # type: ignore[attr-defined]
     return told
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line; an empty one becomes the error's name, a missing package says how to get it."""
+    """Return the message on one line: the error's name where it is empty, how to install a missing package."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         text += "; pip install 'hotrain[demo]' brings what every command needs"
@@ -63,7 +63,7 @@ def one_line(error: BaseException) -> str:
 
 
 def wrapped(text: str, stream: TextIO, indent: str = "  ") -> str:
-    """``text`` in lines of the terminal's width, broken between words; unchanged where ``stream`` is no terminal."""
+    """Wrap ``text`` to the terminal's width between words; unchanged where ``stream`` is no terminal."""
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -71,5 +71,5 @@ def wrapped(text: str, stream: TextIO, indent: str = "  ") -> str:
 
 
 def note(text: str) -> None:
-    """A line for the reader that is no result: to stderr, so that ``--json`` output stays clean."""
+    """Print a message to stderr, so that stdout contains results only."""
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)

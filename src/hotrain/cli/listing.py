@@ -1,4 +1,4 @@
-"""``hotrain recipes`` and ``hotrain presets``: what there is."""
+"""``hotrain recipes`` and ``hotrain presets``: lists of recipes and methods."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recipes(
 
 
 def _one(name: str, json: bool) -> None:
-    """A recipe's document and fields."""
+    """Print a recipe's document and fields."""
     import hotrain_recipes
 
     run = hotrain_recipes.load_recipe(name)
@@ -54,7 +54,7 @@ def _one(name: str, json: bool) -> None:
 
 
 def _family(members: list[Recipe]) -> str:
-    """A line a pattern, the choices that its names offer in braces, and what it is."""
+    """A table with one row per pattern of names, with the choices in braces, and its description."""
     from hotrain.tables import table
 
     rows = []
@@ -71,7 +71,7 @@ def _family(members: list[Recipe]) -> str:
 
 
 def _methods(members: list[Recipe]) -> str:
-    """Which method the recipes train with, the library's default named as such."""
+    """A sentence on the methods of the recipes, which marks the library's default."""
     from hotrain.presets import DEFAULT
 
     names: dict[str, list[str]] = {}

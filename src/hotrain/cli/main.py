@@ -1,4 +1,4 @@
-"""``hotrain``: the verbs and nothing else. ``python -m hotrain.cli.main`` is the same program."""
+"""The ``hotrain`` application and its commands; also ``python -m hotrain.cli.main``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
 ) -> None:
-    """Options before the verb; `HotrainGroup` reads ``traceback``."""
+    """Options before the command; `HotrainGroup` reads ``traceback``."""
 
 
 TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
@@ -50,7 +50,7 @@ app.command("report", cls=Command, rich_help_panel=RECORD)(report.report)
 
 
 def main() -> None:
-    """The program, where its packages are installed (`hotrain.cli.__main__` asks first)."""
+    """Run the application. `hotrain.cli.__main__` checks first that its packages are installed."""
     app()
 
 

@@ -1,4 +1,4 @@
-"""The options that several verbs share, once each."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typer.core import TyperCommand
 
 
 class PlainFlags:
-    """A command whose help shows no ``<bool>`` behind options that take no value."""
+    """Mixin for commands: their help shows no ``<bool>`` after options that take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters; also of the ``--help`` that typer adds."""
+        """Return the parameters, without a metavar for flags (also for typer's ``--help``)."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if getattr(param, "is_flag", False):
@@ -23,11 +23,11 @@ class PlainFlags:
 
 
 class Command(PlainFlags, TyperCommand):
-    """What every verb is."""
+    """Base class of all commands."""
 
 
 def _device_is_here(name: str | None) -> str | None:
-    """Refuse a GPU that is not there before anything is imported, built or trained."""
+    """Check that a CUDA device is available before anything is imported, built or trained."""
     if name is not None and name.startswith("cuda"):
         import torch
 
@@ -57,8 +57,8 @@ SetOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option("--device", callback=_device_is_here, help="auto, cpu, cuda or cuda:N.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of everything random.")]
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder the records are written to.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of all random numbers.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records.")]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]
@@ -70,7 +70,15 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress ba
 
 
 def split_names(text: str, option: str) -> list[str]:
-    """The distinct names of a comma-separated option, in order. ``ValueError`` when none is given."""
+    """Split a comma-separated option into its distinct names, in order.
+
+    Args:
+        text: the option's value.
+        option: its name, for the message.
+
+    Raises:
+        ValueError: no name.
+    """
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ValueError(f"{option}: got {text!r}, give at least one, separated by commas")
@@ -78,7 +86,11 @@ def split_names(text: str, option: str) -> list[str]:
 
 
 def split_seeds(text: str) -> list[int]:
-    """``0,1,2`` as integers. ``ValueError`` naming what is no whole number from 0 up."""
+    """Parse seeds such as ``0,1,2``.
+
+    Raises:
+        ValueError: a part that is not a whole number from 0.
+    """
     seeds = split_names(text, "--seeds")
     for seed in seeds:
         if not seed.isdecimal():
@@ -87,5 +99,5 @@ def split_seeds(text: str) -> list[int]:
 
 
 def print_json(value: Any) -> None:
-    """``value`` as indented JSON on stdout."""
+    """Print ``value`` as indented JSON."""
     typer.echo(json.dumps(value, indent=1, default=str))

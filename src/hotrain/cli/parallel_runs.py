@@ -1,6 +1,6 @@
-"""Several runs at a time on a processor: each in a process of its own with one thread.
+"""Parallel training runs on a CPU: each in its own process with one thread.
 
-Small layers do not fill two threads; two processes of one thread each finish about twice as much.
+Small layers do not use two threads well; two processes with one thread each have about twice the throughput.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ if TYPE_CHECKING:
 
 
 def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> list[Comparison]:
-    """``hotrain.train.compare`` of every run, ``jobs`` cells at a time; a line on stderr for each that ends.
+    """Run ``hotrain.train.compare`` for every run, with one line on stderr per finished cell (run, method, seed).
 
-    Every cell runs with one thread. Raises ``ValueError`` for a bad method before any training.
+    Args:
+        runs: runs to compare the methods on.
+        methods: methods as on the command line.
+        seeds: seeds of every method.
+        jobs: cells at a time, each in a process with one thread.
+
+    Returns:
+        One comparison per run.
+
+    Raises:
+        ValueError: a bad method, before any training.
     """
     from hotrain.cli.prepare import labels
     from hotrain.train import Comparison
@@ -59,7 +69,7 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
 
 
 def _end_with_parent() -> None:
-    """Make this process end when the one that started it is gone, however that ended."""
+    """Make this process exit when its parent has ended for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -71,7 +81,7 @@ def _end_with_parent() -> None:
 
 
 def _one(run: TrainRun, method: str, seed: int) -> Comparison:
-    """One cell, in whatever process: quiet, with one thread."""
+    """Train one cell in this process with one thread and without a progress bar."""
     import torch
 
     from hotrain.train import compare, silent

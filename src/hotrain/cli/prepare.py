@@ -1,4 +1,4 @@
-"""A recipe or a timm model made ready to be looked at: its run with the command line's options, a model, a batch."""
+"""Preparation for the commands: run of a recipe or timm model with the options applied, its model and a batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from hotrain.train import Setup, TrainRun
 
 SHAPES = {"cifar10": (10, 3, 32), "cifar100": (100, 3, 32)}
-"""Classes, channels and side in pixels of data that a look at shapes need not download."""
+"""Classes, channels and side in pixels of data that are not downloaded where only shapes count."""
 
 CLASSES, BATCH = 1000, 8
-"""Of a timm model, where nothing is said."""
+"""Defaults for a timm model."""
 
 
 def configure(
@@ -32,10 +32,18 @@ def configure(
     device: str | None = None,
     out: Path | None = None,
 ) -> TrainRun:
-    """The recipe's run, or without one that of the checkpoint ``resume``, with the command line's options.
+    """Return the run of a recipe or checkpoint with the command line's options.
 
-    Named options win over ``--set``. Raises ``ValueError`` for an unknown recipe, field or method (with the nearest
-    known one), a bad value, and a checkpoint that cannot be read.
+    Args:
+        recipe: name of a recipe.
+        resume: a checkpoint or the folder of a run; used if no recipe is given.
+        method: preset with overrides, as in ``hot:rank=4``.
+        data, seed, device, out: fields of the run; None: unchanged. They take precedence over ``settings``.
+        settings: ``field=value`` strings.
+
+    Raises:
+        ValueError: an unknown recipe, field or method (with the nearest known one), a bad value, or a checkpoint that
+            cannot be read.
     """
     from hotrain_recipes import load_recipe
 
@@ -46,16 +54,19 @@ def configure(
     elif resume is not None:
         base = saved_run(resume)
     else:
-        raise ValueError("no RECIPE is given; `hotrain recipes` lists them. To go on with a run give --resume FOLDER")
+        raise ValueError("no RECIPE is given; `hotrain recipes` lists them. To resume a run give --resume FOLDER")
     return _with_options(base, method=method, data=data, settings=settings, seed=seed, device=device, out=out)
 
 
 def look(name: str, **options: Any) -> TrainRun:
-    """The run that a look at ``name`` is about: a recipe's, or one of a timm model at that model's own image size.
+    """Return the run to measure for a name: a recipe's, or that of a timm model at its own image size.
 
-    options: as in `configure`. Where no method is named and the recipe is exact, it is the one `hotrain.convert` takes.
+    Args:
+        name: a recipe or a timm model.
+        **options: as for `configure`. Without a method, a recipe that is exact gets the default of `hotrain.convert`.
 
-    Raises ``ValueError`` for what is neither.
+    Raises:
+        ValueError: neither a recipe nor a timm model, and as `configure`.
     """
     from hotrain_recipes import all as all_recipes
 
@@ -80,7 +91,11 @@ def look(name: str, **options: Any) -> TrainRun:
 
 
 def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
-    """The labels of methods as named on the command line. ``ValueError`` for an unknown one, or a bad override."""
+    """Return the labels of methods as named on the command line.
+
+    Raises:
+        ValueError: an unknown method or a bad override.
+    """
     from hotrain.train import parse_method, replace
 
     named = [parse_method(text) for text in methods]
@@ -88,7 +103,7 @@ def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether ``name`` is a recipe's."""
+    """Whether ``name`` is that of a recipe."""
     from hotrain_recipes import all as all_recipes
 
     return name in all_recipes()
@@ -115,11 +130,14 @@ def _with_options(
 
 
 def converted(run: TrainRun, weights: Path | None = None) -> Setup:
-    """The parts of ``run``, its layers converted.
+    """Build the parts of a run, with converted layers.
 
-    weights: a checkpoint of the trainer or the folder of its run; None: as initialised, or pretrained.
+    Args:
+        run: the run.
+        weights: a checkpoint of the trainer or the folder of its run; None: initial weights, or pretrained ones.
 
-    Raises ``ValueError`` for data, a model, a device or a checkpoint that is not there or does not fit.
+    Raises:
+        ValueError: data, model, device or checkpoint that are not available, or a checkpoint that does not fit.
     """
     from hotrain.train import build, checkpoint, replace
 
@@ -133,11 +151,18 @@ def converted(run: TrainRun, weights: Path | None = None) -> Setup:
 
 
 def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None) -> tuple[nn.Module, Tensor]:
-    """``run``'s model as it trains, but exact, and random images for it: enough where only shapes count.
+    """Create the exact model of a run, in training mode, and random images. Neither data nor weights are downloaded.
 
-    classes: their number; None: as the data have it. Neither data nor weights are downloaded.
+    Args:
+        run: the run.
+        classes: number of classes; None: that of the data.
+        batch_size: number of images; None: the run's.
 
-    Raises ``ValueError`` when the data are not there (and ``classes`` is not given), and as `converted`.
+    Returns:
+        The model, and normal random images (B, C, H, W) on its device.
+
+    Raises:
+        ValueError: the data are not available and ``classes`` is not given, and as `converted`.
     """
     import torch
 
@@ -152,7 +177,7 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
         try:
             data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
         except ValueError as error:
-            raise ValueError(f"{error}. To look at shapes without data, give --classes N") from error
+            raise ValueError(f"{error}. To use random images without data, give --classes N") from error
         classes, channels, side = len(data.classes), data.channels, data.image_size
     device = resolve_device(run.device)
     size = run.image_size or default_image_size(run.model, side)

@@ -1,4 +1,4 @@
-"""``hotrain report``: draw the page again from saved records."""
+"""``hotrain report``: draw the report from saved records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the trainer returns to the records that figures are drawn from."""
+"""Records of training runs for the report, from the trainer's results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ MEASURED = ("accuracy", "saved_bytes", "bit_ops", "step_ms")
 
 
 def progress_line(result: Result) -> str:
-    """One line for a finished cell."""
+    """Return one line about a finished run."""
     run = result.run
     accuracy = "no epoch finished" if result.accuracy is None else f"{result.accuracy:6.2f} %"
     return f"{run.model:<14} {run.method_label:<14} seed {run.seed}  {accuracy}  {result.seconds:5.1f} s"
 
 
 def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]:
-    """What a measurement was made under, for ``summary.json`` and the foot of the report.
+    """Return the conditions of a measurement, for ``summary.json`` and the foot of the report.
 
-    Reads the data, whose test images are counted. Raises as `hotrain.train.load_data`.
+    It reads the data to count the test images.
+
+    Raises:
+        ValueError, RuntimeError: as `hotrain.train.load_data`.
     """
     from hotrain.presets import DEFAULT
     from hotrain.train.models import resolve_device
@@ -61,9 +64,14 @@ def _test_images(run: TrainRun) -> int:
 
 
 def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
-    """Rows and curves of finished cells; a failed cell is a row of ``None`` with its ``error``.
+    """Make the records of comparisons.
 
-    A row has ``layers``, what ran in them, where its result says. ``meta`` gets a description of every method that ran.
+    Args:
+        outcomes: finished comparisons. A failed run becomes a row of ``None`` with its ``error``.
+        meta: conditions; a description of every method that ran is added.
+
+    Returns:
+        Rows and curves. A row has ``layers`` (what ran in them) where its result does.
     """
     from hotrain.plotting.records import Records
 
@@ -97,7 +105,7 @@ def _cell(run: TrainRun) -> tuple[str, str, int]:
 
 
 def _described(label: str) -> str:
-    """The first paragraph on the method's preset, and what is changed in it."""
+    """Return the first paragraph on the method's preset, and its overrides."""
     from hotrain.presets import describe, presets
     from hotrain.train import parse_method
 
@@ -110,7 +118,16 @@ def _described(label: str) -> str:
 
 
 def keep(records: Records, folder: Path, **more: Any) -> Path | None:
-    """Write the records (with ``more`` fields replaced) and, where matplotlib and jinja2 are, the report."""
+    """Write the records and, if matplotlib and jinja2 are installed, the report.
+
+    Args:
+        records: the records.
+        folder: where to write.
+        **more: fields of the records to replace.
+
+    Returns:
+        Path of the report; None without one.
+    """
     records = replace(records, **more)
     records.save(folder)
     if any(importlib.util.find_spec(package) is None for package in ("matplotlib", "jinja2")):

@@ -1,4 +1,4 @@
-"""What a reader at a terminal sees: that work is under way, and the table of methods."""
+"""Terminal output: a status line during work, and the table of methods."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show ``text`` on stderr until the body ends or the yielded function replaces it; gone afterwards.
+    """Show a status line on stderr while the body runs, if stderr is a terminal.
 
-    Only on a terminal; the body must not write to stdout, which rich sends to stderr meanwhile.
+    The body must not write to stdout, which rich redirects to stderr meanwhile.
+
+    Args:
+        text: the first status.
+
+    Yields:
+        A function that replaces the status.
     """
     from rich.console import Console
     from rich.text import Text
@@ -32,9 +38,9 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_lines(records: Records) -> None:
-    """A line a model and method on stdout: accuracy, bytes kept, bit operations, step time, each against exact.
+    """Print one row per model and method: accuracy, saved bytes, bit operations, step time, each against exact.
 
-    The default method has a star. Below the table stands which methods differ from exact by more than the noise.
+    The default method has a star. Below the table it says which methods differ from exact by more than the noise.
     """
     from hotrain.tables import table
 

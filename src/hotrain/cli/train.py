@@ -1,4 +1,4 @@
-"""``hotrain train``: one run of a recipe."""
+"""``hotrain train``: train a recipe or resume a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(
     settings: SetOption = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", help="A checkpoint, or the folder of a run: continued bit for bit, alone enough."),
+        typer.Option("--resume", help="A checkpoint, or the folder of a run: continued bit for bit. Needs no recipe."),
     ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
@@ -50,11 +50,11 @@ def train(
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a recipe, or go on with a run.
+    """Train a recipe, or resume a run.
 
-    Ctrl-C finishes the update, writes a checkpoint and says how to go on.
+    Ctrl-C finishes the update, writes a checkpoint and says how to resume.
     """
-    main = os.environ.get("RANK", "0") == "0"  # of torchrun's processes one speaks
+    main = os.environ.get("RANK", "0") == "0"  # only one of torchrun's processes prints
     with ExitStack() as stack:
         if main:
             stack.enter_context(working(f"{recipe or resume}: loading"))
@@ -89,7 +89,7 @@ def _planned(run: TrainRun, resume: Path | None) -> str:
     batch = f"{run.batch_size}" + (f" × {run.accumulation}" if run.accumulation > 1 else "")
     parts = [f"{run.model} on {run.data}", f"method {run.method_label}", f"{length}, batches of {batch}"]
     parts += [run.amp or "fp32", f"seed {run.seed}", f"device {run.device}"]
-    return f"{run.name}: {', '.join(parts)}" + ("" if resume is None else f"; going on with {resume}")
+    return f"{run.name}: {', '.join(parts)}" + ("" if resume is None else f"; resuming {resume}")
 
 
 def _built(setup: Setup) -> str:
@@ -108,7 +108,7 @@ def _outcome(run: TrainRun, result: Result) -> str:
             f"{run.model} {run.method_label} seed {run.seed}: {result.accuracy:.2f} % "
             f"(best {result.best_accuracy:.2f} %) in {result.seconds:.0f} s"
         )
-    ran = [group for group in result.layers or () if group["g_x"] is not None]  # of a finished run, resumed, none did
+    ran = [group for group in result.layers or () if group["g_x"] is not None]  # none in a finished run that is resumed
     lines += [wrapped(f"layers      {line_of(group)}", sys.stdout, " " * 12) for group in ran]
     if result.saved_bytes is not None:
         lines.append(f"kept        {bytes_text(result.saved_bytes)} for backward, of a batch of {run.batch_size}")

@@ -1,4 +1,4 @@
-"""The trainer: a run as data, one loop, records. Importing it makes timm importable beside a CPU-only PyTorch."""
+"""The trainer: run configuration, training loop, run records. Its import lets timm load with a CPU-only PyTorch."""
 
 from hotrain.train.torchvision_shim import ensure_torchvision
 

@@ -1,4 +1,4 @@
-"""Batches of a run in a reproducible order.
+"""Training and test batches of a run, in a reproducible order.
 
 The order of an epoch and every random crop and flip are functions of ``(seed, epoch, batch)``, not of a generator's
 state: a run resumed in the middle of an epoch sees exactly the batches that the uninterrupted one would have seen,
@@ -30,9 +30,9 @@ class Feed:
         run: batch size, accumulation, augmentation, seed.
         data: what :func:`hotrain.train.data.load_data` returned.
         image_size: side of the images that the model sees, in pixels.
-        mean, std: a number a channel; None: those of the training images (arrays) or of ImageNet (folders).
-        device: where batches are put.
-        rank, world: this process and how many there are; each sees its own part of an epoch.
+        mean, std: per-channel statistics; None: those of the training images (arrays) or of ImageNet (folders).
+        device: device that the batches are on.
+        rank, world: index of this process and number of processes; each gets its own part of an epoch.
 
     Raises:
         ValueError: fewer training images than one update needs.
@@ -68,18 +68,33 @@ class Feed:
 
     @property
     def skipped(self) -> int:
-        """Image files left out so far because they cannot be decoded (``corrupt="skip"``)."""
+        """Number of image files skipped so far because they cannot be decoded (``corrupt="skip"``)."""
         return self._images.skipped
 
     def order(self, epoch: int) -> Tensor:
-        """This process's training indices of ``epoch``, int64 ``(share,)``."""
+        """Shuffled training indices of this process.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Returns:
+            int64 ``(N // world,)`` for N training images.
+        """
         generator = torch.Generator().manual_seed(_key(self.run.seed, epoch))
         order = torch.randperm(self.data.train_size, generator=generator)
         share = self.data.train_size // self.world
         return order[: share * self.world][self.rank :: self.world]
 
     def updates(self, epoch: int, first: int = 0) -> Iterator[list[Batch]]:
-        """The batches of each update of ``epoch`` from update ``first`` on: ``accumulation`` batches an update."""
+        """Iterate over the updates of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            first: index within the epoch of the first update.
+
+        Yields:
+            The ``accumulation`` batches of one update.
+        """
         size, group = self.run.batch_size, self.run.accumulation
         order = self.order(epoch)
         chosen = [order[i * size : (i + 1) * size] for i in range(self.updates_per_epoch * group)]
@@ -93,23 +108,23 @@ class Feed:
                 pending = []
 
     def test_batches(self) -> Iterator[Batch]:
-        """Every test image once over all processes, without augmentation."""
+        """This process's part of the test images, without augmentation; all parts together are every image once."""
         size = len(self.data.y_test if isinstance(self.data, ArrayData) else self.data.test)
         indices = torch.arange(size)[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)))
 
     def example(self) -> Batch:
-        """The first training batch of the run; taking it changes nothing."""
+        """Return the first training batch of the run, without changing the state."""
         return next(self.updates(0))[0]
 
 
 def _key(*words: int) -> int:
-    """A 63-bit seed that depends on every word."""
+    """Derive a 63-bit seed from all of ``words``."""
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """``t``, of the host, on ``device``. A GPU copies it in its turn, and the host does not wait for that."""
+    """Copy a host tensor to ``device``; to a GPU asynchronously, through pinned memory."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
@@ -159,9 +174,15 @@ class _Arrays:
 
 
 def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of uint8 images (N, C, H, W) by channel, in units of 255; float32 (C,) each.
+    """Per-channel mean and standard deviation of images.
 
-    Counted from the 256 grey levels, so that no floating-point copy of the images is made.
+    They are computed from a histogram of the 256 grey levels, so no floating-point copy of the images is made.
+
+    Args:
+        x: uint8, (N, C, H, W).
+
+    Returns:
+        Mean and standard deviation, float32 (C,) each, in units of 255.
     """
     levels = torch.arange(256, dtype=torch.float64) / 255.0
     counts = torch.stack([torch.bincount(x[:, c].flatten(), minlength=256) for c in range(x.shape[1])]).double()
@@ -172,7 +193,7 @@ def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Shift every image of ``x`` (B, C, H, W) by up to ``padding`` pixels each way; what enters is zero."""
+    """Shift every image of ``x`` (B, C, H, W) by up to ``padding`` pixels in each direction, with zero padding."""
     b, _, h, w = x.shape
     padded = F.pad(x, (padding,) * 4)
     top, left = to_device(torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator), x.device)
@@ -183,7 +204,7 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 
 def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror every image of ``x`` (B, C, H, W) left to right with probability one half."""
+    """Flip every image of ``x`` (B, C, H, W) horizontally with probability 1/2."""
     flip = to_device(torch.rand(len(x), generator=generator) < 0.5, x.device)
     return torch.where(flip[:, None, None, None], x.flip(3), x)
 
@@ -216,7 +237,7 @@ class _Folder:
         self.test = _Files(data.test, create_transform(**common, is_training=False), run.corrupt)
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
-        # One seed an image: what an image looks like does not depend on which worker decodes it.
+        # One seed per image: its augmentation does not depend on which worker decodes it.
         plan = [
             [(int(i), _key(key, j)) for j, i in enumerate(indices)] for indices, key in zip(chosen, keys, strict=True)
         ]
@@ -232,7 +253,7 @@ class _Folder:
             num_workers=self.run.num_workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(0),  # else the loader draws from PyTorch's own generator
+            generator=torch.Generator().manual_seed(0),  # else the loader uses PyTorch's global generator
         )
         for x, y, skipped in loader:
             self.skipped += skipped

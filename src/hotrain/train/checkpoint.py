@@ -1,7 +1,7 @@
-"""Checkpoints: written atomically with a checksum, read without executing code, refused early when they do not fit.
+"""Checkpoints: written atomically with a checksum, read with ``weights_only=True``, checked against the run.
 
-A file is what ``torch.save`` writes, followed by one line with the SHA-256 of all bytes before it. ``torch.load`` reads
-such a file too. Nothing of it is unpickled before the checksum is verified.
+A file is the output of ``torch.save``, followed by one line with the SHA-256 of all bytes before it. ``torch.load``
+reads such a file too. Nothing is unpickled before the checksum is verified.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FREE = {
 
 
 class _Hashed:
-    """A file that hashes what is written, and remembers an error that PyTorch's writer replaces by one of its own."""
+    """File that hashes what is written, and keeps the OSError that PyTorch's writer replaces by a RuntimeError."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.sha = file, hashlib.sha256()
@@ -54,10 +54,14 @@ class _Hashed:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write ``state`` so that ``path`` is at every moment either the old checkpoint or the new one, complete.
+    """Write a checkpoint atomically: ``path`` is always either the old checkpoint or the new one, complete.
+
+    Args:
+        state: what :func:`load` returns again: tensors and plain values.
+        path: the file; its folder is created.
 
     Raises:
-        OSError: it cannot be written, for instance because the disk is full. The old checkpoint stays.
+        OSError: the file cannot be written, for instance because the disk is full. The old checkpoint stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -83,16 +87,16 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what writers that were killed left in a run's folder. Only for the process that holds its lock."""
+    """Remove temporary files of killed processes from a run's folder. Only for the process that holds its lock."""
     for left in folder.glob(f"{FILE}.*.tmp"):
         left.unlink(missing_ok=True)
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint's file, of a file or the folder of a run.
+    """Resolve a checkpoint file, or the folder of a run, to the checkpoint file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such file.
     """
     file = Path(path)
     if file.is_dir():
@@ -103,11 +107,17 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU. ``path`` is the file or the run's folder.
+    """Read a checkpoint onto the CPU.
+
+    Args:
+        path: the file or the run's folder.
+
+    Returns:
+        The ``state`` that :func:`save` wrote, with its ``format``.
 
     Raises:
-        ValueError: no such file, one that is truncated or changed in a single bit, one of another program or format,
-            one whose fields are missing or of another type, or whose run_id is not a plain name.
+        ValueError: no such file; a file that is truncated, damaged, or of another program or format; fields that are
+            missing or of another type; a run_id that is not a plain name.
     """
     file = find(path)
     try:
@@ -118,8 +128,8 @@ def load(path: str | Path) -> dict[str, Any]:
             except MemoryError:
                 raise
             except Exception:
-                # Its bytes are as they were written, so another program wrote them. PyTorch's message would advise
-                # to load the file without protection.
+                # The checksum is right, so another program wrote the file. PyTorch's message would advise to load it
+                # with weights_only=False.
                 raise ValueError(f"resume: {file} is not a checkpoint of hotrain's trainer") from None
     except OSError as error:
         raise ValueError(f"resume: {file} cannot be read ({error.strerror})") from error
@@ -132,11 +142,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def _verify(stream: BinaryIO, file: Path) -> None:
-    """Compare the checksum; leave ``stream`` at its beginning.
-
-    Raises:
-        ValueError: it is absent or another.
-    """
+    """Verify the checksum (ValueError if it is missing or wrong) and rewind ``stream``."""
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _TAIL))
     tail = stream.read()
@@ -208,11 +214,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _check_fields(state: dict[str, Any], file: Path) -> None:
-    """Refuse a state with a field missing or of a form that the trainer never writes.
-
-    Raises:
-        ValueError: naming the field.
-    """
+    """Check that every field is present and of the form that the trainer writes (ValueError names it)."""
     missing = [name for name in _FIELDS if name not in state]
     if missing:
         raise ValueError(f"resume: {file} is not a complete checkpoint: it has no {', '.join(missing)}")
@@ -226,10 +228,13 @@ def _check_fields(state: dict[str, Any], file: Path) -> None:
 
 @contextlib.contextmanager
 def restoring(part: str) -> Iterator[None]:
-    """Turn whatever a ``part`` of another form raises while it is restored into one line.
+    """Context in which one part of a checkpoint is restored: its errors become one ValueError.
+
+    Args:
+        part: name of the part, for the message.
 
     Raises:
-        ValueError: naming the part.
+        ValueError: the part cannot be restored.
     """
     try:
         yield
@@ -239,10 +244,13 @@ def restoring(part: str) -> Iterator[None]:
 
 
 def saved_run(path: str | Path) -> TrainRun:
-    """The run that a checkpoint belongs to, for continuing it without naming its recipe.
+    """Return the run of a checkpoint, to resume it without naming its recipe.
 
-    Its ``out_dir`` is where the checkpoint is now: with ``train(saved_run(path), resume=path)`` the run goes on in the
-    folder of its checkpoint, also when that was moved or renamed.
+    Its ``out_dir`` is where the checkpoint is now: with ``train(saved_run(path), resume=path)`` the run continues in
+    the folder of its checkpoint, even if that was moved or renamed.
+
+    Args:
+        path: the checkpoint file or the run's folder.
 
     Raises:
         ValueError: as :func:`load`.
@@ -251,7 +259,11 @@ def saved_run(path: str | Path) -> TrainRun:
 
 
 def run_of(state: dict[str, Any], file: Path) -> TrainRun:
-    """:func:`saved_run` of a loaded ``state`` and its ``file``.
+    """Return the run of a checkpoint that is loaded already, as :func:`saved_run`.
+
+    Args:
+        state: what :func:`load` returned.
+        file: the file it was read from.
 
     Raises:
         ValueError: a run with unknown fields or bad values.
@@ -266,7 +278,7 @@ def _run(state: dict[str, Any]) -> TrainRun:
 
 
 def folder_of(run: TrainRun, state: dict[str, Any], file: Path) -> Path:
-    """Where ``run`` goes on: in the checkpoint's own folder if that is in ``out_dir``, else in one of its run_id."""
+    """Folder in which ``run`` continues: the checkpoint's own if that is in ``out_dir``, else one named by run_id."""
     out = Path(run.out_dir)
     if file.name == FILE and file.absolute().parent.parent.resolve() == out.resolve():
         return out / file.absolute().parent.name
@@ -274,16 +286,16 @@ def folder_of(run: TrainRun, state: dict[str, Any], file: Path) -> Path:
 
 
 def differences(run: TrainRun, other: TrainRun) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two runs compute something else, with the values of both."""
+    """Return the fields that differ and change what is computed, each with the values of ``run`` and ``other``."""
     now, then = run.to_dict(), other.to_dict()
     return {k: (now[k], then[k]) for k in now if k not in _FREE and now[k] != then[k]}
 
 
 def check_same_run(run: TrainRun, state: dict[str, Any]) -> None:
-    """Refuse to continue a checkpoint with a run that computes something else.
+    """Check that ``run`` computes the same as the run of the checkpoint ``state``.
 
     Raises:
-        ValueError: naming the first differing fields with both values.
+        ValueError: they differ; the message names the first differing fields with both values.
     """
     different = list(differences(run, _run(state)).items())
     if different:
@@ -294,10 +306,10 @@ def check_same_run(run: TrainRun, state: dict[str, Any]) -> None:
 
 
 def check_same_weights(model: torch.nn.Module, saved: dict[str, Any]) -> None:
-    """Refuse weights of another model, or ones that no training goes on from.
+    """Check that the state dict ``saved`` fits ``model`` and that its parameters are finite.
 
     Raises:
-        ValueError: naming an entry that is missing, unknown, of another shape or dtype, or not finite.
+        ValueError: an entry that is missing, unknown, of another shape or dtype, or not finite.
     """
     own = model.state_dict()
     for name, value in saved.items():

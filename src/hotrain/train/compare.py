@@ -1,4 +1,4 @@
-"""Several methods under the same seeds, initial weights and batches: one table."""
+"""Comparison of methods: training runs with the same seeds, initial weights and batches, and their summary table."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Comparison:
     """The outcome of :func:`compare`.
 
     Args:
-        rows: a row a finished cell: model, method, seed, accuracy (percent), saved_bytes, bit_ops, step_ms.
-        failures: a row a cell that raised: model, method, seed, error.
-        results: the finished cells in full, without their models.
+        rows: one row per finished cell (a run of one method and seed): model, method, seed, accuracy (percent),
+            saved_bytes, bit_ops, step_ms, layers.
+        failures: one row per cell that raised: model, method, seed, error.
+        results: the complete results of the finished cells, without their models.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -37,10 +38,12 @@ class Comparison:
     results: list[Result] = field(default_factory=list)
 
     def summary(self) -> list[dict[str, Any]]:
-        """A row a model and method: mean accuracy, its standard deviation over seeds, the gap to exact, costs.
+        """Summarize the rows over seeds.
 
-        ``gap`` is the mean of the differences to exact with the same seed, ``gap_spread`` their standard deviation
-        (None with one seed); both are None without a finished exact run of a common seed.
+        Returns:
+            One row per model and method: accuracy (mean, percent) and its standard deviation ``spread``, the ``gap`` to
+            exact, and costs. ``gap`` is the mean of the differences to exact with the same seed, ``gap_spread`` their
+            standard deviation (None with one seed); both are None without a finished exact run of a common seed.
         """
         out = []
         for model, method in dict.fromkeys((r["model"], r["method"]) for r in [*self.rows, *self.failures]):
@@ -92,7 +95,7 @@ class Comparison:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Rows, failures and summary as JSON text."""
+        """Return rows, failures and summary as JSON text."""
         return json.dumps(
             {"rows": self.rows, "failures": self.failures, "summary": self.summary()}, indent=1, allow_nan=False
         )
@@ -115,22 +118,22 @@ def compare(
 ) -> Comparison:
     """Train ``run`` with every method under every seed.
 
-    Within a seed all methods start from the same weights and see the same images. Data, model and optimizer are
-    looked at before the first cell. A cell that raises is reported in ``failures`` and the others go on; only Ctrl-C
+    With the same seed all methods start from the same weights and see the same images. Data, model and optimizer are
+    checked before the first run. A run that raises is reported in ``failures`` and the others continue; only Ctrl-C
     stops the comparison.
 
     Args:
         methods: presets, ``"name:field=value+field=value"`` strings (see :func:`parse_method`) or Methods. The
             run's own ``method`` and ``method_overrides`` are not used.
-        seeds: one run a method and seed.
-        finished: records of earlier cells by method label and seed (:func:`finished_cells`). They are not trained
-            again, and take part in rows, results and summary. None for a cell is the same as leaving it out.
+        seeds: one run is trained per method and seed.
+        finished: records of earlier runs by method label and seed (:func:`finished_cells`). They are not trained
+            again, and are part of rows, results and summary. A value of None is ignored.
         on_progress: as for :func:`train`.
-        on_result: called after each cell that was trained here.
+        on_result: called after each run that was trained by this call.
 
     Raises:
-        ValueError, RuntimeError: no method, no seed, a method named twice, or one that is unknown or badly overridden;
-            data, model, device or optimizer that are not there (before any training).
+        ValueError, RuntimeError: no method, no seed, a method named twice, an unknown method or override; data, model,
+            device or optimizer that are not available (before any training).
     """
     variants = [_variant(run, method) for method in methods]
     labels = [v.method_label for v in variants]
@@ -141,7 +144,7 @@ def compare(
         raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
     known = {cell: row for cell, row in (finished or {}).items() if row is not None}
     if any((label, seed) not in known for label in labels for seed in seeds):
-        _look_at(run)
+        _check_parts(run)
     comparison = Comparison()
     for seed in seeds:
         for variant in variants:
@@ -170,10 +173,12 @@ def compare(
 
 
 def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
-    """The finished runs in ``run.out_dir`` that differ from ``run`` only in method and seed, for :func:`compare`.
+    """Read the finished runs in ``run.out_dir`` that differ from ``run`` only in method and seed, for :func:`compare`.
 
-    The last record of a method and seed counts. Records of earlier versions, which do not say all that was trained,
-    are left out.
+    Records of earlier versions are ignored: they do not contain the whole configuration.
+
+    Returns:
+        The last record by method label and seed.
     """
     found = {}
     for row in record.read(Path(run.out_dir) / record.RUNS):
@@ -186,14 +191,14 @@ def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
-def _look_at(run: TrainRun) -> None:
-    """Raise what every cell would raise: data, model, device or optimizer that are not there."""
+def _check_parts(run: TrainRun) -> None:
+    """Build data, model and optimizer once, so that what is not available raises before any training."""
     setup = build(replace(run, method="exact", method_overrides={}))
     create_optimizer(run, setup.model)
 
 
 def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
-    """The result that a record tells of, without its model."""
+    """Make a Result from a record, without its model."""
     names = ("run_id", "history", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
     out = Path(run.out_dir)
     return Result(

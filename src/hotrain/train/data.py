@@ -1,7 +1,7 @@
-"""Data sets by name or path, checked before any work: what is wrong, and where, is said here and not in step 900.
+"""Data sets by name or path, checked when they are loaded.
 
-Two kinds come out of :func:`load_data`. :class:`ArrayData` holds small images as uint8 arrays; the loop keeps them
-on the device and augments them there. :class:`FolderData` lists image files; they are decoded by worker processes.
+:func:`load_data` returns one of two kinds. :class:`ArrayData` holds small images as uint8 arrays; they are kept on the
+device and augmented there. :class:`FolderData` lists image files; worker processes decode them.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class ArrayData:
 
     @property
     def channels(self) -> int:
+        """Number of channels."""
         return self.x_train.shape[1]
 
     @property
@@ -76,14 +77,20 @@ class ArrayData:
 
     @property
     def train_size(self) -> int:
+        """Number of training images."""
         return len(self.x_train)
 
 
 @dataclass(frozen=True)
 class FolderData:
-    """Image files by class. ``train`` and ``test`` are ``(path, label)`` pairs; labels are the sorted class folders.
+    """Image files by class.
 
-    ``skipped`` counts the files left out because they cannot be decoded (``corrupt="skip"``).
+    Args:
+        train, test: ``(path, label)`` pairs.
+        classes: names of the class folders, sorted, in label order.
+        skipped: number of files left out because they cannot be decoded (``corrupt="skip"``).
+        channels: number of channels of a decoded image.
+        image_size: side in pixels that images are resized to, unless the run says otherwise.
     """
 
     train: tuple[tuple[str, int], ...]
@@ -95,6 +102,7 @@ class FolderData:
 
     @property
     def train_size(self) -> int:
+        """Number of training images."""
         return len(self.train)
 
 
@@ -104,7 +112,7 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
     Args:
         name: ``cifar10`` or ``cifar100`` (through torchvision, downloaded into ``data_dir`` when absent),
             ``digits`` (scikit-learn's 1,797 real 8×8 images, offline), a folder with ``train/`` and ``val/`` or
-            ``test/``, each with a folder a class, or an ``.npz`` file with ``x_train, y_train, x_test, y_test``.
+            ``test/``, each with one folder per class, or an ``.npz`` file with ``x_train, y_train, x_test, y_test``.
         corrupt: ``refuse`` or ``skip`` image files that cannot be decoded. Folders of up to ``CHECKED_FILES`` files
             are decoded once before the run; in larger ones a bad file shows when its batch is read.
 
@@ -132,10 +140,15 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
 
 
 def check_labels(y: Tensor, classes: int, where: str) -> None:
-    """Refuse labels outside ``[0, classes)``.
+    """Check that all labels are in ``[0, classes)``.
+
+    Args:
+        y: integer labels, (N,).
+        classes: number of classes.
+        where: name of the array, for the message.
 
     Raises:
-        ValueError: naming the first bad label, its index and how many there are.
+        ValueError: a label is out of range; the message gives the first one, its index and how many there are.
     """
     bad = ((y < 0) | (y >= classes)).nonzero().flatten()
     if len(bad):
@@ -182,12 +195,11 @@ def load_npz(path: Path) -> ArrayData:
     """Read ``x_train, y_train, x_test, y_test`` (and optional ``classes``): uint8 NHWC or NCHW, integer labels.
 
     Greyscale images may leave out the channel axis. Other arrays of the file are not read. Without ``classes`` the
-    labels are the classes: 0 to the largest one of the training images. Classes without a training image are said in
-    a warning.
+    classes are 0 to the largest training label. Classes without a training image cause a warning.
 
     Raises:
-        ValueError: a missing or unreadable file, a missing array, one that is not as described, or more than this
-            machine's memory.
+        ValueError: a missing or unreadable file, a missing array, one that is not as described, or arrays larger than
+            this machine's memory.
     """
     if not path.is_file():
         raise ValueError(f"data: no file {str(path)!r}")
@@ -217,11 +229,11 @@ def load_npz(path: Path) -> ArrayData:
     x_train, x_test = _nchw(arrays["x_train"]), _nchw(arrays["x_test"])
     y_train, y_test = (_int64(arrays[k]).reshape(-1) for k in ("y_train", "y_test"))
     data = _from_numpy((x_train, y_train, x_test, y_test), classes)
-    _tell_gaps(data.y_train, data.classes, str(path))
+    _warn_of_empty_classes(data.y_train, data.classes, str(path))
     return data
 
 
-_BOMB = 20  # times that images are never compressed by; some machines say that they have less memory than they have
+_MAX_RATIO = 20  # above any compression ratio of images; some machines report less memory than they have
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -230,31 +242,27 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -
         try:
             return np.lib.format.read_array(stream, allow_pickle=False)
         except (ValueError, MemoryError) as error:
-            if "pickle" in str(error):  # NumPy would advise to load it without protection
+            if "pickle" in str(error):  # NumPy would advise allow_pickle=True
                 error = ValueError("it holds Python objects")
             reason = " ".join(str(error).split())
             raise ValueError(f"data: {path}: {member.filename} cannot be read as an array ({reason})") from None
 
 
 def _int64(y: np.ndarray) -> np.ndarray:
-    """``y`` as int64. What does not fit becomes the largest int64, which ``check_labels`` refuses."""
+    """Convert labels to int64. A value too large becomes the largest int64, which ``check_labels`` refuses."""
     return (np.minimum(y, np.uint64(2**63 - 1)) if y.dtype == np.uint64 else y).astype(np.int64)
 
 
 def _check_size(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Refuse arrays that unpack to far more than the file, and to more than the machine's memory."""
+    """Refuse arrays that decompress to more than the machine's memory and to far more than the file."""
     need, packed = sum(info.file_size for info in members), sum(info.compress_size for info in members)
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > max(have, _BOMB * packed):
+    if need > max(have, _MAX_RATIO * packed):
         raise ValueError(f"data: {path} unpacks to {need / 2**30:,.1f} GiB, this machine has {have / 2**30:,.1f} GiB")
 
 
 def _count_classes(y: np.ndarray, where: str) -> int:
-    """One more than the largest label.
-
-    Raises:
-        ValueError: no label, or more classes than there are images.
-    """
+    """Return the largest label plus one (ValueError: no label, or more classes than images)."""
     if y.size == 0:
         raise ValueError(f"{where}: the split is empty")
     index = int(y.argmax())
@@ -267,8 +275,8 @@ def _count_classes(y: np.ndarray, where: str) -> int:
     return count
 
 
-def _tell_gaps(y: Tensor, classes: Sequence[str], where: str) -> None:
-    """Warn of classes that no training image has."""
+def _warn_of_empty_classes(y: Tensor, classes: Sequence[str], where: str) -> None:
+    """Warn of classes without a training image."""
     empty = (y[y >= 0].bincount(minlength=len(classes)) == 0).nonzero().flatten().tolist()
     if empty:
         some = ", ".join(repr(classes[i]) for i in empty[:3]) + (", …" if len(empty) > 3 else "")
@@ -283,7 +291,7 @@ def _from_numpy(arrays: tuple[np.ndarray, ...], classes: Iterable[object]) -> Ar
 
 
 def _nchw(x: np.ndarray) -> np.ndarray:
-    """``x`` (N, H, W), NHWC or NCHW as contiguous NCHW. The axis of size 1 or 3 is the channel; NHWC if both are."""
+    """Bring (N, H, W), NHWC or NCHW to contiguous NCHW; NHWC if the last axis can be the channel (size 1, 3, 4)."""
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[3] in (1, 3, 4):
@@ -292,14 +300,18 @@ def _nchw(x: np.ndarray) -> np.ndarray:
 
 
 def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
-    """List ``root/train/CLASS/*`` and ``root/val`` or ``root/test`` likewise; decode the files once if few.
+    """List the image files of ``root/train/CLASS/*`` and, likewise, ``root/val`` or ``root/test``.
 
-    Only files that are directly in a class folder are read; folders within one, and classes without a training image,
-    are said in a warning. Links are followed.
+    Up to ``CHECKED_FILES`` files per split are decoded once, as a check. Only files directly in a class folder are
+    read; nested folders, and classes without a training image, cause a warning. Links are followed.
+
+    Args:
+        root: the folder of the data set.
+        corrupt: ``refuse`` or ``skip`` files that cannot be decoded.
 
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the
-            training split lacks, a class folder that is given twice or is a link to a folder that it is in, an empty
+            training split does not have, a class folder given twice or linked to a folder that contains it, an empty
             split, or (``corrupt="refuse"``) a file that cannot be decoded.
     """
     train, test = root / "train", next((root / s for s in ("val", "test") if (root / s).is_dir()), None)
@@ -325,12 +337,12 @@ def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
         if not readable:
             raise ValueError(f"data: no images in the class folders of {folder}")
         found.append(tuple(readable))
-    _tell_gaps(torch.tensor([label for _, label in found[0]]), classes, str(train))
+    _warn_of_empty_classes(torch.tensor([label for _, label in found[0]]), classes, str(train))
     return FolderData(found[0], found[1], tuple(classes), skipped)
 
 
 def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
-    """The image files that are directly in the class folders of ``split``, with their labels, in natural order."""
+    """List the image files directly in the class folders of ``split``, with their labels, in natural order."""
     ensure_torchvision()
     from timm.data.readers.img_extensions import get_img_extensions
     from timm.utils.misc import natural_key
@@ -362,10 +374,17 @@ def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def open_image(path: str, corrupt: str = "refuse") -> Image.Image | None:
-    """Decode one file to RGB; None for a file that cannot be decoded when ``corrupt`` is ``skip``.
+    """Decode one image file to RGB.
+
+    Args:
+        path: the file.
+        corrupt: ``refuse`` or ``skip`` a file that cannot be decoded.
+
+    Returns:
+        The image; None for a file that cannot be decoded with ``corrupt="skip"``.
 
     Raises:
-        ValueError: such a file when ``corrupt`` is ``refuse``.
+        ValueError: a file that cannot be decoded with ``corrupt="refuse"``.
     """
     from PIL import Image
 

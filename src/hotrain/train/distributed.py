@@ -1,4 +1,4 @@
-"""The little that distributed training needs here: who am I, one process writes, sums over all processes."""
+"""Distributed training: rank, world size and device of this process, and collectives over the process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from hotrain.train.models import resolve_device
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the run. ``world`` is 1 outside of torchrun."""
+    """The processes of a run, as one of them sees them.
+
+    Args:
+        rank: index of this process.
+        world: number of processes; 1 outside of torchrun.
+        device: device of this process.
+    """
 
     rank: int = 0
     world: int = 1
@@ -29,13 +35,13 @@ class Processes:
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
-        """The element-wise sum of ``values`` over all processes."""
+        """Sum ``values`` element-wise over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every process, by rank."""
+        """Return the ``value`` of every process, by rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -43,12 +49,12 @@ class Processes:
         return values
 
     def wait(self) -> None:
-        """Go on when every process has come here."""
+        """Wait until every process has reached this call (a barrier)."""
         if self.world > 1:
             dist.barrier()
 
     def first(self, value: Any) -> Any:
-        """``value`` of process 0."""
+        """Return the ``value`` of process 0."""
         if self.world == 1:
             return value
         values = [value]
@@ -58,10 +64,13 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[Processes]:
-    """Join the process group when torchrun started us (``RANK`` is set), and leave it if we joined it.
+    """Join torchrun's process group if there is one (``RANK`` is set), and leave it afterwards if it was joined here.
+
+    Args:
+        device: as for :func:`hotrain.train.models.resolve_device`; of several processes each takes its ``LOCAL_RANK``.
 
     Raises:
-        ValueError: a CUDA device that is not there.
+        ValueError: a CUDA device that is not available.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(device=resolve_device(device))

@@ -1,8 +1,8 @@
-"""The training loop: one function, one state object, from the first update to the record.
+"""The training loop: updates, evaluation, checkpoints, resume and the record of a run.
 
-What makes a resumed run equal to an uninterrupted one, bit for bit: batches are functions of (seed, epoch, batch);
-everything else that changes is in :meth:`Training.state_dict`; and a checkpoint is only taken between updates.
-On CUDA add ``deterministic=True``, since some of its kernels add in a varying order otherwise.
+A resumed run equals an uninterrupted one bit for bit: batches are functions of (seed, epoch, batch); all other state is
+in :meth:`Training.state_dict`; and checkpoints are written only between updates. On CUDA this needs
+``deterministic=True``, because some CUDA kernels sum in a varying order.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.run import TrainRun
 from hotrain.train.setup import Setup, autocast, build, training_batches
 
-WATCH = 20  # updates between two looks at the loss on a GPU
-SCALE_FLOOR = 2.0**-14  # fp16's smallest normal number: below it the loss scale itself is lost
+WATCH = 20  # updates between two checks of the loss on a GPU
+SCALE_FLOOR = 2.0**-14  # fp16's smallest normal number, below which the loss scale itself underflows
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM during a run. Says after which update, and how to resume.
+    """Ctrl-C or SIGTERM during a run. The message says after which update, and how to resume.
 
     Args:
-        message: what was kept and how to go on.
-        checkpoint: the last checkpoint, None if there is none (only after a second signal, which stops at once).
-        number: of the signal, such as ``signal.SIGINT``; a program exits with 128 + number.
+        message: what was saved and how to resume.
+        checkpoint: the last checkpoint; None if there is none (only after a second signal, which stops at once).
+        number: number of the signal, such as ``signal.SIGINT``; a program exits with 128 + number.
     """
 
     def __init__(self, message: str, checkpoint: Path | None, number: int) -> None:
@@ -58,29 +58,34 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Diverged(RuntimeError):
-    """The loss or a weight became NaN or infinite, or fp16's loss scale fell to nothing."""
+    """The loss or a weight became NaN or infinite, or fp16's loss scale fell below ``SCALE_FLOOR``."""
 
 
 class NotSaved(OSError):
-    """A checkpoint could not be written. Says why, and which one is good."""
+    """A checkpoint could not be written. The message gives the reason and the last good checkpoint."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        history: a row an epoch: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
+        run: the run.
+        run_id: name of its folder.
+        history: one row per epoch: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
         accuracy, best_accuracy: percent of the test images, of the last epoch and the best one. With ``ema`` of the
             averaged weights. None if no epoch was finished.
-        saved_bytes: kept by autograd between forward and backward for one batch (``audit``).
+        saved_bytes: bytes that autograd saves between forward and backward for one batch (``audit``).
         bit_ops: bit operations of one forward and backward of one batch (``audit``).
         step_ms: median milliseconds of an update, from its batches on the device to the optimizer's step.
-        updates: optimizer updates made by this call; 0 where the resumed run was finished already.
-        peak_bytes: PyTorch's peak on a CUDA device, else None.
-        layers: what the layers did in the last step, read off the model (`hotrain.ConversionReport.ran`); None: exact.
+        images_per_second: training images per second at that step time.
+        peak_bytes: PyTorch's peak allocation on a CUDA device, else None.
+        seconds: wall time over all parts of the run.
         finished: False after ``stop_after``.
-        record_path: the ``runs.jsonl`` that holds the run's record.
+        record_path: the ``runs.jsonl`` with the run's record.
+        checkpoint_path: the last checkpoint.
+        layers: what the layers did in the last step (`hotrain.ConversionReport.ran`); None: exact.
+        updates: optimizer updates made by this call; 0 where the resumed run was finished already.
         model: the trained model, with its converted layers.
     """
 
@@ -111,22 +116,25 @@ def train(
     on_progress: OnProgress | None = None,
     on_start: Callable[[Setup], None] | None = None,
 ) -> Result:
-    """Train as ``run`` describes; write checkpoints and a history to ``<out_dir>/<run_id>/``, a record beside it.
+    """Train as ``run`` describes; write checkpoints and history to ``<out_dir>/<run_id>/``, a record to ``<out_dir>``.
 
     Args:
-        run: what to train. None goes on with the checkpoint's own run, in the folder in which it lies
+        run: what to train. None continues the checkpoint's own run, in the folder that the checkpoint is in
             (:func:`saved_run`).
         resume: a checkpoint or the folder of an earlier run, continued bit for bit. A run that is finished is
             returned as it is.
         stop_after: stop after so many updates of the run, as if interrupted, but return.
-        on_progress: called on process 0 after every update, which waits for the device to have done it; None shows a
-            progress bar. `silent` is not called, and nothing waits.
+        on_progress: called on process 0 after every update, with a synchronization of the device; None shows a
+            progress bar; with `silent` there is neither a call nor a synchronization.
         on_start: called on process 0 with the parts of the run, when they are built.
+
+    Returns:
+        The result of the run, on every process.
 
     Raises:
         ValueError, RuntimeError: a checkpoint that does not fit (before anything else), a run that another process is
             training, or whatever :func:`hotrain.train.setup.build` refuses.
-        Diverged: the loss is not finite; the last checkpoint is from before.
+        Diverged: the loss is not finite; the last checkpoint was written before.
         NotSaved: a checkpoint could not be written, for instance because the disk is full.
         Interrupted: Ctrl-C or SIGTERM, after a checkpoint was written. A second Ctrl-C stops at once.
     """
@@ -181,7 +189,7 @@ def train(
 
 
 def _finished_record(run_id: str, file: Path) -> Path | None:
-    """The ``runs.jsonl`` beside the folder of a checkpoint, if it says that this run is finished."""
+    """The ``runs.jsonl`` next to the folder of a checkpoint, if it has a record of this run as finished."""
     path = file.absolute().parent.parent / record.RUNS
     done = any(row.get("run_id") == run_id and row.get("status") == "finished" for row in record.read(path))
     return path if done else None
@@ -221,7 +229,14 @@ def _epochs(
 
 
 class Training:
-    """Everything that changes while a run trains."""
+    """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
+
+    Args:
+        run: what to train.
+        setup: its parts.
+        ranks: the processes of the run.
+        saved: state of a checkpoint to continue; None: a new run.
+    """
 
     def __init__(self, run: TrainRun, setup: Setup, ranks: Processes, saved: dict[str, Any] | None) -> None:
         from timm.data import Mixup
@@ -285,7 +300,7 @@ class Training:
         self.folder = Path(run.out_dir) / self.run_id
         self.saved_at = self.update
         self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
-        self.watched = _Watched(self.device)
+        self.watched = _DelayedRead(self.device)
         if run.audit and self.saved_bytes is None:
             self._audit()
 
@@ -301,15 +316,16 @@ class Training:
 
     @property
     def checkpoint_path(self) -> Path:
+        """The checkpoint file in the run's folder."""
         return self.folder / checkpoint.FILE
 
     def open_folder(self) -> None:
-        """Make the run's folder as of this update; only for the process that holds its lock."""
+        """Bring the files of the run's folder to this update. Only for the process that holds its lock."""
         checkpoint.remove_temporaries(self.folder)
         record.rewrite(self.folder / record.METRICS, self.history)
 
     def start_epoch(self, epoch: int) -> None:
-        """Bits and scales of the epoch; also on entering an epoch in its middle after a resume."""
+        """Apply the bit schedule and calibration of the epoch; also when a resume starts within an epoch."""
         self.model.train()
         if self.bit_schedule is not None:
             self.bit_schedule.apply(self.model, epoch)
@@ -323,7 +339,7 @@ class Training:
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
-        """One update: forward and backward of each batch, then filter, clip, optimizer, schedule, average."""
+        """One update: forward and backward of each batch, Grokfast, clipping, optimizer, schedule and EMA."""
         run = self.run
         self.between_updates = False
         self.timer.start()
@@ -370,10 +386,10 @@ class Training:
             self.bit_ops = hotrain.cost(self.model, x).bit_ops_total
 
     def mean_loss(self) -> float:
-        """The mean training loss of this epoch so far.
+        """Return the mean training loss of this epoch so far; synchronizes with the device.
 
         Raises:
-            Diverged: it is not finite (fp16 skips single such updates, so only bf16 and fp32 stop here).
+            Diverged: it is not finite (fp16 skips such updates, so only bf16 and fp32 stop here).
         """
         loss = float(self.loss_sum) / max(1, self.loss_count)
         if not math.isfinite(loss) and self.run.amp != "fp16":
@@ -393,9 +409,9 @@ class Training:
         return f"the checkpoint of update {self.good[0]} is good: {self.good[1]}"
 
     def watch(self) -> None:
-        """Look for a run that has diverged, without waiting for the device.
+        """Check for divergence without synchronizing with the device.
 
-        A processor's loss is read at every update; a GPU's is read every ``WATCH`` updates, as it was that long ago.
+        On a CPU the loss is read at every update; on a GPU every ``WATCH`` updates, as it was at the previous check.
 
         Raises:
             Diverged: the loss was not finite, or fp16's loss scale is below ``SCALE_FLOOR``.
@@ -411,7 +427,11 @@ class Training:
             raise self._diverged(f"fp16's loss scale fell to {seen[1]:.0e}, as update after update overflows,")
 
     def finish_epoch(self, epoch: int) -> None:
-        """Evaluate and add a row to the history, in memory and on disk."""
+        """Evaluate and append a row to the history, in memory and on disk.
+
+        Raises:
+            Diverged: the losses are not finite.
+        """
         totals = self.ranks.total(
             torch.tensor([float(self.loss_sum), self.loss_count], dtype=torch.float64, device=self._sum_device)
         )
@@ -440,7 +460,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float | None, float]:
-        """Mean cross-entropy and accuracy in percent over the test images of all processes."""
+        """Return mean cross-entropy and accuracy in percent over the test images of all processes."""
         was_training = model.training
         model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -455,11 +475,11 @@ class Training:
         return _finite(loss / count), 100.0 * correct / count
 
     def seconds(self) -> float:
-        """Wall time of the run over all its parts."""
+        """Return the wall time of the run over all its parts."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def progress(self, accuracy: float | None = None) -> Progress:
-        """The state as reported; reads the loss from the device."""
+        """Return what is reported after an update; synchronizes with the device to read the loss."""
         loss = self.mean_loss() if accuracy is None else self.history[-1]["train_loss"] or math.nan
         elapsed = time.perf_counter() - self.started
         done = self.update - self.started_at
@@ -481,11 +501,11 @@ class Training:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def save(self) -> None:
-        """Write the checkpoint (process 0, with every process's generators).
+        """Write the checkpoint (on process 0, with every process's generator states).
 
         Raises:
-            Diverged: the loss or a weight is not finite; the checkpoint before stays.
-            NotSaved: the file cannot be written; the checkpoint before stays.
+            Diverged: the loss or a weight is not finite; the previous checkpoint stays.
+            NotSaved: the file cannot be written; the previous checkpoint stays.
         """
         self.mean_loss()
         if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
@@ -510,9 +530,9 @@ class Training:
         )
 
     def rescue(self, failure: Exception) -> None:
-        """After a ``failure`` that is not of the weights or the disk, keep what was trained since the last checkpoint.
+        """After a ``failure`` other than `Diverged` and `NotSaved`, save what was trained since the last checkpoint.
 
-        One process of several cannot: the others wait elsewhere.
+        Only in single-process runs: the other processes would not take part.
         """
         due = self.between_updates and self.update > self.saved_at and self.ranks.world == 1
         if due and not isinstance(failure, (Diverged, NotSaved)):
@@ -522,7 +542,7 @@ class Training:
                 failure.add_note(str(second))
 
     def stopped(self, number: int) -> Interrupted:
-        """What to raise after the update in which signal ``number`` came, when its checkpoint is written."""
+        """Make the exception for signal ``number``, after the update is finished and its checkpoint written."""
         return Interrupted(
             f"stopped by {signal.Signals(number).name} after update {self.update}; nothing is lost. "
             f"Continue with --resume {self.checkpoint_path}",
@@ -531,14 +551,14 @@ class Training:
         )
 
     def stopped_at_once(self) -> Interrupted:
-        """What to raise after a second Ctrl-C, which may have come within an update."""
+        """Make the exception for a second Ctrl-C, which may come within an update."""
         how = "nothing was kept" if self.good is None else f"continue after update {self.good[0]} with --resume"
         path = None if self.good is None else self.good[1]
         message = f"stopped at once, at update {self.update}; {how}" + (f" {path}" if path else "")
         return Interrupted(message, path, signal.SIGINT)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, as tensors and plain values."""
+        """Return all state that the rest of the run depends on, as tensors and plain values."""
         return {
             "run": self.run.to_dict(),
             "run_id": self.run_id,
@@ -560,11 +580,11 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Restore the state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: a checkpoint written by another number of processes, of an update that the run does not have,
-                or with a part that does not fit.
+            ValueError: the checkpoint is of another number of processes or of an update beyond the run's last, or a
+                part of it does not fit.
         """
         if state["update"] > self.updates:
             raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
@@ -604,6 +624,7 @@ class Training:
             set_rng_state(state["rng"][self.ranks.rank])
 
     def result(self, finished: bool) -> Result:
+        """Return the result as of this update."""
         accuracies = [row["accuracy"] for row in self.history]
         step_ms = self.timer.median_ms()
         images = self.setup.feed.images_per_update
@@ -628,10 +649,14 @@ class Training:
         )
 
     def write_record(self, status: str, error: str | None) -> None:
-        """Append this part of the run to ``runs.jsonl``, whatever became of it.
+        """Append a record of this part of the run to ``runs.jsonl``.
+
+        Args:
+            status: ``finished``, ``stopped``, ``interrupted`` or ``failed``.
+            error: the message of a failure.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the record cannot be written.
         """
         if not self.ranks.is_main:
             return
@@ -662,15 +687,15 @@ class Training:
         record.append(result.record_path, row)
 
     def write_record_of(self, failure: BaseException, status: str) -> None:
-        """The record of a run that ends with ``failure``; a disk that does not take it must not hide the failure."""
+        """Write the record of a run that ends with ``failure``; an OSError of it becomes a note of the failure."""
         try:
             self.write_record(status, f"{type(failure).__name__}: {failure}" if status == "failed" else None)
         except OSError as error:
             failure.add_note(str(error))
 
 
-class _Watched:
-    """Two numbers of the device, read without waiting: on a GPU as they were at the call before."""
+class _DelayedRead:
+    """Reads two numbers from the device without synchronizing: on a GPU as they were at the previous call."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.tensor([0.0, math.inf])
@@ -679,7 +704,7 @@ class _Watched:
             self.host = self.host.pin_memory()
 
     def look(self, first: Tensor, second: Tensor) -> list[float]:
-        """The numbers that were given to the call before this one, or on a processor to this one."""
+        """Return the numbers of the previous call, or on a CPU of this one."""
         now = torch.stack((first.float(), second.reshape(()).float()))
         if not self.host.is_pinned():
             return now.tolist()
@@ -693,7 +718,7 @@ class _Watched:
 
 
 class _StepTimer:
-    """Milliseconds of every update: CUDA events, read when asked for, or the processor's clock."""
+    """Milliseconds of every update, by CUDA events (read on demand) or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -735,16 +760,16 @@ def _plain(calibration: hotrain.Calibration | None) -> dict[str, Any] | None:
 
 
 def _finite(value: float) -> float | None:
-    """``value``, or None where JSON has no word for it."""
+    """``value``, or None if it is not finite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 @contextlib.contextmanager
 def _without_cudnn_attention() -> Iterator[None]:
-    """Attention by PyTorch's other kernels.
+    """Disable cuDNN's attention.
 
-    cuDNN's backward gave a NaN in dq for finite bf16 inputs with a logit range of 365 within a row, where the flash,
-    memory-efficient and plain ones are finite (seen with torch 2.11 on an H200; docs/limitations.md).
+    Its backward gave a NaN in dq for finite bf16 inputs with a logit range of 365 within a row, where the flash,
+    memory-efficient and math kernels are finite (seen with torch 2.11 on an H200; docs/limitations.md).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -759,7 +784,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    # cuBLAS adds in a fixed order only with a workspace of fixed size, which it reads when first used.
+    # cuBLAS sums in a fixed order only with a workspace of fixed size, which it reads when first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
@@ -773,7 +798,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts(ranks: Processes) -> Iterator[Callable[[], int]]:
-    """Turn the first SIGINT or SIGTERM into an answer of the yielded function, its number; the second stops at once."""
+    """Yield a function that returns the number of a received SIGINT or SIGTERM, or 0; a second signal stops at once."""
     seen: list[int] = []
     previous: dict[signal.Signals, Any] = {}
 
@@ -782,8 +807,8 @@ def _interrupts(ranks: Processes) -> Iterator[Callable[[], int]]:
         _restore(previous)
         if ranks.is_main:
             name = signal.Signals(number).name
-            # Not print: the signal may have come in the middle of one.
-            with contextlib.suppress(OSError):  # nobody reads
+            # Not print, which is not reentrant.
+            with contextlib.suppress(OSError):  # stderr is closed
                 os.write(2, f"\n{name}: finishing this update, then a checkpoint; again stops at once\n".encode())
 
     def asked() -> int:

@@ -1,4 +1,4 @@
-"""Models by name: timm's own, and four small variants of timm's classes for 16 and 32 pixels."""
+"""Models by name: timm's models, and four small variants of them for images of 16 and 32 pixels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hotrain.train.torchvision_shim import ensure_torchvision
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A timm model with other sizes.
+    """A timm architecture with other sizes.
 
     Args:
         base: timm's name of the architecture.
-        image_size: side in pixels that it is meant for.
+        image_size: side of its images in pixels.
         args: keyword arguments of ``timm.create_model``.
         small_stem: replace a ResNet's 7×7 stride-2 stem and its pooling by a 3×3 stride-1 convolution, as usual
             for images of 32 pixels.
@@ -44,8 +44,8 @@ SMALL = {
         {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN},
     ),
     "small_resnet18": SmallModel("resnet18", 32, small_stem=True),
-    # 4×4 tokens of 4×4 pixels, and 3×3 convolutions on 16×16 to 2×2: the demo on digits. With timm's position
-    # embeddings the ViT spends half of so short a run finding out where its tokens are.
+    # 4×4 tokens of 4×4 pixels, and 3×3 convolutions on 16×16 to 2×2: the demo on digits. With timm's small
+    # initial position embeddings the ViT spends half of so short a run on learning positions.
     "demo_vit": SmallModel(
         "vit_tiny_patch16_224",
         16,
@@ -57,7 +57,15 @@ SMALL = {
 
 
 def default_image_size(name: str, data_size: int) -> int:
-    """The side in pixels for a model when the run leaves it open: a small model's own, else the data's."""
+    """Image size of a run that does not set one.
+
+    Args:
+        name: the model.
+        data_size: side of the data's images in pixels.
+
+    Returns:
+        Side in pixels: the model's own for one of ``SMALL``, else ``data_size``.
+    """
     return SMALL[name].image_size if name in SMALL else data_size
 
 
@@ -74,7 +82,7 @@ def create_model(
 
     Args:
         name: a key of ``SMALL`` or a timm model name (with or without a tag of pretrained weights).
-        classes, channels: outputs, and channels of the input.
+        classes, channels: number of outputs, and channels of the input.
         image_size: side of the input in pixels; given to architectures that need it (ViT, DeiT, Swin).
         pretrained: load timm's published weights, from the local cache or the hub.
         args: further keyword arguments of ``timm.create_model``.
@@ -82,7 +90,7 @@ def create_model(
     Raises:
         ValueError: an unknown name, arguments that the architecture does not take, or pretrained weights that it
             does not have.
-        RuntimeError: pretrained weights that cannot be reached.
+        RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
     ensure_torchvision()
     import timm
@@ -128,7 +136,7 @@ def create_model(
 
 
 def _takes_image_size(base: str) -> bool:
-    """Whether the architecture is built for one size: its class has an ``img_size`` argument."""
+    """Whether the architecture is built for one image size, given by an ``img_size`` argument."""
     return base.split(".")[0].startswith(("vit_", "deit", "swin", "beit", "cait", "mixer", "eva"))
 
 
@@ -137,7 +145,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def normalization(model: nn.Module, pretrained: bool, channels: int) -> tuple[Sequence[float] | None, ...]:
-    """Mean and standard deviation that pretrained weights expect; ``(None, None)``: those of the data."""
+    """Per-channel normalization that pretrained weights expect.
+
+    Returns:
+        Mean and standard deviation; ``(None, None)`` where those of the data are to be used.
+    """
     config = getattr(model, "pretrained_cfg", {})
     if not pretrained or channels != 3:
         return None, None
@@ -145,7 +157,10 @@ def normalization(model: nn.Module, pretrained: bool, channels: int) -> tuple[Se
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """Freeze ``model``, add low-rank adapters to the linear layers named in ``lora.targets``, train the classifier.
+    """Freeze ``model``, add low-rank adapters to its linear layers named in ``lora.targets``, train the classifier.
+
+    Returns:
+        The peft model around ``model``.
 
     Raises:
         ValueError: no linear layer has one of these names.
@@ -174,7 +189,10 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is a device, else the CPU.
+    """Return the device of a name.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``, which is CUDA where there is a device, else the CPU.
 
     Raises:
         ValueError: a CUDA device that this machine or PyTorch build does not have.

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule of a run, from timm and torch; the rate is a function of the update count."""
+"""Optimizer and learning-rate schedule of a run, from timm and PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotrain.train.torchvision_shim import ensure_torchvision
 
 
 def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
-    """timm's optimizer of that name; biases and one-dimensional parameters have no weight decay.
+    """Create timm's optimizer ``run.optimizer``; biases and one-dimensional parameters have no weight decay.
 
     Raises:
         ValueError: a name that timm does not have, or a model without trainable parameters.
@@ -75,7 +75,7 @@ def check_optimizer_state(run: TrainRun, optimizer: Optimizer, state: dict[str, 
 
 
 def _is_like(value: Any, own: Any) -> bool:
-    """Whether ``value`` can stand for the setting ``own``: a finite number for a number, else the same type."""
+    """Whether ``value`` can replace the setting ``own``: a finite number for a number, else the same type."""
     if isinstance(own, (int, float)) and not isinstance(own, bool):
         return isinstance(value, (int, float)) and math.isfinite(value)
     if isinstance(own, (tuple, list)):
@@ -88,13 +88,13 @@ def _has_shape_of(value: Any, parameter: Tensor) -> bool:
 
 
 class Schedule:
-    """The learning rate of every update, by timm's schedulers (cosine, multistep, constant) or torch's OneCycleLR.
+    """The learning rate of every update, by timm's schedulers (cosine, multistep, constant) or PyTorch's OneCycleLR.
 
     Args:
-        run: schedule, warm-up and the rates.
-        optimizer: whose groups get the rate.
-        updates: of the whole run.
-        updates_per_epoch: the unit of ``run.warmup_epochs``.
+        run: schedule, warm-up and rates.
+        optimizer: its parameter groups get the rate.
+        updates: number of updates of the whole run.
+        updates_per_epoch: updates per epoch, the unit of ``run.warmup_epochs``.
     """
 
     def __init__(self, run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> None:
@@ -125,20 +125,20 @@ class Schedule:
             )
 
     def step(self, update: int) -> None:
-        """Set the rate for the update that follows ``update`` finished ones."""
+        """Set the rate of the update that follows ``update`` finished ones."""
         if self._timm is not None:
             self._timm.step_update(update)
         elif self._onecycle is not None and update < self.updates:
             self._onecycle.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only. timm's schedules are functions of the update count and need none."""
+        """Return the state as numbers; empty for timm's schedules, which are functions of the update count."""
         if self._onecycle is None:
             return {}
         return {"last_epoch": self._onecycle.last_epoch, "step_count": self._onecycle._step_count}
 
     def load_state_dict(self, state: dict[str, Any], update: int) -> None:
-        """Continue after ``update`` finished updates (the optimizer's own state holds the rate in force)."""
+        """Continue after ``update`` finished updates (the current rate is part of the optimizer's state)."""
         if self._onecycle is None:
             self._timm.step_update(update)
         else:

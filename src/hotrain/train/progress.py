@@ -1,4 +1,4 @@
-"""What the loop reports while it runs, and a progress bar that shows it."""
+"""Progress reports of the training loop, and a progress bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from dataclasses import dataclass
 class Progress:
     """The state of a run after an update, or after an epoch's evaluation (then ``accuracy`` is set).
 
-    Rates are since the start of this process's run; ``peak_bytes`` is PyTorch's peak on a CUDA device.
+    Args:
+        epoch, epochs: number of the epoch, from 1, and of all.
+        update, updates: finished optimizer updates, and all of the run.
+        loss: mean training loss of the epoch so far.
+        lr: learning rate of the next update.
+        images_per_second: training images per second since the start of this process.
+        eta_seconds: estimated seconds to the end of the run.
+        peak_bytes: PyTorch's peak allocation on a CUDA device, else None.
+        accuracy: percent of the test images.
     """
 
     epoch: int
@@ -41,7 +49,14 @@ OnProgress = Callable[[Progress], None]
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[OnProgress]:
-    """A bar with throughput, time left, loss and peak memory on a terminal; elsewhere a line an epoch on stderr."""
+    """Show throughput, time left, loss and peak memory in a bar on a terminal; elsewhere print one line per epoch.
+
+    Args:
+        title: text in front of the bar.
+
+    Yields:
+        The function that takes the reports.
+    """
     if not sys.stderr.isatty():
 
         def line(progress: Progress) -> None:
@@ -55,7 +70,7 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    # The bar takes what the texts leave; names may hold brackets, so no markup.
+    # The bar gets the width that the texts leave; names may contain brackets, so no markup.
     columns = (
         TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),

@@ -1,4 +1,4 @@
-"""Records: one JSON object a run in ``<out_dir>/runs.jsonl``, and its history as it grows in its own folder."""
+"""Records: one JSON object per run in ``<out_dir>/runs.jsonl``, and each run's history in its own folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ LOCK = ".lock"
 
 
 def new_run_id(name: str, method: str, seed: int) -> str:
-    """A folder name that no other run has: what, when, and four random hexadecimal digits."""
+    """Make a unique folder name: name, method, seed, time and four random hexadecimal digits."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name}-{method}-s{seed}").strip("-")[:200]  # names have 255 bytes
     return f"{slug}-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run's ``folder`` against other processes; it is let go when this process ends, however that ends.
+    """Lock a run's folder against other processes. The lock is released when this process ends.
 
     Raises:
-        ValueError: another process has it.
+        ValueError: another process has the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _flock(handle: int, how: int) -> bool:
-    """Whether the lock was taken. A file system that has no locks gives it to everyone."""
+    """Whether the lock was acquired. Always True on file systems without locks."""
     try:
         fcntl.flock(handle, how)
     except BlockingIOError:
@@ -66,9 +66,13 @@ def _flock(handle: int, how: int) -> bool:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add one JSON line and force it to disk: the whole line or nothing, whoever else appends.
+    """Append one JSON line atomically and sync it to disk, also while other processes append.
 
-    Half a line at the end, of a process that was killed or a disk that was full, is removed first with a warning.
+    An incomplete last line, of a killed process or a full disk, is removed first with a warning.
+
+    Args:
+        path: the file; its folder is created.
+        row: finite JSON values; others are written as strings.
 
     Raises:
         OSError: the line cannot be written; the file is as before.
@@ -78,7 +82,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         _flock(handle, fcntl.LOCK_EX)
-        end = _mend(handle, path)
+        end = _repair_end(handle, path)
         try:
             written = 0
             while written < len(line):
@@ -91,8 +95,8 @@ def append(path: Path, row: dict[str, Any]) -> None:
         os.close(handle)
 
 
-def _mend(handle: int, path: Path) -> int:
-    """Make the file end with a whole line; returns its size."""
+def _repair_end(handle: int, path: Path) -> int:
+    """Make the file end with a complete line; returns its size."""
     end = os.fstat(handle).st_size
     start = end  # of what follows the last line break
     tail = b""
@@ -111,11 +115,11 @@ def _mend(handle: int, path: Path) -> int:
         os.ftruncate(handle, end)
         warnings.warn(f"{path}: removed {len(torn)} bytes of a record that was not written to its end", stacklevel=3)
         return end
-    return end + os.write(handle, b"\n")  # whole but for its line break
+    return end + os.write(handle, b"\n")  # complete except for its line break
 
 
 def rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the lines of ``path``: on resume the checkpoint, not the file, says how far the history goes."""
+    """Replace all lines of ``path``, as on resume, where the file may be ahead of the checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
@@ -123,10 +127,13 @@ def rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record file, oldest first; empty when there is none.
+    """Read a record file.
 
-    A record says its version under ``record``; one without is of version 1. A line that is not JSON (a write that was
-    cut short) is left out with a warning.
+    The key ``record`` of a row is its version; without it the version is 1. A line that is not JSON (an incomplete
+    write) is ignored with a warning.
+
+    Returns:
+        The rows, oldest first; empty if there is no file.
 
     Raises:
         ValueError: a record of a later version.
@@ -152,7 +159,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """Under what a run was made: versions, device, commit and command."""
+    """Return the conditions of a run: versions, device, threads, commit and command."""
     versions = {"hotrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("timm", "peft", "numpy"):
         try:
@@ -169,7 +176,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself: the GPU's name, or the processor's."""
+    """Return the name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -181,7 +188,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file lies in, with ``+`` for uncommitted changes; None outside of git."""
+    """Return the commit of this checkout, with ``+`` for uncommitted changes; None outside of git."""
     here = Path(__file__).resolve().parent
     try:
         head = _git(here, "rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""The states of every random generator a run draws from, as data that ``torch.load(weights_only=True)`` accepts."""
+"""Random number generators of a run: seeding, and their states as data for ``torch.load(weights_only=True)``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators (all devices)."""
+    """Seed the global generators of Python, NumPy and PyTorch (all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # NumPy's legacy generator takes 32 bits; timm's Mixup draws from it
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
-    """The generators' states: tensors, numbers and lists only."""
+    """Return the states of the global generators: tensors, numbers and lists only."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state()
     state = {
@@ -33,7 +33,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back where :func:`rng_state` found them."""
+    """Restore the states that :func:`rng_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, words, *rest = state["numpy"]
@@ -47,7 +47,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
-    """Run a block under ``seed`` and leave every CPU generator as found."""
+    """Run a block with the CPU generators seeded by ``seed``; restore their states afterwards."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
-"""TrainRun: the complete description of a training run, as plain data.
+"""TrainRun: the complete configuration of a training run, as plain data.
 
-A run is built by a recipe, varied with :func:`replace` or with ``field=value`` strings (:func:`with_settings`),
-written to JSON in every record and checkpoint, and checks itself when built: a bad value never reaches the loop.
+A run is made by a recipe, varied with :func:`replace` or with ``field=value`` strings (:func:`with_settings`), and
+written as JSON to every record and checkpoint. It is validated when it is constructed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class Grokfast:
-    """Settings of :class:`hotrain.optim.GrokfastEMA`."""
+    """Settings of :class:`hotrain.optim.GrokfastEMA`.
+
+    Args:
+        alpha: decay of the moving average of gradients.
+        lamb: factor with which the average is added to the gradient.
+    """
 
     alpha: float = 0.98
     lamb: float = 2.0
@@ -46,13 +51,13 @@ class Grokfast:
 
 @dataclass(frozen=True)
 class TrainRun:
-    """Everything that decides what a training run computes, and where it writes.
+    """Configuration of a training run: everything that decides what it computes, and where it writes.
 
     Lengths are in epochs unless the name says otherwise; a rate is per optimizer update. One *update* is one
     optimizer step over ``batch_size × accumulation × processes`` images.
 
     Raises:
-        ValueError: a field out of range, naming the field, the value and what is accepted.
+        ValueError: a field of another type or out of range; the message says what is accepted.
     """
 
     # What is trained, and on what
@@ -114,7 +119,7 @@ class TrainRun:
     amp: Literal["bf16", "fp16"] | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     compile: bool = False  # torch.compile; on a GPU as CUDA graphs unless plan="speed"
-    channels_last: bool = False  # keep images and their convolutions' weights by pixel, as GPUs' 16-bit kernels want it
+    channels_last: bool = False  # memory format of images and convolution weights, faster for 16-bit kernels of GPUs
     grad_checkpointing: bool = False
     deterministic: bool = False  # deterministic algorithms only: needed for a bit-exact resume on CUDA
     seed: int = 0
@@ -148,10 +153,10 @@ class TrainRun:
         self.resolve_method()
 
     def resolve_method(self) -> Method:
-        """The method as a value: the preset of that name with the overrides, or the given value with them.
+        """Return the method: the preset of that name, or the given Method, with the overrides.
 
         Raises:
-            ValueError: unknown preset or override, or a value that is not allowed.
+            ValueError: an unknown preset or override, or a value that is not allowed.
         """
         if isinstance(self.method, Method):
             return self.method.override(**self.method_overrides) if self.method_overrides else self.method
@@ -165,7 +170,7 @@ class TrainRun:
         return f"{base}:{extra}" if extra else base
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data; :meth:`from_dict` is its inverse."""
+        """Return plain JSON data; :meth:`from_dict` is the inverse."""
         out: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -175,7 +180,7 @@ class TrainRun:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
-        """The run that :meth:`to_dict` wrote.
+        """Make a run from the data that :meth:`to_dict` returned.
 
         Raises:
             ValueError: an unknown field (with the nearest known one) or a bad value.
@@ -202,7 +207,7 @@ class TrainRun:
 
 @contextlib.contextmanager
 def _naming(name: str) -> typing.Iterator[None]:
-    """Parts of the field ``name`` that are missing or unknown, as a ValueError that names it."""
+    """Turn errors about missing or unknown parts of the field ``name`` into a ValueError that names it."""
     try:
         yield
     except (KeyError, TypeError) as error:
@@ -210,7 +215,7 @@ def _naming(name: str) -> typing.Iterator[None]:
 
 
 _NESTED: dict[str, Any] = {"lora": Lora, "grokfast": Grokfast}
-_INF = sys.float_info.max  # as good as none, but finite
+_INF = sys.float_info.max  # no upper bound, but finite
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
     "num_workers": (0, 1024),
@@ -244,7 +249,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def replace(run: TrainRun, **fields: Any) -> TrainRun:
-    """A variant of ``run`` with some fields changed, checked like any other run.
+    """Return a copy of ``run`` with some fields changed, validated like any other run.
 
     Raises:
         ValueError: an unknown field (with the nearest known one) or a bad value.
@@ -255,9 +260,9 @@ def replace(run: TrainRun, **fields: Any) -> TrainRun:
 
 
 def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
-    """A variant of ``run`` from ``field=value`` strings, as on the command line.
+    """Return a copy of ``run`` changed by ``field=value`` strings, as on the command line.
 
-    A value is read by the field's type: ``epochs=3``, ``lr=1e-3``, ``amp=none``, ``flip=false``,
+    A value is parsed by the field's type: ``epochs=3``, ``lr=1e-3``, ``amp=none``, ``flip=false``,
     ``milestones=0.5,0.75``, ``model_args={"drop_path_rate": 0.1}``, ``lora.rank=8``, ``method_overrides.rank=4``.
 
     Raises:
@@ -287,7 +292,10 @@ def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Split ``name[:field=value[+field=value…]]`` into a preset's name and overrides: ``"hot:rank=4+scale=token"``.
+    """Parse ``name[:field=value[+field=value…]]``, such as ``"hot:rank=4+scale=token"``.
+
+    Returns:
+        The preset's name and the overrides.
 
     Raises:
         ValueError: an override without ``=``.
@@ -303,7 +311,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_json(text: str) -> Any:
-    """``text`` as a JSON value where it is one, ``none`` as None, else the string itself."""
+    """Parse ``text`` as JSON, ``none`` as None; return the string itself where it is neither."""
     if text.lower() == "none":
         return None
     try:
@@ -313,10 +321,15 @@ def parse_json(text: str) -> Any:
 
 
 def parse_value(name: str, kind: Any, text: str) -> Any:
-    """``text`` read as the type ``kind`` of the field ``name``.
+    """Parse the value of a field.
+
+    Args:
+        name: the field, for the message.
+        kind: its type annotation.
+        text: the value as text.
 
     Raises:
-        ValueError: naming the field, the text and the accepted form.
+        ValueError: the type does not accept the text; the message says what is accepted.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -353,7 +366,7 @@ def _check_field(name: str) -> None:
 
 
 def _freeze_json(run: TrainRun) -> None:
-    """Lists that came from JSON become the tuples that the fields declare; whole floats stay floats."""
+    """Turn lists, as JSON has them, into the tuples that the fields declare."""
     for obj in (run, run.lora):
         if obj is None:
             continue
@@ -364,7 +377,7 @@ def _freeze_json(run: TrainRun) -> None:
 
 
 def _check_json(run: TrainRun) -> None:
-    """Refuse free-form values that a record cannot hold: it would be refused after the training."""
+    """Refuse free-form values that cannot be written to a record, before the training."""
     for name in ("model_args", "method_overrides"):
         try:
             json.dumps(getattr(run, name), allow_nan=False, default=sorted)
@@ -394,7 +407,7 @@ def _check_types(run: TrainRun) -> None:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer larger than every float
         return False
 
 

@@ -1,4 +1,4 @@
-"""From a run's description to its parts: data, model, converted layers, batches. The loop and the tools share it."""
+"""The parts of a run: data, model, converted layers and batches, built from its configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from hotrain.train.run import TrainRun
 class Setup:
     """The parts of a run, ready for the first update.
 
-    ``report`` is the conversion report, None for the exact method.
+    Args:
+        run: the configuration.
+        device: device of model and batches.
+        data: the data set.
+        feed: batches of this process.
+        model: the model, with converted layers.
+        report: the conversion report (`hotrain.ConversionReport`); None for the exact method.
     """
 
     run: TrainRun
@@ -35,20 +41,20 @@ class Setup:
     report: Any = None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision in which the run computes its forward passes."""
+        """Return the autocast context of the run's forward passes."""
         return autocast(self.run, self.device)
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """The run's first training batch on its device: images (B, C, H, W), labels (B,)."""
+        """Return the run's first training batch on its device: images (B, C, H, W), labels (B,)."""
         return self.feed.example()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross-entropy of ``output`` (B, classes) with labels (B,) or class probabilities (B, classes)."""
+        """Return the cross-entropy of ``output`` (B, classes) and labels (B,) or probabilities (B, classes)."""
         return F.cross_entropy(output.float(), target)
 
 
 def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """``torch.autocast`` as ``run.amp`` says, or nothing."""
+    """Return ``torch.autocast`` with the dtype of ``run.amp``, or an empty context."""
     if run.amp is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if run.amp == "bf16" else torch.float16)
@@ -57,9 +63,18 @@ def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextM
 def create(
     run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device, pretrained: bool | None = None
 ) -> nn.Module:
-    """``run``'s model as it trains, before its layers are converted: adapters, checkpointing, layout and device.
+    """Create the model of ``run`` with its adapters, gradient checkpointing, memory format and device; not converted.
 
-    pretrained: instead of the run's, for a look at shapes.  Raises as :func:`build`.
+    Args:
+        run: the configuration.
+        classes: number of outputs.
+        channels: channels of the images.
+        image_size: side of the images in pixels.
+        device: device of the model.
+        pretrained: overrides the run's; None: as the run says.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`build`.
     """
     model = create_model(
         run.model,
@@ -82,19 +97,27 @@ def create(
 
 
 def convert(run: TrainRun, model: nn.Module) -> Any:
-    """Convert ``model``'s layers as ``run`` says; the conversion report, None for the exact method."""
+    """Convert ``model`` in place with the method and plan of ``run``.
+
+    Returns:
+        The conversion report; None for the exact method.
+    """
     method = run.resolve_method()
     return None if method.is_plain else hotrain.convert(model, method, plan=run.plan)
 
 
 def build(run: TrainRun, processes: Processes | None = None) -> Setup:
-    """Read the data, create the model under ``run.seed``, add adapters, convert its layers.
+    """Read the data, create the model with ``run.seed``, add adapters, convert its layers.
 
-    Every generator is seeded anew; the same run builds the same weights and batches each time.
+    All generators are seeded; the same run builds the same weights and batches each time.
+
+    Args:
+        run: the configuration.
+        processes: the processes of the run; None: this process alone.
 
     Raises:
-        ValueError, RuntimeError: anything the run asks for that is not there (data, model, weights, device), or a
-            method that no layer of the model can be converted to.
+        ValueError, RuntimeError: data, model, weights or device that are not available, or a method that no layer of
+            the model supports.
     """
     processes = processes or Processes(device=resolve_device(run.device))
     data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
@@ -120,7 +143,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
 
 
 def training_batches(setup: Setup, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first ``count`` training batches of the run, or all of its first epoch if there are fewer."""
+    """Yield the first ``count`` training batches of the run, or those of its first epoch if there are fewer."""
     taken = 0
     for update in setup.feed.updates(0):
         for batch in update:

@@ -1,4 +1,4 @@
-"""Labelled text from a ``.tsv`` file, as token ids: the data side of the text recipes."""
+"""Text data: labelled text from ``.tsv`` files as token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class TextData:
     """Labelled token sequences, right-padded.
 
     Args:
-        ids: int64, ``(N, L)``; ``mask``: int64, ``(N, L)``, 1 at tokens and 0 at padding.
+        ids: int64, ``(N, L)``.
+        mask: int64, ``(N, L)``, 1 at tokens and 0 at padding.
         labels: int64, ``(N,)``.
         classes: label names in label order.
     """
@@ -32,7 +33,7 @@ class TextData:
 
 
 def byte_tokens(text: str, second: str | None = None) -> list[int]:
-    """UTF-8 bytes between a start and separator tokens: 259 ids, nothing to download."""
+    """Tokenize as UTF-8 bytes with start and separator tokens: 259 ids, nothing to download."""
     ids = [CLASSIFY, *(b + _FIRST_BYTE for b in text.encode()), SEPARATE]
     if second is not None:
         ids += [*(b + _FIRST_BYTE for b in second.encode()), SEPARATE]
@@ -40,7 +41,7 @@ def byte_tokens(text: str, second: str | None = None) -> list[int]:
 
 
 def pretrained_tokenizer(name: str) -> Tokenizer:
-    """The transformers tokenizer of that name or folder.
+    """Return the transformers tokenizer of a name or folder.
 
     Raises:
         RuntimeError: transformers is not installed, or the tokenizer is neither cached nor reachable.
@@ -68,10 +69,12 @@ def load_tsv(
     classes: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> TextData:
-    """Read a tab-separated file, one labelled text (or pair of texts) a line.
+    """Read a tab-separated file with one labelled text (or pair of texts) per line.
 
     Args:
-        tokenizer: makes ids from one or two texts; sequences are cut at ``length`` tokens.
+        path: the file, in UTF-8.
+        tokenizer: makes ids from one or two texts.
+        length: largest number of tokens; longer sequences are truncated.
         label: name of the label column.
         text: names of one or two text columns; None: every other column whose name starts with ``sentence``,
             ``text``, ``question`` or ``premise``/``hypothesis``, or all other columns if there are at most two.

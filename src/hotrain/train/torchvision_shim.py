@@ -1,11 +1,11 @@
-"""Make torchvision, and with it timm, importable beside a CPU-only PyTorch.
+"""Import of torchvision, and with it timm, with a CPU-only PyTorch.
 
-The registries carry torchvision only as a CUDA build. Beside a CPU-only PyTorch its compiled operators do not load,
-and its Python part then fails at import because it registers a fake kernel for ``torchvision::nms``, an operator
-that nobody has defined. timm imports torchvision unconditionally and fails with it. Declaring the operators'
-signatures first is enough: everything written in Python works, and calling ``nms`` itself still raises.
+A CUDA build of torchvision cannot load its compiled operators with a CPU-only PyTorch. Its import then fails because it
+registers a fake kernel for ``torchvision::nms``, an operator that is not defined. timm imports torchvision
+unconditionally and fails with it. Declaring the operators' signatures first is enough: everything written in Python
+works, and calling ``nms`` itself still raises.
 
-On a machine with a working torchvision the real import succeeds and nothing is declared.
+With a working torchvision the import succeeds and nothing is declared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 # Operators that torchvision's Python files refer to at import time.
 _SIGNATURE = "{}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("nms", "qnms")
-# A library's definitions live as long as the object: it must not be collected.
+# A library's definitions are removed when the object is garbage-collected.
 _declared: list[torch.library.Library] = []
 
 
