@@ -40,6 +40,7 @@ _PRODUCTS = {
     _aten.convolution_backward, _aten.convolution,
 }  # fmt: skip
 _SUMS = {_aten.add, _aten.sub, _aten.rsub}
+_SIGNED = _MOVED | {_aten.mul, _aten.div}  # the signs of whose result follow from those of their inputs
 # Continuous functions with a bounded derivative, which may itself have steps.
 _CONTINUOUS = {
     _aten.relu, _aten.abs, _aten.sigmoid, _aten.tanh, _aten.erf, _aten.clamp, _aten.clamp_min, _aten.clamp_max,
@@ -135,19 +136,22 @@ class Backward:
 
     def uses(self, kept: Node) -> Uses:
         """All uses of a kept tensor, and of what is made from it."""
-        found, seen, waiting = Uses(), {kept}, [kept]
+        # With each node, whether its entries have the signs of the kept tensor's, but for a factor: x + 1/2 has not.
+        found, seen, waiting = Uses(), {(kept, True)}, [(kept, True)]
         while waiting:
-            node = waiting.pop()
+            node, signed = waiting.pop()
             for user in node.users:
                 if user.op == "output":  # it is a gradient itself
                     found.add(VALUE, user)
                     continue
                 kind = self._class(node, user)
                 if kind is not None:
-                    found.add(kind, user)
-                elif user not in seen:
-                    seen.add(user)
-                    waiting.append(user)
+                    found.add(kind if kind != SIGN or signed else EXACT, user)
+                    continue
+                made = user, signed and _packet(user) in _SIGNED
+                if made not in seen:
+                    seen.add(made)
+                    waiting.append(made)
         return found
 
     def factors(self, kept: Node) -> dict[Node, str] | None:
@@ -177,6 +181,9 @@ class Backward:
                 if kind not in (VALUE, RATIO):
                     return None
                 first = _before_moves(node, self.roots)
+                if _packet(first) in _SIGNS:
+                    found[first] = SIGN
+                    continue
                 found[first] = RATIO if RATIO in (kind, found.get(first)) else VALUE
         return found
 
@@ -195,7 +202,8 @@ class Backward:
             return SHAPE
         if is_recomputed(user):
             return EXACT
-        if not gradient and _makes_codes(user) and op not in _MOVED:  # moving a product's result is not part of packing
+        # Moving a product's result, or adding a bias to it, is not part of packing.
+        if not gradient and _makes_codes(user) and op not in _MOVED | _SUMS:
             return VALUE
         smooth = _smooth(user)
         if smooth == "backward":

@@ -243,6 +243,8 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
             return {}
         if value.dtype == torch.bool and _is_static(value):
             form, each = "bits", 1 / 8
+        elif kind == graph_uses.SIGN and value.dtype in _FLOATS:
+            form, each = "sign", 1
         elif value.dtype not in _FLOATS or number < SMALL:
             form, each = "", value.dtype.itemsize
         elif kind == graph_uses.RATIO or graph_uses.spans_magnitudes(factor, known):
