@@ -32,7 +32,8 @@ WORDS = {
     r"ms a step\b": "ms/step",
 }
 # Words that read like a private one and are none, with what makes them so.
-FIELD = re.compile(r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies)\b")
+# (`lay:` and `served:` document arguments of that name, `bool served` declares one.)
+FIELD = re.compile(r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies|bool served)\b|^ +(lay|served):", re.MULTILINE)
 FORBIDDEN = re.compile("|".join(rf"\b(?:{word})" for word in WORDS), re.IGNORECASE)
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
