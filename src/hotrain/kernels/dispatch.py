@@ -553,7 +553,7 @@ def _served(label: str, room: str, name: str, *args: Any) -> Any:
 
 def lies_in_rows(t: Tensor) -> bool:
     """Whether `keep_codes` reads t as it lies."""
-    return _room("buffers").side_by_side(t) is not None
+    return _room("activation_kernels").side_by_side(t) is not None
 
 
 def keep_codes(
@@ -561,7 +561,7 @@ def keep_codes(
 ) -> tuple[Tensor, Tensor]:
     """`buffers.keep`, or the definition where it does not compile here."""
     found: tuple[Tensor, Tensor] = _or_definition(
-        "keep of buffers", lambda: _room("buffers").keep(t, group, bits), definition
+        "keep of buffers", lambda: _room("activation_kernels").keep(t, group, bits), definition
     )
     return found
 
@@ -571,14 +571,14 @@ def activate(
 ) -> tuple[Tensor, Tensor]:
     """`buffers.activate`, or the definition."""
     found: tuple[Tensor, Tensor] = _or_definition(
-        "activate", lambda: _room("buffers").activate(x, name, levels), definition
+        "activate", lambda: _room("activation_kernels").activate(x, name, levels), definition
     )
     return found
 
 
 def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor]) -> Tensor:
     """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition, rows as well."""
-    room = _room("buffers")
+    room = _room("activation_kernels")
     found: Tensor = _or_definition(
         "restore of buffers", lambda: room.restore([room.Factor(*factor) for factor in factors], dtype), definition
     )
@@ -587,59 +587,59 @@ def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition
 
 def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`buffers.normalize` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _served("normalize", "buffers", "normalize", *args)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _served("normalize", "activation_kernels", "normalize", *args)
     return found
 
 
 def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`buffers.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor] = _served("norm gradient", "buffers", "norm_gradient", *args)
+    found: tuple[Tensor, Tensor, Tensor] = _served("norm gradient", "activation_kernels", "norm_gradient", *args)
     return found
 
 
 def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
     """`unfused.keep_normal` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] = _served("keep normal", "unfused", "keep_normal", *args)
+    found: tuple[Tensor, Tensor] = _served("keep normal", "eager_kernels", "keep_normal", *args)
     return found
 
 
 def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor] | None:
     """`unfused.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] | None = _served("row norm gradient", "unfused", "norm_gradient", *args)
+    found: tuple[Tensor, Tensor] | None = _served("row norm gradient", "eager_kernels", "norm_gradient", *args)
     return found
 
 
 def slope_gradient(*args: Any) -> Tensor | None:
     """`unfused.slope_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor | None = _served("slope gradient", "unfused", "slope_gradient", *args)
+    found: Tensor | None = _served("slope gradient", "eager_kernels", "slope_gradient", *args)
     return found
 
 
 def restore_rows(*args: Any) -> Tensor:
     """`unfused.restore` of all but the last argument, or that, the definition."""
-    found: Tensor = _served("restore of rows", "unfused", "restore", *args)
+    found: Tensor = _served("restore of rows", "eager_kernels", "restore", *args)
     return found
 
 
 def keep_four(*args: Any) -> list[Tensor]:
     """`unfused.keep_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _served("keep four", "unfused", "keep_four", *args)
+    found: list[Tensor] = _served("keep four", "eager_kernels", "keep_four", *args)
     return found
 
 
 def restore_four(*args: Any) -> list[Tensor]:
     """`unfused.restore_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _served("restore four", "unfused", "restore_four", *args)
+    found: list[Tensor] = _served("restore four", "eager_kernels", "restore_four", *args)
     return found
 
 
 def open_bits(*args: Any) -> tuple[Tensor, Tensor] | None:
     """`unfused.open_bits` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] | None = _served("open bits", "unfused", "open_bits", *args)
+    found: tuple[Tensor, Tensor] | None = _served("open bits", "eager_kernels", "open_bits", *args)
     return found
 
 
 def bits_gradient(*args: Any) -> Tensor | None:
     """`unfused.bits_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor | None = _served("bits gradient", "unfused", "bits_gradient", *args)
+    found: Tensor | None = _served("bits gradient", "eager_kernels", "bits_gradient", *args)
     return found
