@@ -33,14 +33,20 @@ WORDS = {
 }
 # Words that read like a private one and are none, with what makes them so.
 # (`lay:` and `served:` document arguments of that name, `bool served` declares one.)
-FIELD = re.compile(r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies|bool served)\b|^ +(lay|served):", re.MULTILINE)
+FIELD = re.compile(
+    r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies|bool served)\b|^ +(lay|served):", re.MULTILINE
+)
 FORBIDDEN = re.compile("|".join(rf"\b(?:{word})" for word in WORDS), re.IGNORECASE)
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 # Files and folders of Python whose docstrings, comments and messages are clean.
-CLEAN = ["tools", "recipes"]
+CORE = [
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src/hotrain").glob("*.py")),
+    *(f"src/hotrain/{room}" for room in ("nn", "transform", "quantize", "kernels", "analysis", "plotting")),
+]
+CLEAN = ["tools", "recipes", *CORE]
 # Those whose docstrings have the sections of Google's style, which documentation tools read.
-STYLED = ["tools"]
+STYLED = ["tools", *CORE]
 
 
 def python_files(rooms: list[str]) -> list[Path]:

@@ -126,7 +126,7 @@ def hadamard16():
 def _walsh_rows(
     b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, write,
     ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr,
-    DRAW: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    DRAW: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr,
     SQUARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """P of block b as ±1 and 0, (ROWS, SLOTS), and a mask of the rows that exist.
@@ -143,7 +143,7 @@ def _walsh_rows(
         if DRAW:
             here, places = b * TILES + tl.arange(0, TILES), tl.arange(0, RANKP)
             natural = tl.reshape(
-                kept_rows(here, places, key, tiles, square, line, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE), (ROWS,)
+                kept_rows(here, places, key, tiles, square, line, FIXED, SAMPLED, CYCLE, STREAM, SQUARE, LINE), (ROWS,)
             )
             tl.store(table + tile * RANK + k, natural.to(tl.uint8), mask=real & write)
         else:
@@ -169,7 +169,7 @@ def _block(
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def _block(
         k = j % RANKP
         p, real = _walsh_rows(
             b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, first == 0,
-            ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE,
+            ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, CYCLE, STREAM, SQUARE, LINE,
         )  # fmt: skip
         p = p.to(DTYPE)
         factor = tl.where(is_dense, 1.0, tl.where(k < FIXED, 0.25, 0.25 * GAIN))
@@ -315,7 +315,7 @@ def _compress_kernel(
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -351,7 +351,7 @@ def _compress_kernel(
         dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
-        SAMPLED, WALK, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
+        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
     )  # fmt: skip
 
 
@@ -405,7 +405,7 @@ def _correct_kernel(
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
+    SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
@@ -446,7 +446,7 @@ def _correct_kernel(
                 rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
                 tile_blocks, dense_rows, chunks,
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
-                FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, WALK, STREAM,
+                FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
                 SQUARE, LINE, BC, LOOP, 1, UPCAST,
             )  # fmt: skip
 

@@ -27,7 +27,7 @@ def _named(place, is_square, SQUARE: tl.constexpr, LINE: tl.constexpr):
 @triton.jit
 def kept_rows(
     tile, k, key, tiles, square, line,
-    FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    FIXED: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr,
     SQUARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """The natural indices of the rows that each tile keeps, int32, (TILES, PLACES); beyond its rank any of the 16.
@@ -36,7 +36,7 @@ def kept_rows(
         tile: (TILES,), over all samples.
         k: (PLACES,), place among the kept rows.
         tiles, square, line: of a sample.
-        WALK: how many tiles of a kind share one permutation.
+        CYCLE: how many tiles of a kind share one permutation.
     """
     sample, own = tile // tiles, tile % tiles
     is_square = own < square
@@ -45,7 +45,7 @@ def kept_rows(
     DRAWN_FROM: tl.constexpr = 16 - FIXED
     # Number of the tile among its kind, which determines its group and its offset in the group's permutation.
     number = tl.where(is_square, sample * square + own, sample * line + own - square)
-    group, start = number // WALK, number % WALK * SAMPLED % DRAWN_FROM
+    group, start = number // CYCLE, number % CYCLE * SAMPLED % DRAWN_FROM
     word = tl.load(key).to(tl.uint64, bitcast=True)
     s0, s1 = stream_words(mix(mix(word * 0, word), word * 0 + 1).to(tl.int64, bitcast=True), STREAM)
     l0, l1 = stream_words(word.to(tl.int64, bitcast=True), STREAM)
@@ -78,7 +78,7 @@ def of_layout(lay: Layout) -> dict[str, int]:
     rows = lay.lines
     return {
         "FIXED": rows.fixed, "SAMPLED": rows.sampled, "STREAM": draws.ROWS,
-        "WALK": (rows.tile - rows.fixed) // math.gcd(rows.tile - rows.fixed, rows.sampled) if rows.sampled else 1,
+        "CYCLE": (rows.tile - rows.fixed) // math.gcd(rows.tile - rows.fixed, rows.sampled) if rows.sampled else 1,
         "SQUARE": packed(lay.squares.kind), "LINE": packed(rows.kind),
     }  # fmt: skip
 
