@@ -64,7 +64,7 @@ def test_an_outlier_token_asks_for_a_scale_a_token() -> None:
     assert calibration.layers["a"].ratio < 0.5 < calibration.layers["b"].ratio
     calibration.apply(model)
     assert {name: state.method.grad_input.scale for name, state in layer_states(model)} == {"a": "token", "b": "tensor"}
-    assert "1 of 2 layers take a scale a token" in str(calibration)
+    assert "1 of 2 layers take per-token scales" in str(calibration)
 
 
 @pytest.mark.parametrize("method", ["hot", "int4"])

@@ -34,7 +34,7 @@ def test_a_question_is_measured_once_and_apart_for_graphs(monkeypatch):
     asked = []
     monkeypatch.setattr(planning, "_measure", lambda q, graphs: asked.append(graphs) or (1.0, 0.5 if graphs else 2.0))
     for _ in range(2):
-        said = "slower on this GPU: 2.000 ms a step against 1.000 ms exact; plan='memory' converts it"
+        said = "slower on this GPU: 2.000 ms/step, exact 1.000 ms/step; plan='memory' converts it"
         assert planning.verdict(LINEAR) == said
         assert planning.verdict(LINEAR, graphs=True) is None
     assert asked == [False, True]
@@ -68,7 +68,7 @@ def test_a_layer_that_bytes_bind_is_not_measured(monkeypatch):
     monkeypatch.setattr(planning, "_measure", lambda *_: pytest.fail("measured"))
     why = planning.verdict(_pointwise(256, 64))
     assert why is not None
-    assert why.startswith("too few operations a byte")
+    assert why.startswith("too few operations per byte")
 
 
 @pytest.mark.parametrize(

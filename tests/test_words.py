@@ -32,12 +32,15 @@ WORDS = {
     r"ms a step\b": "ms/step",
 }
 # Words that read like a private one and are none, with what makes them so.
-FIELD = re.compile(r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies)\b")
+# (`lay:` and `served:` document arguments of that name, `bool served` declares one.)
+FIELD = re.compile(
+    r"\b(Hadamard walks|self-serv\w+|underl(ies|ay)|real lies|bool served)\b|^ +(lay|served):", re.MULTILINE
+)
 FORBIDDEN = re.compile("|".join(rf"\b(?:{word})" for word in WORDS), re.IGNORECASE)
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 # Files and folders of Python whose docstrings, comments and messages are clean.
-CLEAN = ["tools", "recipes", "benchmarks"] + [f"src/hotrain/{room}" for room in ("activations", "audit", "bench", "cli", "train")]
+CLEAN = ["tools", "recipes", "benchmarks", "src/hotrain"]
 # Those whose docstrings have the sections of Google's style, which documentation tools read.
 STYLED = CLEAN
 

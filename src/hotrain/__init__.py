@@ -7,7 +7,7 @@
     report = hotrain.convert(model)   # or convert alone, and compile or not as you like
     print(report)
 
-The two gradient paths stand in `hotrain.backward`; methods are data (`hotrain.preset`).
+The two gradients of a layer are computed in `hotrain.backward`; methods are data (`hotrain.preset`).
 """
 
 from __future__ import annotations

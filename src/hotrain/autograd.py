@@ -1,9 +1,9 @@
-"""The autograd functions: run the product forward, keep what the method keeps, call the two gradients.
+"""Autograd functions of Linear and Conv2d: the forward product, the saved codes, and the two gradients of a method.
 
-They decide nothing. A `Step` says what one forward of one layer does, and whether the definition or the kernels do
-it; `ctx.needs_input_grad` says what is asked. All that lives until backward goes through `save_for_backward`, the key
-of the draws too: a forward recomputed by activation checkpointing then hands backward its own key together with its
-own codes.
+A `Step` describes what one forward of one layer does, and whether the reference or the kernels compute it;
+`ctx.needs_input_grad` says which gradients are needed. Everything that backward needs goes through
+`save_for_backward`, also the key of the draws: a forward recomputed by activation checkpointing then passes backward
+its own key together with its own codes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .transform.tokens import Grid, Layout, layout, project
 Needs = tuple[bool, bool, bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# Asked once, here: a tracer cannot follow the question.
+# Evaluated once, here: Dynamo cannot trace the call.
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """`hotrain.kernels` where that device may run them; imported when first asked for."""
+    """`hotrain.kernels` for a CUDA device, imported at the first call; None for other devices."""
     global _kernels
     if device.type != "cuda":
         return None
@@ -48,10 +48,12 @@ _kernels: ModuleType | None = None
 
 
 class Origin(Protocol):
-    """Where a layer's input comes from: backward makes it again, and the layer keeps nothing of it.
+    """The producer of a layer's input: backward rematerializes the input, and the layer saves nothing of it.
 
-    recipe: how (`hotrain.activations.rematerialize`).  tensors: of which; an operator before the layer keeps them.
-    remake: makes it of them, as autograd gives them back, in a shape and a dtype (`hotrain.activations.sharing`).
+    Attributes:
+        recipe: how (`hotrain.activations.rematerialize`).
+        tensors: of which; a preceding op saves them.
+        remake: (saved tensors, shape, dtype) → the input (`hotrain.activations.sharing`).
     """
 
     @property
@@ -68,10 +70,16 @@ class Origin(Protocol):
 class Step:
     """One training forward of one layer.
 
-    key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
-    grid: of its tokens, where known.  transposed: w is (I, O), as in transformers' Conv1D.  name: of the layer, for
-    messages.  handle: of the layer, for the kernels.  served: by the kernels (`on` decides).  origin: of x, where
-    backward can make it again.  ran: the layer's record of what it did.
+    Attributes:
+        method: that the layer follows.
+        key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
+        grid: of its tokens, where known.
+        transposed: whether w is (I, O), as in transformers' Conv1D.
+        name: of the layer, for messages.
+        handle: of the layer, for the kernels.
+        served: whether the kernels run it (`on` decides).
+        origin: of x, where backward can rematerialize it.
+        ran: the layer's record.
     """
 
     method: Method
@@ -86,19 +94,23 @@ class Step:
     ran: Ran | None = None
 
     def layout(self, lead: tuple[int, ...]) -> Layout:
-        """Where the tiles of an input of shape (*lead, C) lie."""
+        """The layout in tiles of an input of shape (*lead, C)."""
         rows, across = self.method.grad_weight, self.method.grad_input.transform != "lowpass"
         return layout(tuple(map(int, lead)), rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
 
     def format(self, columns: int, dtype: torch.dtype) -> Format:
+        """The format in which P x is saved."""
         return Format(self.method.saved, columns, dtype)
 
     def on(self, x: Tensor, lay: Layout | None) -> Step:
-        """This step with its ways chosen for an x of that layout: the kernels where they serve it, else the
-        definition. lay: None where only the definition will do.
+        """This step for a given input: with the kernels where they support it, else with the reference.
 
-        The definition wants an integer key: where only the device knows it, reading it waits for the device, so
-        the definition cannot draw inside a captured CUDA graph.
+        The reference needs an integer key. Where only the device has it, reading it synchronizes, so the reference
+        cannot draw inside a captured CUDA graph.
+
+        Args:
+            x: the input, cast.
+            lay: its layout, None where only the reference can compute the step.
         """
         if self._is_served(x, lay):
             return replace(self, key=self._device_key(x.device), served=True)
@@ -126,8 +138,12 @@ class Step:
         return int(self.key) & ((1 << 64) - 1)
 
     def keep(self, x: Tensor | None, lay: Layout) -> tuple[Tensor, ...]:
-        """What forward leaves for `gradients`: the key, where the method draws, and what x, (*lead, C), leaves for
-        g_w (nothing for None)."""
+        """The tensors that forward saves for `gradients`: the key, where the method draws, and the codes of P x.
+
+        Args:
+            x: (*lead, C), or None where g_w does not need it.
+            lay: its layout.
+        """
         key: tuple[Tensor, ...] = ()
         if self.method.draws:
             key = (
@@ -147,22 +163,30 @@ class Step:
         return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
 
     def note(self, x: Tensor, kept: tuple[Tensor, ...], trained: bool) -> None:
-        """Write down what this forward does and keeps of x, for the report.  trained: whether w wants a gradient."""
+        """Record what this forward does and saves of x, for the report; `trained`: whether w requires a gradient."""
         if self.ran is not None:
             self.ran.kept(x, *kept[self.method.draws :])
             source = "" if self.origin is None or not trained else self.origin.recipe
             self.ran.step(self.method, self.served, source, not trained)
 
     def keep_again(self, kept: tuple[Tensor, ...], x: Tensor, lay: Layout) -> tuple[Tensor, ...]:
-        """What `keep` would have left of x, in backward: with the key that it left alone, `kept`."""
+        """What `keep` would have saved of x, computed in backward with the key that it did save, `kept`."""
         return self._with_key_of(kept)[0].keep(x, lay)
 
     def forward(
         self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The forward product that the method asks for, and what `keep` leaves beside it (of no x unless `keeps`).
+        """The low-precision forward product, and what `keep` saves.
 
-        x: (*lead, I).  w: (O, I), or (I, O) when transposed, any float dtype.  y: (*lead, O) in x's dtype.
+        Args:
+            x: (*lead, I).
+            w: (O, I), or (I, O) when transposed, any float dtype.
+            b: (O,) or None.
+            lay: of x.
+            keeps: whether g_w needs x.
+
+        Returns:
+            y, (*lead, O), in x's dtype, and the saved tensors.
         """
         matrix = x.reshape(-1, x.shape[-1])
         if self.served:
@@ -176,7 +200,7 @@ class Step:
         return y.view(*x.shape[:-1], y.shape[-1]), kept
 
     def _with_key_of(self, kept: tuple[Tensor, ...]) -> tuple[Step, tuple[Tensor, ...]]:
-        """This step with the key that `keep` left, and the rest of what it left."""
+        """This step with the key that `keep` saved, and the other tensors that it saved."""
         if not self.method.draws:
             return self, kept
         key, *rest = kept
@@ -192,9 +216,19 @@ class Step:
         w_dtype: torch.dtype,
         needs: Needs,
     ) -> Grads:
-        """(g_x, g_w, g_b), None where not needed: (T, columns) as g_y, one shaped as w in `w_dtype`, and (O,).
+        """The gradients of a Linear.
 
-        g_y: (*lead, O).  w: (O, columns), or (columns, O) when transposed; needed for g_x only.  kept: of `keep`.
+        Args:
+            g_y: (*lead, O).
+            w: (O, columns), or (columns, O) when transposed; needed for g_x only.
+            kept: of `keep`.
+            columns: number of input channels.
+            lay: of x.
+            w_dtype: dtype of g_w.
+            needs: which of x, w and b require gradients.
+
+        Returns:
+            (g_x, g_w, g_b), None where not needed: (T, columns) in g_y's dtype, as w in `w_dtype`, and (O,).
         """
         step, kept = self._with_key_of(kept)
         matrix = g_y.reshape(-1, g_y.shape[-1])
@@ -228,9 +262,19 @@ class Step:
         w_dtype: torch.dtype,
         needs: Needs,
     ) -> Grads:
-        """`gradients` of a convolution whose patches overlap, always by the definition.
+        """The gradients of a convolution whose patches overlap, always by the reference.
 
-        g_y: (B, O, H', W').  w: (O, C/groups, kh, kw).  shape: of x.  Returns g_x shaped as x, g_w as w, g_b.
+        Args:
+            g_y: (B, O, H', W').
+            w: (O, C/groups, kh, kw); needed for g_x only.
+            kept: of `keep`.
+            shape: of x.
+            geometry: of the convolution.
+            w_dtype: dtype of g_w.
+            needs: which of x, w and b require gradients.
+
+        Returns:
+            (g_x, g_w, g_b), None where not needed: as x, as w, and (O,).
         """
         step, kept = self._with_key_of(kept)
         assert isinstance(step.key, int)
@@ -240,7 +284,7 @@ class Step:
             positions = step.layout((shape[0], *g_y.shape[2:]))
             g_x = convolution.grad_input(g_y, w, shape, geometry, step.method, step.key, positions)
         if needs[1]:
-            # grad_weight asks w for its shape alone
+            # grad_weight needs only the shape of w
             like_w = g_y.new_empty(1).expand(g_y.shape[1], shape[1] // geometry.groups, *geometry.kernel)
             rows = step.format(shape[1], g_y.dtype).restore(kept)
             lay = step.layout((shape[0], *shape[2:]))
@@ -252,10 +296,10 @@ class Step:
 
 
 def differentiates() -> bool:
-    """Whether backward will ask for the gradients of this forward.
+    """Whether this forward takes part in reverse-mode autograd with the gradients of a method.
 
-    Exported and traced programs, `torch.func` and forward-mode derivatives have those of PyTorch: autograd functions
-    with a context cannot take part in them.
+    Exported and traced programs, `torch.func` and forward-mode derivatives use those of PyTorch: autograd functions
+    with a context do not support them.
     """
     return torch.is_grad_enabled() and not _is_traced_or_transformed()
 
@@ -265,12 +309,12 @@ def _is_traced_or_transformed() -> bool:
     return transformed or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-# Dynamo asks once. Of `is_exporting` itself that of PyTorch 2.11 makes True, whether it exports or not.
+# Dynamo evaluates it once, outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
 _is_traced_or_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
-    """The dtype in which autocast hands t to a product: its own where it is on, float64 excepted."""
+    """The dtype to which autocast casts t for a product: its own where autocast is off, and for float64."""
     return t.dtype if t.dtype == torch.float64 else autocast_to(t.device.type) or t.dtype
 
 
@@ -280,19 +324,19 @@ def autocast_to(kind: str) -> torch.dtype | None:
 
 
 def autocast(t: Tensor) -> Tensor:
-    """The tensor as autocast hands it to a product."""
+    """The tensor as autocast casts it for a product."""
     return t.to(autocast_dtype(t))
 
 
 def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
-    # Casts are made by hand: autocast's cache must not get copies of weights that have no graph. And not by its switch
-    # alone: a backward within autocast clears the cache, else casts of one stream would be met in a graph of another.
+    # Casts are made explicitly: autocast's cache must not get copies of weights that have no graph. And a context, not
+    # a flag: a backward within autocast clears the cache, else casts of one stream would be used in a graph of another.
     kind = x.device.type
     return nullcontext() if autocast_to(kind) is None else torch.autocast(kind, enabled=False)
 
 
 class _SecondDerivative(torch.autograd.Function):
-    """Passes the first `count` tensors on; raises if they are differentiated, by whichever tensor."""
+    """Returns the first `count` tensors; raises if they are differentiated with respect to any tensor."""
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -308,9 +352,12 @@ class _SecondDerivative(torch.autograd.Function):
 
 
 def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients as they are; under create_graph, tied to an error that a second derivative meets.
+    """The gradients unchanged; under create_graph, a second derivative through them raises.
 
-    sources: what they were computed from. One that is asked for by way of these alone meets the error too.
+    Args:
+        name: of the layer.
+        grads: the gradients.
+        *sources: what they were computed from; derivatives with respect to these raise too.
     """
     if not torch.is_grad_enabled():
         return grads
@@ -337,7 +384,7 @@ class Linear(torch.autograd.Function):
             else:
                 y, kept = step.forward(x_cast, w, b_cast, lay, keeps)
             step.note(x_cast, kept, ctx.needs_input_grad[1])
-            # Of three axes it is a view, which autograd would not let the next layer change in place.
+            # With three axes y is a view, which autograd would not let the next layer change in place.
             y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
         _save(ctx, step, w, kept)
         ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = lay, x.shape, x.dtype, w.dtype
@@ -359,17 +406,16 @@ class Linear(torch.autograd.Function):
 
 
 def _save(ctx: Any, step: Step, w: Tensor, kept: tuple[Tensor, ...]) -> None:
-    """Save w, the parameter itself and no copy, where g_x will ask for it, what the step keeps, and x's origin where
-    g_w will ask for that."""
+    """Save w (the parameter, no copy) where g_x needs it, the step's tensors, and those of x's origin for g_w."""
     origin = step.origin if ctx.needs_input_grad[1] else None
     given = () if origin is None else origin.tensors
-    ctx.step, ctx.count = replace(step, origin=None), len(given)  # tensors must go when autograd lets them go
+    ctx.step, ctx.count = replace(step, origin=None), len(given)  # tensors must be freed when autograd frees them
     ctx.remake = None if origin is None else origin.remake
     ctx.save_for_backward(*((w,) if ctx.needs_input_grad[0] else ()), *kept, *given)
 
 
 def _saved(ctx: Any) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """What `_save` saved: w, what the step keeps, the origin's tensors."""
+    """What `_save` saved: w, the step's tensors, the origin's tensors."""
     saved = ctx.saved_tensors
     w, rest = (saved[0], saved[1:]) if ctx.needs_input_grad[0] else (None, saved)
     end = len(rest) - ctx.count
@@ -425,5 +471,5 @@ class Conv2d(torch.autograd.Function):
 
 
 def _tokens(x: Tensor, geometry: Geometry) -> Tensor:
-    """The rows that a convolution's step keeps of x: its patches, or its positions where patches overlap."""
+    """The rows that a convolution's step saves of x: its patches, or its positions where patches overlap."""
     return convolution.patches(x, geometry) if geometry.is_patches else channels_last(x)

@@ -1,4 +1,4 @@
-"""Step 4, the paper on one page: the two gradients of ``y = x wᵀ``. Start reading here.
+"""The two gradients of ``y = x wᵀ``, quantized and projected: the paper on one page. Start reading here.
 
 ::
 
@@ -7,7 +7,7 @@
 
 H: block-diagonal Walsh–Hadamard of order 16 along the output channels O. It is orthogonal, so it cancels in the
 product; it spreads outliers over 16 channels before they are rounded. Nothing is lost but the rounding.
-P: r of 16 Walsh rows along the tokens T. PᵀP is a projection: what lies outside the kept rows is lost, or, with
+P: r of 16 Walsh rows along the tokens T. PᵀP is a projection: what is outside the kept rows is lost, or, with
 drawn rows, kept on average (E[PᵀP] = I). Everything is orthonormal: at r = 16 without bits both are exact.
 Q: integer codes, or fp8 codes (`Method.override(number="e4m3")`), which are rounded to nearest.
 
@@ -30,15 +30,24 @@ from .transform.tokens import Layout, lift, project
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed before rounding: float32, or float64 for float64."""
+    """The dtype of the computation before rounding: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def grad_input(g_y: Tensor, w: Tensor, method: Method, key: int, lay: Layout | None = None) -> Tensor:
     """g_x = Q(g_y H) Q(Hᵀ w).
 
-    g_y: (T, O).  w: (O, I).  key: of this step's draws.  lay: of the tokens, for a low-pass g_x only.
-    Returns (T, I) in g_y's dtype. Equivalent to ``g_y @ w`` when nothing is quantized.
+    Equivalent to ``g_y @ w`` when nothing is quantized.
+
+    Args:
+        g_y: (T, O).
+        w: (O, I).
+        method: whose `grad_input` is followed.
+        key: of this step's draws.
+        lay: of the tokens, for a low-pass g_x only.
+
+    Returns:
+        (T, I), in g_y's dtype.
     """
     path = method.grad_input
     if path.transform == "lowpass":
@@ -64,7 +73,7 @@ def encode(t: Tensor, number: str, bits: int, scale: str, rounding: str, key: in
 
 
 def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
-    """Q(g_y H): codes (T, O') with a scale a token or one for all; O' is O padded to whole blocks."""
+    """Q(g_y H): codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
     g = g_y.to(wide(g_y.dtype))
     g = rotate(g) if path.transform == "hadamard" else g
@@ -72,7 +81,7 @@ def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
 
 
 def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
-    """Q(Hᵀ w): codes (O', I) with one scale, or one for each input channel."""
+    """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
     assert path.bits is not None
     w = w.to(wide(w.dtype))
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
@@ -81,10 +90,17 @@ def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
 
 
 def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) -> Tensor:
-    """g_w = Q(P g_y)ᵀ Q(P x), with Q(P x) as forward kept it.
+    """g_w = Q(P g_y)ᵀ Q(P x), with Q(P x) as forward saved it.
 
-    g_y: (..., O), tokens as `lay` describes them.  kept: P x, (lay.rows, I).  key: the one that drew P for x.
-    Returns (O, I): float32 (float64 for float64) after a product of codes, else g_y's dtype.
+    Args:
+        g_y: (..., O), tokens as in `lay`.
+        kept: P x, (`lay.rows`, I).
+        lay: of the tokens.
+        method: whose `grad_weight` is followed.
+        key: the one that drew P for x.
+
+    Returns:
+        (O, I): float32 (float64 for float64) after a product of codes, else g_y's dtype.
     """
     path = method.grad_weight
     if path.drop:
@@ -97,11 +113,19 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) 
 
 
 def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor:
-    """Q(g)ᵀ Q(x) over the rows of g, (R, O), and x, (R, I): an integer product where both are integers, exact; of fp8
-    codes, products summed in g's dtype.
+    """Q(g)ᵀ Q(x): an exact integer product, or of fp8 codes exact products summed in g's dtype.
 
-    A scale a row of x lies on the contraction axis and cannot leave the product; it is folded into the same row of
-    g before g is quantized.
+    Per-row scales of x are on the contraction axis and cannot be applied after the product; they are folded into the
+    rows of g before g is quantized.
+
+    Args:
+        g: P g_y, (R, O).
+        kept: P x, (R, I).
+        method: whose `grad_weight` is followed.
+        key: of this step's draws.
+
+    Returns:
+        (O, I), in g's dtype.
     """
     path = method.grad_weight
     assert path.bits is not None
@@ -121,7 +145,7 @@ def quantized_product(g: Tensor, kept: Kept, method: Method, key: int) -> Tensor
 
 
 def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
-    """g_y with that share of its entries set to zero, drawn independently; not rescaled."""
+    """g_y with that share of its elements set to zero, drawn independently; not rescaled."""
     noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
-    # A product, so that a NaN or infinity is passed on also where it is dropped.
+    # A product, so that a NaN or infinity stays one where it is dropped.
     return g_y * (noise >= round(share * 2**16) - 2**15).to(g_y.dtype)

@@ -1,10 +1,9 @@
-"""LQS, layer-wise quantizer selection: one scale a token, or one for the tensor, for the g_y of each layer; and the
-bits that pre-training starts with.
+"""LQS, layer-wise quantizer selection: per-token or per-tensor scales for each layer's g_y; and a schedule of bits.
 
 The rule is that of HOT's code (docs/maths.md): per token where that at least halves the error, e_t < ½ e_T, the L2
-errors of quantizing g_y with a scale a token and with one scale. It is taken here on training batches, on the tensor
-that is really quantized (g_y after its rotation, in the method's bits and rounding), over several batches, and
-without an optimizer step.
+errors of quantizing g_y with per-token scales and with one per-tensor scale. It is measured here on training batches,
+on the tensor that is really quantized (g_y after its rotation, in the method's bits and rounding), over several
+batches, and without an optimizer step.
 """
 
 from __future__ import annotations
@@ -41,10 +40,14 @@ CHOICES = ("tensor", "token")
 class LayerChoice:
     """The scale of one layer's g_y and why.
 
-    choice: ``"token"`` or ``"tensor"``.  error_tensor, error_token: mean error over the batches with either scale, in
-    the calibration's statistic, relative to g_y (l2: ‖g−Q(g)‖/‖g‖; mse: its square).  ratio: token over tensor.
-    batches: how many batches' gradients reached the layer; where none did (a frozen layer with nothing trainable before
-    it) there is nothing to choose, and it keeps what ``"auto"`` means, a scale a token.
+    Attributes:
+        choice: ``"token"`` or ``"tensor"``.
+        error_tensor: mean error over the batches with per-tensor scales, in the calibration's statistic, relative to
+            g_y (l2: ‖g−Q(g)‖/‖g‖; mse: its square).
+        error_token: the same with per-token scales.
+        ratio: error_token / error_tensor.
+        batches: how many batches' gradients reached the layer. Where none did (a frozen layer with nothing trainable
+            before it) the choice is what ``"auto"`` means, per token.
     """
 
     choice: str
@@ -56,7 +59,13 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` found: one `LayerChoice` a layer, and the rule that made it."""
+    """The result of `calibrate`: one `LayerChoice` per layer, and the rule that made it.
+
+    Attributes:
+        layers: layer name → its choice.
+        statistic: ``"l2"`` or ``"mse"``.
+        threshold: error ratio below which per-token scales are chosen.
+    """
 
     layers: dict[str, LayerChoice]
     statistic: str = "l2"
@@ -71,13 +80,17 @@ class Calibration:
         ]
         tokens = sum(c.choice == "token" for c in self.layers.values())
         title = (
-            f"{tokens} of {len(self.layers)} layers take a scale a token "
+            f"{tokens} of {len(self.layers)} layers take per-token scales "
             f"({self.statistic} error ratio below {self.threshold:g})"
         )
         return title + "\n" + table(["layer", "tensor", "token", "ratio", "choice"], rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write readable JSON, in one step: a reader never sees half of it."""
+        """Write the calibration as JSON, atomically.
+
+        Args:
+            path: replaced if it exists.
+        """
         value = {
             "version": VERSION,
             "statistic": self.statistic,
@@ -91,7 +104,14 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Read what `save` wrote. Raises ValueError, naming the file and the field, for anything else."""
+        """Read what `save` wrote.
+
+        Args:
+            path: of the JSON file.
+
+        Raises:
+            ValueError: the file is not a calibration of this version; the message names the file and the field.
+        """
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -118,10 +138,14 @@ class Calibration:
         return calibration
 
     def apply(self, model: nn.Module) -> None:
-        """Give every layer its scale.
+        """Set the chosen scale of every layer.
 
-        Raises ValueError, before anything is changed, when the calibration names layers that the model does not
-        have or does not quantize, or lacks one that it does.
+        Args:
+            model: converted with the method that was calibrated.
+
+        Raises:
+            ValueError: the calibration names layers that the model does not quantize, or lacks one that it does.
+                Nothing is changed then.
         """
         states = _quantized(model)
         unknown = [name for name in self.layers if name not in states]
@@ -148,15 +172,23 @@ def calibrate(
 ) -> Calibration:
     """Choose the scale of g_y for every converted layer that quantizes it to integers.
 
-    model: converted; its layers run exactly while it is measured.
-    batches: *training* batches, of which the first `max_batches` are taken.
-    loss_fn: ``loss_fn(model, batch)``, a scalar. A criterion such as ``F.cross_entropy`` serves batches of
-        (input, target); None is cross-entropy, or ``model(**batch).loss`` for mappings.
-    threshold, statistic: a scale a token where error_token < threshold · error_tensor, mean over the batches;
-        ``"l2"`` is the rule of the published code, ``"mse"`` compares the squares.
+    Apply the result with ``.apply(model)``. The model (weights, ``.grad``, buffers, modes), all generators and the
+    draws are unchanged.
 
-    The result is applied with ``.apply(model)``. The model (weights, ``.grad``, buffers, modes), all generators and the
-    draws are left as found. Raises ValueError for no batch, no layer to calibrate, and a loss that is not finite.
+    Args:
+        model: converted; its layers run exactly while it is measured.
+        batches: *training* batches.
+        loss_fn: ``loss_fn(model, batch)``, a scalar. A criterion such as ``F.cross_entropy`` works for batches of
+            (input, target); None is cross-entropy, or ``model(**batch).loss`` for mappings.
+        max_batches: how many batches are used.
+        threshold: per-token scales are chosen where error_token < threshold · error_tensor, mean over the batches.
+        statistic: ``"l2"``, the rule of the published code, or ``"mse"``, which compares the squares.
+
+    Returns:
+        A choice for every layer, with its errors.
+
+    Raises:
+        ValueError: no batch, no layer to calibrate, a loss or gradient that is not finite, or a bad argument.
     """
     if statistic not in STATISTICS:
         raise ValueError(f"calibrate: statistic={statistic!r} is not one of {', '.join(map(repr, STATISTICS))}")
@@ -187,9 +219,16 @@ def calibrate(
 
 
 def scale_errors(g_y: Tensor, path: GradInput, key: int, statistic: str = "l2") -> tuple[float, float]:
-    """(error with one scale, error with a scale a token) of quantizing g_y, (T, O), as `path` does, relative to g_y.
+    """Relative errors of quantizing g_y with per-tensor and with per-token scales.
 
-    Zeros have no error.
+    Args:
+        g_y: (T, O).
+        path: bits, rounding and transform of the quantization.
+        key: of the draws.
+        statistic: ``"l2"`` or ``"mse"``.
+
+    Returns:
+        (per-tensor error, per-token error); 0 for a g_y of zeros.
     """
     g = g_y.to(wide(g_y.dtype))
     want = rotate(g) if path.transform == "hadamard" else g
@@ -213,7 +252,7 @@ def _choose(pairs: list[tuple[float, float]], threshold: float) -> LayerChoice:
 
 
 def _quantized(model: nn.Module) -> dict[str, LayerState]:
-    """The layers with a scale of g_y to choose."""
+    """The layers that have a scale of g_y to choose."""
     return {
         name: state
         for name, state in layer_states(model)
@@ -225,8 +264,16 @@ def _quantized(model: nn.Module) -> dict[str, LayerState]:
 class BitSchedule:
     """Bits of both operands of g_x over a pre-training: `warmup_bits` for the first `warmup` epochs, then `bits`.
 
-    HOT pre-trains with 8 bits for 25 epochs (supplement D; its code says 50). An epoch may as well be a step: it is
-    whatever the caller counts. What is kept, and g_w, stay as they are.
+    HOT pre-trains with 8 bits for 25 epochs (supplement D; its code says 50). An epoch is whatever the caller counts,
+    for example a step. The format of the saved x, and g_w, do not change.
+
+    Attributes:
+        bits: 4 or 8.
+        warmup_bits: 4 or 8.
+        warmup: number of epochs, 0 or more.
+
+    Raises:
+        ValueError: a field has a value that is not accepted.
     """
 
     bits: int = 4
@@ -241,14 +288,25 @@ class BitSchedule:
             raise ValueError(f"BitSchedule: warmup={self.warmup!r} is not a number of epochs, 0 or more")
 
     def at(self, epoch: int) -> int:
-        """The bits in force in that epoch, counted from 0."""
+        """The bits in force in an epoch.
+
+        Args:
+            epoch: counted from 0.
+        """
         return self.warmup_bits if epoch < self.warmup else self.bits
 
     def apply(self, model: nn.Module, epoch: int) -> list[str]:
-        """Set the bits of every layer that quantizes its g_x path to integers; returns the names of these layers.
+        """Set the bits of every layer that quantizes its g_x path to integers.
 
-        A function of the epoch alone, so a resumed run only has to call it again. Layers whose g_x is not quantized,
-        or to a format of its own (LUQ's), are left as they are.
+        It depends on the epoch only, so a resumed run only has to call it again. Layers whose g_x is not quantized,
+        or is quantized to a format of its own (LUQ's), are unchanged.
+
+        Args:
+            model: converted.
+            epoch: counted from 0.
+
+        Returns:
+            The names of the layers whose bits were set.
         """
         changed = []
         for name, state in layer_states(model):

@@ -1,4 +1,4 @@
-"""One line to be fast: `compile` converts a model for CUDA graphs, compiles it, and checks that it got no slower."""
+"""`compile`: converts a model for CUDA graphs, compiles it, and warns when a training step got slower."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     """Convert `model` in place and compile it: ``fast = hotrain.compile(model)``, then train `fast` as before.
 
     On a CUDA device the plan is ``"graphs"`` and the mode of `torch.compile` ``"reduce-overhead"`` (CUDA graphs);
-    elsewhere both are as they come. Parameters and state_dict stay those of `model`.
+    elsewhere both have their defaults. Parameters and state_dict stay those of `model`.
 
-    method, options: of `hotrain.convert`.
-    check: on a CUDA device, time forward and backward of the model as it was (exact, eager) on the first training
-        batch, and of the compiled one a few steps later; a warning tells when it got slower. That takes the memory of
-        one exact step for a moment, and starts PyTorch's peak statistics anew; where it does not fit, and in a
-        distributed run, nothing is compared.
-    Returns what `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
-    Raises as `hotrain.convert`.
+    Args:
+        model: as for `hotrain.convert`.
+        method: as for `hotrain.convert`.
+        check: on a CUDA device, time forward and backward of the exact model in eager mode on the first training
+            batch, and of the compiled one a few steps later, and warn when it got slower. This takes the memory of one
+            exact step for a moment and resets PyTorch's peak memory statistics. Where that does not fit, and in a
+            distributed run, nothing is compared.
+        **options: further arguments of `hotrain.convert`.
+
+    Returns:
+        What `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
+
+    Raises:
+        ValueError: as `hotrain.convert`.
     """
     on_gpu = any(p.is_cuda for p in model.parameters())
     if on_gpu:
@@ -52,7 +59,12 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
 class Check:
     """A hook on a compiled model that writes the times of the exact and of the compiled step into its report.
 
-    It removes itself. fast: what is called.  model: what it was compiled from.
+    It removes itself after the second measurement.
+
+    Args:
+        fast: the compiled model.
+        model: what it was compiled from.
+        report: of the conversion.
     """
 
     def __init__(self, fast: nn.Module, model: nn.Module, report: ConversionReport) -> None:
@@ -72,7 +84,7 @@ class Check:
                 self.handle.remove()
                 self._after(args, kwargs)
         except torch.OutOfMemoryError:
-            self.handle.remove()  # nothing to compare with: exact training does not fit
+            self.handle.remove()  # exact training does not fit: nothing to compare with
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         # Parameters are shared, buffers are not: running statistics stay as they are.
@@ -82,7 +94,7 @@ class Check:
             ms = _milliseconds(exact, exact, args, kwargs)
         del exact
         if torch.cuda.is_available():
-            # The exact step was ours: neither its memory nor its peak is to be seen as the model's.
+            # The exact step was only for comparison: its memory and its peak must not count as the model's.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         return ms
@@ -105,7 +117,7 @@ class Check:
 def _milliseconds(
     forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
-    """Median time of forward and backward; the gradients of the model's parameters go nowhere."""
+    """Median time of forward and backward in ms; gradients are discarded."""
     from .audit.saved_bytes import tensors
 
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -1,7 +1,7 @@
-"""One call: `convert` gives a model's layers the gradients of a method, `revert` takes them back.
+"""Model conversion: `convert` gives a model's layers the gradients of a method, `revert` undoes it.
 
 A layer is converted by changing its class: parameters, state_dict keys, hooks and isinstance checks stay. Every
-Linear and convolution of the model appears in the report, converted or kept exact with the reason.
+Linear and convolution of the model appears in the report, as converted, or as exact with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FilterFn = Callable[[nn.Module, str], bool]
 PLANS = ("speed", "graphs", "memory")
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
-_ROOM = f"{__package__}.nn."  # where the classes of converted layers live
+_ROOM = f"{__package__}.nn."  # the package with the classes of converted layers
 _UNCALLED = "no training forward has called it (its weight may be used without calling the layer)"
 _WRAPPERS = ("base_model", "model", "module", "base_layer", "_orig_mod", "_fsdp_wrapped_module")
 _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
@@ -46,7 +46,13 @@ _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "h
 
 @dataclass(frozen=True)
 class ConvertedRow:
-    """A converted layer.  method: its numbers are chosen for the device of its weight.  ran: what its last step did."""
+    """A converted layer.
+
+    Attributes:
+        name: fully qualified.
+        method: with the number format chosen for the device of the weight.
+        ran: what the last training step did.
+    """
 
     name: str
     method: Method
@@ -63,7 +69,7 @@ class ConvertedRow:
 
 @dataclass(frozen=True)
 class KeptRow:
-    """A layer that stays exact."""
+    """A layer that stays exact, with the reason."""
 
     name: str
     reason: str
@@ -71,19 +77,25 @@ class KeptRow:
 
 @dataclass
 class ConversionReport:
-    """What happened to each layer. `converted` and `kept` are up to date: a layer that a training forward found
-    unsuited, or did not call, moves from one to the other, with its reason.
+    """What happened to each layer; ``str(report)`` prints it.
 
-    method: as it was asked for.  plan: of `convert`.  times: of `hotrain.compile`.
+    `converted` and `kept` are up to date: a layer that a training forward found unsuited, or did not call, moves from
+    one to the other, with its reason.
+
+    Attributes:
+        method: as requested.
+        plan: of `convert`.
+        activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
+        times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
     """
 
     method: Method
     kept_rows: list[KeptRow] = field(default_factory=list)
     layers: list[tuple[str, LayerState]] = field(default_factory=list)
-    activations: list[str] = field(default_factory=list)  # names of the ReLUs that keep bits, with their exact gradient
-    buffers: Buffers | None = None  # what became of all else that is kept, from the first training forward on
+    activations: list[str] = field(default_factory=list)
+    buffers: Buffers | None = None  # the other compressed activations, from the first training forward on
     plan: str = "speed"
-    times: tuple[float, float] | None = None  # ms of forward and backward, exact and converted (`hotrain.compile`)
+    times: tuple[float, float] | None = None
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
@@ -98,21 +110,28 @@ class ConversionReport:
 
     @property
     def converted(self) -> list[ConvertedRow]:
+        """The layers that follow the method."""
         return [row for row in self._rows() if isinstance(row, ConvertedRow)]
 
     @property
     def kept(self) -> list[KeptRow]:
+        """The layers that stay exact."""
         return self.kept_rows + [row for row in self._rows() if isinstance(row, KeptRow)]
 
     def ran(self) -> list[dict[str, Any]]:
-        """What the layers did in their last training step, read off the layers themselves: one dict for those that did
-        the same.
+        """What the layers did in their last training step, as recorded by the layers themselves.
 
-        layers: how many.  method, g_x, g_w: the preset and the formats in force; ``exact`` for layers that stay exact.
-        x: what is kept of the input; ``shared: …`` where backward makes it again from codes of the operator before.
-        kernels: whether Triton kernels ran, else the reference in plain PyTorch.  bytes: kept by the layers themselves
-        of their inputs, for one call of each; exact_bytes: of the same inputs without hotrain. Both are None for exact
-        layers. Layers that no step has reached have ``g_x=None``.
+        Returns:
+            One dict for each group of layers that did the same:
+
+            - ``layers``: how many;
+            - ``method``, ``g_x``, ``g_w``: the preset and the formats in force; ``exact`` for layers that stay exact,
+              ``g_x=None`` for layers that no step has reached;
+            - ``x``: the format of the saved input; ``shared: …`` where backward rematerializes it from the saved
+              activation of the preceding op;
+            - ``kernels``: whether Triton kernels ran, else the reference in plain PyTorch;
+            - ``bytes``: saved by the layers themselves of their inputs, for one call of each; None for exact layers;
+            - ``exact_bytes``: of the same inputs without hotrain; None for exact layers.
         """
         groups: dict[tuple[Any, ...], dict[str, Any]] = {}
         rows: list[ConvertedRow | KeptRow] = [*self.converted, *self.kept]
@@ -135,11 +154,13 @@ class ConversionReport:
         return list(groups.values())
 
     def totals(self) -> tuple[int | None, int] | None:
-        """Bytes that the whole model keeps between forward and backward of the batch that it saw first: now, and exact.
+        """Bytes that the whole model saves between forward and backward of the first batch.
 
-        Both are of shapes alone (`hotrain.predicted_bytes`), exact in eager mode; of compiled graphs *now* is what
-        really crosses from forward to backward, None where a compiler's cache hid it. None before a training forward,
-        and for a model that cannot run on shapes alone or whose inputs were not seen (``memory="linear"``).
+        Returns:
+            (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
+            compiled graphs *now* is measured on the graphs, None where a compiler's cache hid it. None instead of the
+            pair before a training forward, and for a model that cannot run on fake tensors or whose inputs were not
+            recorded (``memory="linear"``).
         """
         example = None if self.buffers is None else self.buffers.example
         model = None if example is None else example.model()
@@ -165,7 +186,7 @@ class ConversionReport:
         methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
         head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
         if self.activations:
-            head += f", {len(self.activations)} ReLUs keep a bit an entry"
+            head += f", {len(self.activations)} ReLUs save 1 bit per element"
         if self.times is not None:
             head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
         totals = self.totals()
@@ -176,12 +197,12 @@ class ConversionReport:
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
 
     def _summary(self) -> list[str]:
-        """A line for those that did the same, once a step has run."""
+        """One line per group of layers that did the same, once a step has run."""
         return [f"  {line_of(group)}" for group in self.ran() if group["g_x"] not in (None, "exact")]
 
 
 def line_of(group: dict[str, Any]) -> str:
-    """A group of `ConversionReport.ran` in words."""
+    """A group of `ConversionReport.ran` as text."""
     count = f"{group['layers']} layer{'s' if group['layers'] != 1 else ''}"
     if group["g_x"] is None:
         return f"{count}: {group['method']}, not run yet"
@@ -193,7 +214,7 @@ def line_of(group: dict[str, Any]) -> str:
 
 
 def formats(ran: Ran) -> tuple[str, str, str]:
-    """(g_x, g_w, x) of a step that ran, as methods print them."""
+    """(g_x, g_w, x) of a step that ran, in the notation of ``str(method)``."""
     method = ran.method
     assert method is not None
     g_x = str(method.grad_input).removeprefix("g_x:")
@@ -219,32 +240,40 @@ def convert(
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
 
-    ReLU modules, whose output PyTorch keeps for itself and the next layer at once, are made to keep a bit an entry
-    where the method keeps less than x; their gradient stays exact. (On a GPU, of images, under ``plan="memory"`` only:
-    else the convolution behind stays exact and holds that output.)
+    ReLU modules, whose output PyTorch saves for the ReLU and the next layer at once, save 1 bit per element instead
+    where the method saves less than x; their gradient stays exact. (For images on a GPU only with ``plan="memory"``:
+    else the next convolution stays exact and saves that output.) Converting again changes the method of the layers
+    that the call selects.
 
-    method: a preset's name or a `hotrain.Method`; `hq8` unless named: full rank in 8 bits, everything between the
-        layers compressed.
-    filter_fn: (module, fully qualified name) → whether to convert; given, it replaces the default exclusions (the
-        classification head, layers under 32 channels, adapters, 2-D inputs).
-    grid, prefix_tokens: (height, width) of the patches of a token sequence and how many class or register tokens
-        precede them, for models that do not say so themselves (`hotrain.grids`).
-    dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
-    number: of the codes: ``"int"``, ``"e4m3"``, ``"e5m2"`` or ``"auto"``: e4m3 where the device multiplies fp8, else
-        integers (`Method.override`). None: as the method says: ``"auto"`` for `hq8` and `hot-unbiased`, what was
-        published for the others. The report says which it took.
-    forward: of Linear layers: ``"exact"``, or a product of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None: as
-        the method says; exact, as the presets have it.
-    plan: ``"speed"`` leaves those layers exact that would lose time on a GPU, measured at their first forward there
-        (`hotrain.planning`); ``"graphs"`` measures without what the host does to launch them, for models that run as
-        CUDA graphs (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts them all the same. Without a GPU
-        all are converted.
-    memory: what is compressed between forward and backward: ``"linear"``, what the converted layers keep; ``"block"``,
-        what activations, norms, attention, dropout, products and pooling keep as well, and the layers that stay exact
-        (`hotrain.activations`): everything that is called while the model runs forward. None: as the method says.
-    Returns a report with one row a layer. Converting again changes the method of the layers it names.
-    Raises ValueError for an unknown method, a bad grid, a model that is compiled already, one with layers that were
-    converted under another plan, and when no layer matched: of a filter_fn, or with ``memory="linear"``.
+    Args:
+        model: any `torch.nn.Module` that is not compiled yet.
+        method: a preset's name or a `hotrain.Method`. The default `hq8` is full rank in 8 bits, with the activations
+            between the layers compressed.
+        filter_fn: (module, fully qualified name) → whether to convert. It replaces the default exclusions (the
+            classification head, layers under 32 channels, adapters, 2-D inputs).
+        grid: (height, width) of the patches of a token sequence, for models where it cannot be detected
+            (`hotrain.grids`).
+        prefix_tokens: how many class or register tokens precede the patches of `grid`.
+        dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
+        number: number format: ``"int"``, ``"e4m3"``, ``"e5m2"`` or ``"auto"``: e4m3 where the device has fp8 matrix
+            units, else integers (`Method.override`). None is the method's own: ``"auto"`` for `hq8` and
+            `hot-unbiased`, as published for the others. The report states the choice.
+        forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None
+            is the method's own, which is exact in all presets.
+        plan: ``"speed"`` keeps those layers exact that would be slower on a GPU, measured at their first forward there
+            (`hotrain.planning`); ``"graphs"`` measures without launch overhead, for models that run as CUDA graphs
+            (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts all layers. Without a GPU all are
+            converted.
+        memory: which saved activations are compressed: ``"linear"``, those of converted layers; ``"block"``, those of
+            activation functions, norms, attention, dropout, products, pooling and exact layers as well
+            (`hotrain.activations`): everything that is called while the model runs forward. None is the method's own.
+
+    Returns:
+        A report with one row per layer.
+
+    Raises:
+        ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
+            converted with another plan, or no layer matched (with a `filter_fn`, or with ``memory="linear"``).
     """
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):
@@ -274,7 +303,7 @@ def convert(
         target = _target(module)
         state = layer_state(module)
         if reason is not None and state is not None:
-            report.layers.append((name, state))  # an earlier call converted it: that still holds
+            report.layers.append((name, state))  # converted by an earlier call, and stays so
             if state.plan != plan:
                 raise ValueError(
                     f"hotrain.convert: {name!r} was converted with plan={state.plan!r} and stays so, this call has "
@@ -284,7 +313,7 @@ def convert(
             report.kept_rows.append(KeptRow(name, reason or f"no Hadamard layer for {type(module).__name__}"))
         else:
             chosen.append((name, module, target))
-    # Between the layers there is something to compress in any model; a filter that matches nothing is a mistake.
+    # Any model has activations between its layers to compress; a filter that matches nothing is a mistake.
     if not chosen and (filter_fn is not None or method.memory != "block"):
         why = (
             "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
@@ -292,7 +321,7 @@ def convert(
         raise ValueError(
             f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
             "Pass filter_fn=lambda module, name: ... to choose layers yourself; "
-            'convert(model, "exact", memory="block") compresses what lies between them alone.'
+            'convert(model, "exact", memory="block") compresses only the activations between them.'
         )
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
@@ -320,7 +349,7 @@ def convert(
     for _, state in layer_states(model):
         state.origins = None if report.buffers is None else report.buffers.origins
     if method.memory == "block":
-        _revert_activations(model)  # ReLUs that an earlier conversion made keep bits: the mode serves all of them
+        _revert_activations(model)  # BitReLUs of an earlier conversion: the mode compresses all ReLUs
     elif method.compresses:
         near = None if filter_fn is None else [name for name, _, _ in chosen]
         report.activations = _convert_activations(model, near, plan != "memory")
@@ -328,7 +357,7 @@ def convert(
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise ValueError for a model, or a part of one, that `torch.compile` has got already."""
+    """Raise ValueError for a model that is compiled already, in whole or in part."""
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             where = f"{name!r} is" if name else "the model is"
@@ -361,10 +390,14 @@ def _revert_activations(model: nn.Module) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Give every converted layer its own class back. The model is as if it had never been converted.
+    """Undo `convert` and `checkpoint_blocks`, in place: every layer gets its own class back.
 
-    Raises RuntimeError, before anything is changed, where a layer's class was changed again after conversion
-    (a parametrization, FSDP2's `fully_shard` on the layer itself).
+    Args:
+        model: converted or not.
+
+    Raises:
+        RuntimeError: a layer's class was changed again after conversion (a parametrization, FSDP2's `fully_shard` on
+            the layer itself). Nothing is changed then.
     """
     layers = [(name, module) for name, module in model.named_modules() if layer_state(module) is not None]
     for name, module in layers:
@@ -382,7 +415,14 @@ def revert(model: nn.Module) -> None:
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
-    """(name, module, state) of every converted layer."""
+    """The converted layers of a model.
+
+    Args:
+        model: converted or not.
+
+    Yields:
+        (fully qualified name, module, state) of each, once.
+    """
     for name, module in model.named_modules():
         state = layer_state(module)
         if state is not None:
@@ -390,13 +430,13 @@ def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerSt
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, converted or not, told without importing transformers."""
+    """Whether it is transformers' Conv1D, converted or not, without importing transformers."""
     kind = type(module).__mro__[1] if layer_state(module) is not None else type(module)
     return kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
 
 
 def _target(module: nn.Module) -> type[nn.Module] | None:
-    """The class that the module is turned into; for a converted one, its own."""
+    """The class that the module is converted to; for a converted one, its own."""
     if layer_state(module) is not None:
         return type(module)
     if type(module) is nn.Linear:
@@ -411,7 +451,7 @@ def _target(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, reason it cannot be served or None) of every Linear and convolution, shared ones once."""
+    """(name, module, reason it is unsupported or None) of every Linear and convolution, shared ones once."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -429,7 +469,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             yield (
                 name,
                 module,
-                f"{type(module).__name__} is not served; accepted are Linear, Conv2d and Conv1D",
+                f"{type(module).__name__} is not supported; accepted are Linear, Conv2d and transformers' Conv1D",
             )
 
 
@@ -458,7 +498,7 @@ def _hindrance(
 
 
 def _default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
-    """The exclusions that hold when no filter_fn is given."""
+    """The default exclusions, when no filter_fn is given."""
     adapter = _adapter_of(model, name)
     if adapter is not None:
         return f"adapter of {adapter!r}: adapters stay exact"
@@ -481,7 +521,7 @@ def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
         heads = heads if isinstance(heads, tuple | list) else (heads,)
         if any(module is part for head in heads if isinstance(head, nn.Module) for part in head.modules()):
             return True
-    # By name only at the outer levels: a block's inner "fc" is no head.
+    # By name only at the outer levels: a block's inner "fc" is not a head.
     path = [part for part in name.split(".") if part not in _WRAPPERS]
     return bool(path) and path[0] in _HEADS
 
@@ -503,7 +543,7 @@ def _as_grid(grid: Grid | tuple[int, int] | None, prefix: int) -> Grid | None:
     if grid is None or isinstance(grid, Grid):
         if prefix:
             place = "grid=(height, width)" if grid is None else f"Grid(..., prefix={prefix})"
-            raise ValueError(f"hotrain.convert: prefix_tokens={prefix} says nothing without a grid; give {place}")
+            raise ValueError(f"hotrain.convert: prefix_tokens={prefix} has no effect without a grid; give {place}")
         return grid
     if not isinstance(grid, tuple | list) or len(grid) != 2 or any(type(n) is not int or n < 1 for n in grid):
         raise ValueError(f"hotrain.convert: grid={grid!r} is not (height, width) in patches")

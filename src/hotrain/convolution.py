@@ -1,15 +1,15 @@
-"""Convolutions as the matrix products of `hotrain.backward`.
+"""The two gradients of convolutions, as the matrix products of `hotrain.backward`.
 
 Tokens are positions of an image, and channels the columns. Two cases:
 
 * Patches that do not overlap (1×1 kernels, patch embeddings): the convolution *is* a Linear layer on its `patches`, and
-  its gradients are those of `hotrain.backward` to the letter.
-* k×k kernels: what is kept is P x on x's own grid, never the unfolded matrix, which is k² times as large. Backward
-  lifts it, x̂ = PᵀP x, and unfolds x̂ a few samples at a time: ``g_w = Q8(g_y)ᵀ Q8(U(x̂))``. For 1×1 kernels this is the
+  its gradients are exactly those of `hotrain.backward`.
+* k×k kernels: P x is saved on x's own grid, never the unfolded matrix, which is k² times as large. Backward
+  computes x̂ = PᵀP x and unfolds it a few samples at a time: ``g_w = Q8(g_y)ᵀ Q8(U(x̂))``. For 1×1 kernels this is the
   formula of Linear, since g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before.
 
-A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and next to
-no arithmetic: the two products stay in floating point, of unrounded g_y and w where the method rotates, and x is kept
+A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
+operations: the two products stay in floating point, of unrounded g_y and w where the method rotates. The saved x is
 compressed all the same.
 """
 
@@ -38,10 +38,15 @@ _UNFOLDED = {"cpu": 1 << 20, "cuda": 1 << 28}  # elements of the unfolded matrix
 
 @dataclass(frozen=True)
 class Geometry:
-    """What `torch.nn.Conv2d` knows about itself besides its weight.
+    """The arguments of `torch.nn.Conv2d` besides its channels.
 
-    padding: as the module holds it: a pair, or ``"same"``/``"valid"``.  padding_mode: zeros, reflect, replicate or
-    circular.
+    Attributes:
+        kernel: (height, width).
+        stride: (vertical, horizontal).
+        padding: a pair, ``"same"`` or ``"valid"``.
+        dilation: (vertical, horizontal).
+        groups: divides both numbers of channels.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
     """
 
     kernel: Pair
@@ -72,6 +77,7 @@ class Geometry:
         )
 
     def output_size(self, height: int, width: int) -> Pair:
+        """(height, width) of the output for an input of that size."""
         left, right, top, bottom = self.pads
         sizes = (height + top + bottom, width + left + right)
         spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
@@ -79,13 +85,14 @@ class Geometry:
         return down, across
 
     def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        """The product as `torch.nn.Conv2d` computes it, to the bit."""
+        """The output of `torch.nn.Conv2d`, bit for bit."""
         if self.padding_mode != "zeros":
             x = F.pad(x, self.pads, mode=self.padding_mode)
             return F.conv2d(x, w, b, self.stride, 0, self.dilation, self.groups)
         return F.conv2d(x, w, b, self.stride, self.padding, self.dilation, self.groups)
 
     def pad(self, x: Tensor) -> Tensor:
+        """An image, (B, C, H, W), padded as the convolution pads it."""
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, self.pads, mode=mode) if any(self.pads) else x
 
@@ -127,7 +134,7 @@ def patches_transposed(g: Tensor, shape: tuple[int, int, int, int], geometry: Ge
 
 
 def _taps(geometry: Geometry, down: int, across: int) -> Iterator[tuple[slice, slice]]:
-    """For every entry of the kernel, row by row, the pixels of a padded image that it meets."""
+    """For every element of the kernel, row by row, the pixels of a padded image that it is multiplied with."""
     (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
     for i in range(kh):
         for j in range(kw):
@@ -152,9 +159,9 @@ def fold(columns: Tensor, geometry: Geometry, size: Pair) -> Tensor:
 
 
 def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A weight's gradient with the weight's own strides, where they differ in axes of one entry alone.
+    """A weight's gradient with the weight's own strides, where they differ in axes of size 1 only.
 
-    PyTorch takes such a gradient as it is, and DDP and foreach optimizers ask for equal strides.
+    PyTorch does not correct such strides, and DDP and foreach optimizers require equal ones.
     """
     pairs = zip(g_w.shape, g_w.stride(), strides, strict=True)
     differs = [size for size, own, asked in pairs if own != asked]
@@ -167,7 +174,7 @@ def channels_last(t: Tensor) -> Tensor:
 
 
 def _chunks(batch: int, elements: int, device: torch.device) -> Iterator[slice]:
-    """Samples a few at a time, so that `elements` a sample stay within bounds."""
+    """Slices of a few samples each, so that with `elements` per sample memory stays bounded."""
     size = max(1, _UNFOLDED.get(device.type, 1 << 24) // max(1, elements))
     return (slice(i, i + size) for i in range(0, batch, size))
 
@@ -201,7 +208,16 @@ def grad_input(
 ) -> Tensor:
     """g_x of a convolution whose patches overlap: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
 
-    lay: of the output's positions, for a low-pass g_x.  Equivalent to the exact gradient when nothing is quantized.
+    Equivalent to the exact gradient when nothing is quantized.
+
+    Args:
+        g_y: (B, O, H', W').
+        w: (O, C/groups, kh, kw).
+        shape: of x.
+        geometry: of the convolution.
+        method: whose `grad_input` is followed.
+        key: of this step's draws.
+        lay: of the output's positions, for a low-pass g_x.
     """
     path = method.grad_input
     padded = _padded_shape(shape, geometry)
@@ -224,7 +240,7 @@ def grad_input(
 
 
 def _rounded(g_y: Tensor, w: Tensor, path: GradInput, key: int) -> tuple[Tensor, Tensor]:
-    """g_y and w with the values of their codes, where no product of codes is made."""
+    """g_y and w quantized and dequantized, where the product is in floating point."""
     tokens = channels_last(g_y)
     grad = backward.rotated_grad(tokens.reshape(-1, tokens.shape[-1]), path, key).dequantize(g_y.dtype)
     weight = backward.rotated_weight(w.flatten(1), path, key).dequantize(w.dtype)
@@ -269,8 +285,15 @@ def grad_weight(
 ) -> Tensor:
     """g_w of a convolution whose patches overlap, shaped as w.
 
-    g_y: (B, O, H', W').  kept: P of x's positions, (lay.rows, C).
-    w: only its shape counts.  shape: of x.
+    Args:
+        g_y: (B, O, H', W').
+        kept: P of x's positions, (`lay.rows`, C).
+        w: (O, C/groups, kh, kw); only its shape is used.
+        shape: of x.
+        geometry: of the convolution.
+        lay: of x's positions.
+        method: whose `grad_weight` is followed.
+        key: of this step's draws.
     """
     path = method.grad_weight
     if path.drop:
@@ -312,7 +335,7 @@ def _coded_grad_weight(
     matrix = channels_last(g_y).reshape(-1, outputs).to(backward.wide(g_y.dtype))
     grad = backward.encode(matrix, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
     if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
-        codes = kept  # x itself was kept in codes: no second rounding
+        codes = kept  # x itself was saved in codes: no second rounding
     else:
         x = lift(values(kept, matrix.dtype), lay, key)
         rounding = method.saved.rounding
@@ -342,5 +365,5 @@ def _pad_codes(codes: Tensor, geometry: Geometry) -> Tensor:
         return codes
     if geometry.padding_mode == "zeros":
         return F.pad(codes, (0, 0, *geometry.pads))
-    # PyTorch's other modes take no int8 and no channels-last; the codes stay exact on the way.
+    # PyTorch's other modes support neither int8 nor channels-last; codes are exact in float32.
     return channels_last(geometry.pad(codes.permute(0, 3, 1, 2).to(torch.float32)).to(torch.int8))

@@ -5,7 +5,7 @@ gets a `key`, and every number of that step is a hash of the key and the number'
 activation checkpointing recomputes draws the same numbers, processes of a distributed run draw different ones,
 PyTorch's own generators are left alone, and a kernel can make the same noise in registers.
 
-The count is a Python integer on the CPU. On a GPU, and in compiled graphs everywhere, it lives on the device
+The count is a Python integer on the CPU. On a GPU, and in compiled graphs everywhere, it is a tensor on the device
 (`Draws.counter`), so that a graph that is replayed draws anew each time; the keys are the same ones, bit for bit.
 """
 
@@ -46,11 +46,17 @@ _handles = itertools.count(1)
 
 
 def manual_seed(seed: int) -> None:
-    """Fix the draws of every converted layer and count its steps from 0 again.
+    """Set the seed of the draws of every converted layer, and count its steps from 0 again.
 
     Without it draws follow `torch.initial_seed()`, that is the last `torch.manual_seed`. Compiled graphs follow this
-    function at once; `torch.manual_seed`, and a process group made later, only when they are traced anew or an
-    uncompiled training forward comes by.
+    function at once; `torch.manual_seed`, and a process group made later, only when they are traced again or after an
+    uncompiled training forward.
+
+    Args:
+        seed: any integer; its lowest 64 bits count.
+
+    Raises:
+        ValueError: `seed` is not an integer.
     """
     if type(seed) is not int:
         raise ValueError(f"manual_seed: got {seed!r}, accepted is an integer")
@@ -62,6 +68,7 @@ def manual_seed(seed: int) -> None:
 
 
 def current_seed() -> int:
+    """The seed in force, 64 bits."""
     return torch.initial_seed() & _MASK64 if _seed.value is None else _seed.value
 
 
@@ -92,11 +99,14 @@ def signed(word: int) -> int:
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:
-    """The key after this one: int64, (), equal to ``mix(seed, rank, layer, step)`` as a signed word.
+    """The key of the next step, computed on the device: the last round of `mix` on int64, with wrapping products.
 
-    counter: int64 (3,), [salt, step, key]; the salt is ``mix(seed, rank, layer)``. The step is counted up in place
-    (unless `moves` is False) and the key written beside it. The last round of `mix`, on int64: wrapping products,
-    masked shifts.
+    Args:
+        counter: int64 (3,), [salt, step, key]; the salt is ``mix(seed, rank, layer)``. Updated in place.
+        moves: whether the step is incremented first.
+
+    Returns:
+        int64, (), equal to ``mix(seed, rank, layer, step)`` as a signed word.
     """
     if moves:
         counter[1:2].add_(1)
@@ -116,11 +126,12 @@ def in_backward() -> bool:
 class Draws:
     """The step counter of one layer. `next()`, or on a GPU `next_on()`, is called once in every training forward.
 
-    handle: a number that no other layer of this process has.
-    counter: [salt, step, key] on a device, once `place` put it there; the truth about the step from then on. It is no
-        buffer: DistributedDataParallel would give every rank the first one's.
-    tag: an int64 (), on the same device, whose address stands for `handle` in compiled graphs (`handle_of`).
-    ran: what the layer's last training step did.
+    Attributes:
+        handle: a number that no other layer of this process has.
+        counter: int64 (3,), [salt, step, key], on a device, once `place` put it there; the step is read from it from
+            then on. It is not a buffer: DistributedDataParallel would give every rank the first one's.
+        tag: int64 (), on the same device; its address identifies the layer in compiled graphs (`handle_of`).
+        ran: what the layer's last training step did.
     """
 
     def __init__(self, layer: int) -> None:
@@ -141,6 +152,7 @@ class Draws:
 
     @classmethod
     def of(cls, name: str) -> Draws:
+        """The draws of the layer of that name."""
         return cls(zlib.crc32(name.encode()))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +199,7 @@ class Draws:
         return self._key(self.step)
 
     def place(self, device: torch.device) -> bool:
-        """Have counter and tag on that device, the salt up to date. Returns whether they had to be made."""
+        """Put counter and tag on a device, with the current salt. Returns whether they had to be made."""
         made = self.counter is None or self.counter.device != device
         if self.generation != _seed.generation:
             self.restart()
@@ -207,7 +219,12 @@ class Draws:
         return made
 
     def next_on(self, device: torch.device, make: Callable[[Tensor, bool], Tensor] = next_key) -> Tensor:
-        """`next` as an int64 () on that device, without waiting for it. make: `next_key`, or a kernel in its place."""
+        """`next` as an int64 () on that device, without synchronizing.
+
+        Args:
+            device: of the counter.
+            make: `next_key`, or a kernel that computes the same.
+        """
         self.place(device)
         assert self.counter is not None
         _seed.graphs = _seed.graphs or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -216,7 +233,7 @@ class Draws:
         return make(self.counter, moves)
 
     def host_key(self) -> int | None:
-        """The key last given out, where it is known without waiting for a device."""
+        """The last key, where it is known without synchronizing with a device."""
         return None if _seed.graphs else self._key(self._host_step)
 
 
@@ -225,12 +242,12 @@ _by_handle: weakref.WeakValueDictionary[int, Draws] = weakref.WeakValueDictionar
 
 
 def handle_of(tag: Tensor) -> int:
-    """The handle that a `Draws.tag` stands for, 0 for a copy of one. Reads its address alone, never the device."""
+    """The handle of the layer of a `Draws.tag`, 0 for a copy of one. Reads its address only, never the device."""
     return _by_address.get(tag.data_ptr(), 0)
 
 
 def ran_of(tag: Tensor) -> Ran:
-    """The record of the layer that a `Draws.tag` stands for; one that nobody reads for a copy of a tag."""
+    """The record of the layer of a `Draws.tag`; an unused record for a copy of a tag."""
     layer = _by_handle.get(handle_of(tag))
     return Ran() if layer is None else layer.ran
 
@@ -238,14 +255,21 @@ def ran_of(tag: Tensor) -> Ran:
 def place_all(device: torch.device) -> list[Draws]:
     """Give every layer without a counter one on that device, for a graph that is about to be traced; returns those.
 
-    Blocks that share a compiled graph must all look alike before the first of them is traced.
+    Blocks that share a compiled graph must have the same guards before the first of them is traced.
     """
     _seed.graphs = True
     return [layer for layer in list(_live) if layer.counter is None and layer.place(device)]
 
 
 def state_dict(model: nn.Module) -> dict[str, int]:
-    """The seed and every converted layer's step: what a resumed run needs to draw on. Plain integers."""
+    """The seed and every converted layer's step, which a resumed run needs to continue the draws.
+
+    Args:
+        model: converted.
+
+    Returns:
+        Plain integers: ``"seed"``, and ``"step.<layer>"`` for each layer.
+    """
     from .nn.state import layer_states
 
     state = {"seed": signed(current_seed())}  # signed: formats that hold 64-bit integers keep its value
@@ -256,7 +280,15 @@ def state_dict(model: nn.Module) -> dict[str, int]:
 
 
 def load_state_dict(model: nn.Module, state: dict[str, int]) -> None:
-    """Continue the draws that `state_dict` described. Raises ValueError when the layers are not the same."""
+    """Continue the draws from a `state_dict`.
+
+    Args:
+        model: converted with the same method.
+        state: of `state_dict`.
+
+    Raises:
+        ValueError: the layers are not the same.
+    """
     from .nn.state import layer_states
 
     layers = dict(layer_states(model))
@@ -278,7 +310,7 @@ def _signed32(word: int) -> int:
 
 
 def hash_bits(count: int, key: int, stream: int, device: torch.device, start: int = 0) -> Tensor:
-    """`count` 32-bit hashes as int32: entry i depends on (key, stream, start + i) alone.
+    """`count` 32-bit hashes as int32: element i depends on (key, stream, start + i) only.
 
     The mixing is a two-round multiply-xorshift on uint32, written on int32 (wrapping products, masked shifts), so
     that Triton repeats it bit for bit.
@@ -297,6 +329,6 @@ def hash_bits(count: int, key: int, stream: int, device: torch.device, start: in
 
 
 def noise16(count: int, key: int, stream: int, device: torch.device, start: int = 0) -> Tensor:
-    """`count` int16 values, uniform over all 2¹⁶: one hash serves two neighbours. `start` must be even."""
+    """`count` int16 values, uniform over all 2¹⁶; two neighbours share a hash. `start` must be even."""
     pairs = hash_bits((count + 1) // 2, key, stream, device, start // 2)
     return pairs.view(torch.int16)[:count]

@@ -1,7 +1,7 @@
 """The forward product in low precision, for a method that asks for it: ``y = Q(x) Q(w)ᵀ + b``.
 
-The papers keep y exact, and so do the presets. With ``forward="fp8"`` both operands are e4m3 codes with one scale each;
-with ``"int8"`` x has a scale a token and w a scale an output channel. Rounding is to nearest. The gradients stay the
+The papers keep y exact, and so do the presets. With ``forward="fp8"`` both operands are e4m3 codes with per-tensor
+scales; with ``"int8"`` x has per-token and w per-output-channel scales. Rounding is to nearest. The gradients stay the
 method's own, of the exact product, with respect to x and w themselves.
 """
 
@@ -16,13 +16,28 @@ from .quantize.integer import Quantized, largest_code, quantize
 
 
 def codes_of(t: Tensor, number: str) -> Quantized:
-    """Codes of an operand, (R, C), as the product of that number wants them: number is ``"fp8"`` or ``"int8"``."""
+    """Codes of an operand of the product.
+
+    Args:
+        t: (R, C), floating point.
+        number: ``"fp8"`` or ``"int8"``.
+    """
     t = t.to(wide(t.dtype))
     return floating.quantize(t, "e4m3") if number == "fp8" else quantize(t, 8, "token", "nearest")
 
 
 def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
-    """Q(x) Q(w)ᵀ + b: x (T, I), w (O, I), b (O,) or None. Returns (T, O) in x's dtype."""
+    """Q(x) Q(w)ᵀ + b.
+
+    Args:
+        x: (T, I), floating point.
+        w: (O, I), floating point.
+        b: (O,) or None.
+        number: ``"fp8"`` or ``"int8"``.
+
+    Returns:
+        (T, O), in x's dtype.
+    """
     left, right = codes_of(x, number), codes_of(w, number)
     limit = largest_code(8) ** 2
     y = code_matmul(left.codes, right.codes.T, limit, left.scale.dtype) * left.scale

@@ -18,7 +18,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def as_method(method: str | Method) -> Method:
-    """A method by value or by preset name."""
+    """A method, given by value or by preset name.
+
+    Args:
+        method: a `hotrain.Method` or a preset's name.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if isinstance(method, Method):
         return method
     if isinstance(method, str):
@@ -31,13 +38,21 @@ class Named(Protocol):
 
 
 def check_input(owner: str | Named, x: Tensor, channels: int, axis: int) -> None:
-    """Raise TypeError or ValueError for an x that no method can serve.
+    """Check the input of a converted layer.
 
-    owner: the name that the message starts with, or who has it; it is not read unless there is a message, so that
-    compiled layers of different names are alike.
+    Args:
+        owner: the name that a message starts with, or an object with it. It is read only for a message, so that
+            compiled layers of different names share a graph.
+        x: the input.
+        channels: the size that is expected on `axis`.
+        axis: negative.
+
+    Raises:
+        TypeError: x is complex, integer or sparse, or no tensor.
+        ValueError: its shape does not fit.
     """
-    served = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS
-    if served and x.dim() > 0 and x.dim() >= -axis and x.shape[axis] == channels:
+    supported = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS
+    if supported and x.dim() > 0 and x.dim() >= -axis and x.shape[axis] == channels:
         return
     name = owner if isinstance(owner, str) else owner.name
     if not isinstance(x, Tensor):
@@ -64,10 +79,22 @@ def linear(
 ) -> Tensor:
     """`torch.nn.functional.linear` whose gradients follow `method`; exact to the bit unless it has a `forward`.
 
-    x: (*, I), floating, any number of leading axes, (B, H, W, I) is its own token grid.  weight: (O, I), or (I, O)
-    when `transposed` (transformers' Conv1D).  bias: (O,).  grid: where the tokens of (B, L, I) lie.  key: of the draws;
-    the same key draws the same numbers.  Returns (*, O).
-    Raises TypeError for complex, integer or sparse input, ValueError for a wrong width.
+    Args:
+        x: (*, I), floating point, any number of leading axes; (B, H, W, I) is its own token grid.
+        weight: (O, I), or (I, O) when `transposed`.
+        bias: (O,) or None.
+        method: a preset's name or a `hotrain.Method`.
+        grid: of the tokens of (B, L, I), where they are the patches of an image.
+        key: of the draws; the same key draws the same numbers.
+        transposed: whether the weight is stored as in transformers' Conv1D.
+        name: for messages.
+
+    Returns:
+        (*, O), in x's dtype.
+
+    Raises:
+        TypeError: x is complex, integer or sparse.
+        ValueError: x does not have I channels.
     """
     method = as_method(method)
     check_input(name, x, weight.shape[0 if transposed else 1], -1)
@@ -75,7 +102,7 @@ def linear(
 
 
 def linear_step(x: Tensor, weight: Tensor, bias: Tensor | None, step: Step) -> Tensor:
-    """`linear` with its step made up and its input checked already."""
+    """`linear` with a prepared step and a checked input."""
     return autograd.Linear.apply(x, weight, bias, step)
 
 
@@ -95,8 +122,25 @@ def conv2d(
 ) -> Tensor:
     """`torch.nn.functional.conv2d` whose gradients follow `method`; exact to the bit, also where it has a `forward`.
 
-    x: (B, C, H, W) or (C, H, W).  weight: (O, C/groups, kh, kw).  padding_mode: as in `torch.nn.Conv2d`.
-    Returns (B, O, H', W'). Raises as `linear`.
+    Args:
+        x: (B, C, H, W) or (C, H, W), floating point.
+        weight: (O, C/groups, kh, kw).
+        bias: (O,) or None.
+        stride: as in `torch.nn.Conv2d`.
+        padding: as in `torch.nn.Conv2d`, also ``"same"`` and ``"valid"``.
+        dilation: as in `torch.nn.Conv2d`.
+        groups: as in `torch.nn.Conv2d`.
+        method: a preset's name or a `hotrain.Method`.
+        padding_mode: as in `torch.nn.Conv2d`.
+        key: of the draws; the same key draws the same numbers.
+        name: for messages.
+
+    Returns:
+        (B, O, H', W'), or (O, H', W'), in x's dtype.
+
+    Raises:
+        TypeError: x is complex, integer or sparse.
+        ValueError: x does not have C channels.
     """
     geometry = Geometry(
         (weight.shape[2], weight.shape[3]),
@@ -111,7 +155,7 @@ def conv2d(
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, step: Step) -> Tensor:
-    """`conv2d` with its geometry and step made up and its input checked already."""
+    """`conv2d` with a prepared geometry and step and a checked input."""
     if x.dim() == 3:
         return autograd.Conv2d.apply(x[None], weight, bias, geometry, step)[0]
     return autograd.Conv2d.apply(x, weight, bias, geometry, step)

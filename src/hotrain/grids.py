@@ -1,6 +1,6 @@
-"""Where a model's tokens lie in the image: read off its modules by what they say of themselves, never guessed.
+"""Token grids (height, width, prefix tokens) of vision transformers, read from attributes of their modules.
 
-A grid is used only for inputs that have its number of tokens; for others the tokens are a line.
+A grid is used only for inputs that have its number of tokens; for others the tokens are a 1-D sequence.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from .transform.tokens import Grid
 
 
 def token_grids(model: nn.Module) -> dict[str, Grid]:
-    """Module name → the grid of the tokens that modules below it see; the innermost one counts.
+    """The token grids of a model.
 
-    Knows timm's ViT and DeiT (`patch_embed.grid_size`, class, distillation and register tokens), Swin (window
+    Supports timm's ViT and DeiT (`patch_embed.grid_size`, class, distillation and register tokens), Swin (window
     attention and blocks at their resolution), EfficientFormer's attention (`resolution`), and transformers' ViT
     family (`config.image_size`, `config.patch_size`).
+
+    Args:
+        model: any model.
+
+    Returns:
+        Module name → the grid of the tokens that the modules below it get; the innermost one counts (`grid_at`).
     """
     found: dict[str, Grid] = {}
     for name, module in model.named_modules():
@@ -38,7 +44,7 @@ def grid_at(name: str, grids: dict[str, Grid]) -> Grid | None:
 
 
 def _grid_of(module: nn.Module) -> Grid | None:
-    # timm's VisionTransformer and kin
+    # timm's VisionTransformer and similar
     embed = getattr(module, "patch_embed", None)
     size = _pair(getattr(embed, "grid_size", None))
     if size is not None and isinstance(embed, nn.Module) and not hasattr(module, "layers"):
@@ -66,7 +72,7 @@ def _grid_of(module: nn.Module) -> Grid | None:
 
 
 def _position_tokens(module: nn.Module) -> int:
-    """How many positions a transformers ViT or CLIP embeds, 0 if it does not say: patches and prefix tokens."""
+    """How many positions a transformers ViT or CLIP embeds (patches and prefix tokens), 0 if unknown."""
     for name, parameter in module.named_parameters():
         if name.endswith("position_embeddings") and parameter.dim() == 3:
             return parameter.shape[1]

@@ -1,4 +1,4 @@
-"""What a layer did in its last training step, written while it runs: eager and compiled code write the same record."""
+"""The record of a layer's last training step (method, kernels, saved bytes), the same in eager and compiled code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .method import Method
 class Ran:
     """One layer's record.
 
-    method: with its numbers chosen for the device; None before the first training step.
-    kernels: whether Triton kernels ran it, else the reference in plain PyTorch.
-    shapes: (dtype, bytes) of each tensor that the layer itself keeps of its input, for one call; empty where the input
-        is shared, and where the weight is frozen.
-    source: from whose codes backward makes the input (`hotrain.activations.rematerialize`), "" for its own.
-    frozen: whether the weight wants no gradient, so that nothing of the input is kept.
-    exact_bytes: of the input as exact training keeps it, for one call.
+    Attributes:
+        method: with its number format chosen for the device; None before the first training step.
+        kernels: whether Triton kernels ran, else the reference in plain PyTorch.
+        shapes: (dtype, bytes) of each tensor that the layer itself saves of its input, for one call; empty where the
+            input is shared, and where the weight is frozen.
+        source: the op whose saved activation backward rematerializes the input from
+            (`hotrain.activations.rematerialize`), "" where the layer saves it.
+        frozen: whether the weight requires no gradient, so that nothing of the input is saved.
+        exact_bytes: of the input as exact training saves it, for one call.
     """
 
     method: Method | None = None
@@ -31,16 +33,16 @@ class Ran:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the layer itself keeps of its input, for one call."""
+        """Bytes that the layer itself saves of its input, for one call."""
         return sum(size for _, size in self.shapes)
 
     def kept(self, x: Tensor, *tensors: Tensor) -> None:
-        """Forward: these are kept of x."""
+        """Record in forward the tensors that are saved of x."""
         self.exact_bytes = x.nbytes
         self.shapes = [(str(t.dtype).removeprefix("torch."), t.nbytes) for t in tensors]
 
     def step(self, method: Method, kernels: bool, source: str, frozen: bool) -> None:
-        """Forward in eager mode, backward in compiled code: how the step is computed."""
+        """Record how the step is computed: called in forward in eager mode, in backward in compiled code."""
         self.method, self.kernels, self.source, self.frozen = method, kernels, source, frozen
         if source or frozen:
             self.shapes = []

@@ -1,4 +1,4 @@
-"""A method as data: the two gradient paths of a layer, and what is kept between forward and backward.
+"""A method as data: how a layer computes its two gradients, and what it saves between forward and backward.
 
 ::
 
@@ -6,8 +6,8 @@
     HOT     y = x wᵀ      g_x = Q4(g_y H) Q4(Hᵀ w)          g_w = Q8(P g_y)ᵀ Q8(P x)     saved: Q8(P x)
 
 `GradInput` describes the first gradient, `GradWeight` the second, `Saved` the last column; `Method` is the
-row. Values are frozen and check themselves when built; nothing here computes anything. The two formulas
-stand in `hotrain.backward`.
+row. Values are frozen and validated when built; nothing here computes anything. The two formulas are in
+`hotrain.backward`.
 """
 
 from __future__ import annotations
@@ -58,16 +58,22 @@ def partner(number: str) -> str:
 class GradInput:
     """The path of ``g_x = g_y w``.
 
-    transform: ``"hadamard"`` rotates the output channels of both operands before they are quantized (without
-        bits the rotation cancels in the product and is skipped); ``"lowpass"`` keeps `GradWeight`'s rows of
-        the tokens of g_y and lifts the product back (LBP-WHT); None leaves both operands as they are.
-    bits: of the codes of g_y and w; None is not quantized.
-    number: ``"int"`` symmetric integers; ``"e4m3"`` or ``"e5m2"`` that fp8 for g_y and e4m3 for w, with bits=8, both
-        rounded to nearest, one scale each; ``"luq"`` signed powers of two for g_y, SAWB integers for w.
-    scale: one scale for the whole of g_y (``"tensor"``) or one a token (``"token"``); ``"auto"`` is a scale a
-        token until a calibration decides, and one scale for fp8.
-    rounding: of g_y.  weight_rounding: of w.
-    weight_scale: one scale for the whole of w, or one for each input channel (``"column"``).
+    Attributes:
+        transform: ``"hadamard"`` rotates the output channels of both operands before they are quantized (without
+            bits the rotation cancels in the product and is skipped); ``"lowpass"`` keeps `GradWeight`'s rows of
+            the tokens of g_y and transforms the product back (LBP-WHT); None leaves both operands as they are.
+        bits: 4 or 8 bits per code of g_y and w; None is not quantized.
+        number: ``"int"`` symmetric integers; ``"e4m3"`` or ``"e5m2"`` that fp8 format for g_y and e4m3 for w, with
+            bits=8, both rounded to nearest with per-tensor scales; ``"luq"`` signed powers of two for g_y, SAWB
+            integers for w.
+        scale: of g_y, per tensor (``"tensor"``) or per token (``"token"``); ``"auto"`` is per token until a
+            calibration decides, and per tensor for fp8.
+        rounding: of g_y, ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+        weight_scale: of w, per tensor (``"tensor"``) or per input channel (``"column"``).
+        weight_rounding: of w.
+
+    Raises:
+        ValueError: a field has a value that is not accepted, or that is not accepted with the others.
     """
 
     transform: str | None = None
@@ -109,7 +115,7 @@ class GradInput:
 
     @property
     def scale_axis(self) -> str:
-        """The scale in force: what ``"auto"`` means without a calibration is a scale a token (fp8: one scale)."""
+        """The scale in force: without a calibration, ``"auto"`` is per token (fp8: per tensor)."""
         if self.scale == "auto":
             return "tensor" if self.number in FLOATS else "token"
         return self.scale
@@ -128,14 +134,21 @@ class GradInput:
 class GradWeight:
     """The path of ``g_w = g_yᵀ x``.
 
-    tile, rank: P keeps `rank` of the `tile` Walsh rows of every block of `tile` tokens (tile 1: no transform).
-    sampled: how many of the `rank` rows are drawn anew for every block from the rows that are not fixed, and
-        scaled so that E[PᵀP] is the identity. 0 is the fixed low-pass of the papers.
-    order: which rows count as low: ``"lp_l1"`` by v+h on 2-D tiles of a token grid, ``"sequency"`` in one
-        dimension, ``"auto"`` the first where a grid is known and the second elsewhere.
-    bits: of the codes of P g_y; with `Saved.bits` also an integer product. None is a product in floating point.
-    number: of P g_y, as in `GradInput`; x beside fp8 is e4m3.  rounding: of P g_y.
-    drop: the fraction of the entries of g_y set to zero at random (EVMT's dropout control).
+    Attributes:
+        tile: number of tokens per block: 1 (no transform), 16 or 64.
+        rank: P keeps `rank` of the `tile` Walsh rows of every block.
+        sampled: how many of the `rank` rows are drawn anew for every block from the rows that are not fixed, and
+            scaled so that E[PᵀP] is the identity. 0 is the fixed low-pass of the papers.
+        order: which rows count as low: ``"lp_l1"`` by v+h on 2-D tiles of a token grid, ``"sequency"`` in one
+            dimension, ``"auto"`` the first where a grid is known and the second elsewhere.
+        bits: 4 or 8 bits per code of P g_y; with `Saved.bits` also an integer product. None is a floating-point
+            product.
+        number: of P g_y, as in `GradInput`; with an fp8 format x is e4m3.
+        rounding: of P g_y.
+        drop: the fraction of the elements of g_y set to zero at random (EVMT's dropout control).
+
+    Raises:
+        ValueError: a field has a value that is not accepted, or that is not accepted with the others.
     """
 
     tile: int = 1
@@ -189,13 +202,18 @@ class GradWeight:
 
 @dataclass(frozen=True)
 class Saved:
-    """What forward leaves for ``g_w``: P x, in these codes.
+    """The format in which forward saves P x for ``g_w``.
 
-    bits: 8, 4 (two codes a byte), or None for P x in the precision of x.
-    number: ``"int"`` scales by the largest magnitude; ``"e4m3"`` is fp8, with bits=8, rounded to nearest, one scale;
-        ``"sawb"`` clips as LUQ's forward operands do.
-    scale: one scale for all of P x, or one a row (a token-frequency), which backward folds into that row of g_y.
-    rounding: of P x.
+    Attributes:
+        bits: 8, 4 (two codes per byte), or None for P x in the precision of x.
+        number: ``"int"`` scales by amax; ``"e4m3"`` is fp8, with bits=8, rounded to nearest, per-tensor scale;
+            ``"sawb"`` clips as LUQ's forward operands do.
+        scale: of P x, per tensor (``"tensor"``), or per row (``"row"``, a token-frequency), which backward folds into
+            that row of g_y.
+        rounding: of P x.
+
+    Raises:
+        ValueError: a field has a value that is not accepted, or that is not accepted with the others.
     """
 
     bits: int | None = None
@@ -221,14 +239,24 @@ class Saved:
 
 @dataclass(frozen=True)
 class Method:
-    """How a layer computes its two gradients and what it keeps for them.
+    """How a layer computes its two gradients and what it saves for them.
 
-    Build one with `hotrain.preset`, vary it with `override`. `knobs` are the overrides that concern it.
-    forward: of Linear layers: the exact product, or one of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
-    memory: what is compressed between forward and backward: ``"linear"``, what converted layers keep, or ``"block"``,
-        what stands between them and the layers that stay exact as well (`hotrain.activations`).
-    automatic: whether a device chooses the numbers: e4m3 where it multiplies fp8, else the integers that are given
-        (`on_device`). Of our own methods; what was published stays what was published.
+    Build one with `hotrain.preset`, vary it with `override`.
+
+    Attributes:
+        name: of the preset that it was built from.
+        grad_input: how g_x is computed.
+        grad_weight: how g_w is computed.
+        saved: the format in which the input is saved.
+        knobs: names of the overrides that this method accepts.
+        forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
+        memory: which activations are compressed: ``"linear"``, the inputs that converted layers save, or ``"block"``,
+            all other saved activations as well (`hotrain.activations`).
+        automatic: whether the number format follows the device: e4m3 where it has fp8 matrix units, else the given
+            integers (`on_device`). Only our own methods do; published methods stay as published.
+
+    Raises:
+        ValueError: a combination of fields is not defined; the message names them.
     """
 
     name: str
@@ -265,25 +293,29 @@ class Method:
         return "number" in self.knobs and integers and bool(g_x.bits and g_w.bits) and saved.bits == 8
 
     def on_device(self, fp8: bool) -> Method:
-        """The method with its numbers chosen.  fp8: whether the device multiplies fp8 codes."""
+        """The method with its number format chosen for a device.
+
+        Args:
+            fp8: whether the device has fp8 matrix units.
+        """
         if not self.automatic:
             return self
         return self.override(number="e4m3" if fp8 else "int")
 
     @property
     def is_exact(self) -> bool:
-        """Whether a layer's product and gradients are those of PyTorch, from its whole input."""
+        """Whether a layer's product and gradients are those of PyTorch, computed from its whole input."""
         exact = self.grad_input.is_exact and self.grad_weight.is_exact and self.saved.bits is None
         return exact and self.forward == "exact"
 
     @property
     def is_plain(self) -> bool:
-        """Whether a model trains and keeps as without hotrain."""
+        """Whether a model trains, and saves activations, as without hotrain."""
         return self.is_exact and self.memory == "linear"
 
     @property
     def compresses(self) -> bool:
-        """Whether a layer keeps less than its whole input."""
+        """Whether a layer saves less than its whole input."""
         return self.saved.bits is not None or self.grad_weight.is_low_rank
 
     @property
@@ -300,23 +332,30 @@ class Method:
         )
 
     def override(self, **overrides: Any) -> Method:
-        """This method with some of its knobs turned.
+        """A copy of this method with some settings changed.
 
-        rank, sampled, order: of the rows kept along the tokens. A new rank without `sampled` keeps the share of
-            drawn rows.
-        grad_input_bits, grad_weight_bits, saved_bits: 4, 8, or None for not quantized.
-        scale: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
-        forward: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every method.
-        memory: ``"linear"`` or ``"block"``, for every method: with `exact`, products stay exact and what is kept does
-            not.
-        rounding: of g_y on both paths and of the kept x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
-        number: ``"e4m3"`` or ``"e5m2"`` turns a method of integers to fp8: g_y of both paths in that number, w and the
-            kept x in e4m3, 8 bits each, one scale, rounded to nearest. Bits, scale and rounding are then given, and
-            no longer its overrides. ``"int"``: the integers of the preset, on every device. ``"auto"``: e4m3 where the
-            device multiplies fp8, else the integers; an override of bits or rounding fixes the integers.
+        Args:
+            **overrides: new values, by name:
 
-        Raises ValueError for an unknown override, for one that does not concern this method, and for a bad value;
-        the message names the field, the value and what is allowed.
+                - ``rank``, ``sampled``, ``order``: of the rows kept along the tokens. A new rank without ``sampled``
+                  keeps the share of drawn rows.
+                - ``grad_input_bits``, ``grad_weight_bits``, ``saved_bits``: 4, 8, or None for not quantized.
+                - ``scale``: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
+                - ``forward``: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every
+                  method.
+                - ``memory``: ``"linear"`` or ``"block"``, for every method: with `exact`, products stay exact and
+                  saved activations do not.
+                - ``rounding``: of g_y on both paths and of the saved x: ``"stochastic"``, ``"nearest"`` or
+                  ``"pseudo"``.
+                - ``number``: ``"e4m3"`` or ``"e5m2"`` turns an integer method into fp8: g_y of both paths in that
+                  format, w and the saved x in e4m3, 8 bits each, per-tensor scales, rounded to nearest. Bits, scale
+                  and rounding are then fixed and no longer accepted as overrides. ``"int"``: the integers of the
+                  preset, on every device. ``"auto"``: e4m3 where the device has fp8 matrix units, else the integers;
+                  an override of bits or rounding fixes the integers.
+
+        Raises:
+            ValueError: an override is unknown, does not apply to this method, or has a bad value; the message names
+                the field, the value and what is accepted.
         """
         for name in ("forward", "memory"):
             if name in overrides:
@@ -327,7 +366,7 @@ class Method:
                 raise ValueError(f"{self.name}: unknown override {name!r}; known: {known}")
         if "number" in self.knobs and "number" in overrides:
             number = overrides.pop("number")
-            if number == "auto":  # what it is to choose between has to be there
+            if number == "auto":  # bits and rounding first: the choice is between what they give
                 return self.override(**overrides)._in_number(number)
             return self._in_number(number).override(**overrides)
         for name in overrides:
@@ -357,7 +396,7 @@ class Method:
         if "saved_bits" in overrides:
             bits = overrides["saved_bits"]
             _require(self.name, "saved_bits", bits, BITS)
-            # Four bits hold a tensor of unequal rows only with a scale a row and unbiased rounding (docs/maths.md).
+            # With 4 bits, rows of unequal size need per-row scales and unbiased rounding (docs/maths.md).
             newly_four = bits == 4 and saved.bits != 4 and saved.number == "int"
             saved = replace(saved, bits=bits, **({"scale": "row", "rounding": "stochastic"} if newly_four else {}))
         if "scale" in overrides:
@@ -368,7 +407,7 @@ class Method:
             _require(self.name, "rounding", rounding, ROUNDINGS)
             g_x, g_w = replace(g_x, rounding=rounding), replace(g_w, rounding=rounding)
             saved = replace(saved, rounding=rounding)
-        # Whoever sets bits or rounding means the integers; a scale is the integers' own in any case.
+        # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
         automatic = self.automatic and (unchanged or (FP8_KNOBS | {"scale"}).issuperset(overrides))
         return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, automatic=automatic)
@@ -390,7 +429,7 @@ class Method:
                 f"{g_w}, {saved}"
             )
         g_x = replace(g_x, weight_scale="tensor", weight_rounding="nearest")
-        # Codes with an exponent need no rotation to hold outliers (docs/maths.md), and go without its cost.
+        # fp8 represents outliers without a rotation (docs/maths.md), so its cost is saved.
         g_x = replace(g_x, number=number, bits=8, transform=None, scale="tensor", rounding="nearest")
         g_w = replace(g_w, number=number, bits=8, rounding="nearest")
         saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")

@@ -1,13 +1,13 @@
-"""Custom operators: what `torch.compile` sees of a converted layer.
+"""Custom ops of converted layers for `torch.compile`.
 
-`linear` and `conv2d` are one node each while a model is traced. When the compiler differentiates that trace they
-come apart: their derivative is that of `hotrain.autograd`'s functions, so the product, the casts and the bias stay
-PyTorch's own operators, which the compiler may fuse and a checkpointing policy may name. What is left are `keep` in
-forward and `linear_gradients` or `conv2d_gradients` in backward; these run the kernels or the definition.
+`linear` and `conv2d` are one node each in a Dynamo graph. AOTAutograd decomposes them: their derivative is that of
+`hotrain.autograd`'s functions, so the product, the casts and the bias stay PyTorch's own operators, which Inductor
+may fuse and a checkpointing policy may name. The rest is opaque: `keep` in forward and `linear_gradients` or
+`conv2d_gradients` in backward run the kernels or the reference.
 
-A layer's frozen data travel as a string (`encode`), so that compiled code can be cached across processes. Layers with
-equal strings share one graph: what tells them apart is the tensors they pass. A graph serves one number of tokens,
-since tiles are cut by it: another number is another compilation.
+A layer's constants are passed as a string (`encode`), so that compiled code can be cached across processes. Layers with
+equal strings share one graph and differ in the tensors they pass. A graph is specialized to one number of tokens,
+since the tiles depend on it: another number is another compilation.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _lib = torch.library.Library("hotrain", "DEF")
 
 
 def encode(method: Method, grid: Grid | None) -> str:
-    """What `decode` reads. The version is part of it: compiled code of another one must not be found in a cache."""
+    """Method and grid as a string, with the version, so that compiled code of another version is not reused."""
     fields = dataclasses.asdict(method)
-    del fields["knobs"], fields["automatic"]  # which steer nothing once the numbers are chosen
+    del fields["knobs"], fields["automatic"]  # without effect once the number format is chosen
     return json.dumps([__version__, fields, None if grid is None else dataclasses.asdict(grid)])
 
 
 @functools.lru_cache(maxsize=4096)
 def decode(spec: str) -> tuple[Method, Grid | None]:
-    """The method and the grid that `encode` was given (without the method's knobs: they steer nothing)."""
+    """The method, without its knobs, and the grid of a string of `encode`."""
     _, fields, grid = json.loads(spec)
     parts = (GradInput(**fields["grad_input"]), GradWeight(**fields["grad_weight"]), Saved(**fields["saved"]))
     return Method(fields["name"], *parts, forward=fields["forward"]), None if grid is None else Grid(**grid)
@@ -54,10 +54,13 @@ def decode(spec: str) -> tuple[Method, Grid | None]:
 
 @dataclass(frozen=True)
 class TracedStep(Step):
-    """A `Step` whose parts are operators.
+    """A `Step` whose parts are custom ops.
 
-    tag: of the layer (`hotrain.draws.Draws`).  spec: of `encode`.  allowed: whether kernels may serve it.  source: the
-    recipe of x where backward makes it again, else "".
+    Attributes:
+        tag: of the layer (`hotrain.draws.Draws`).
+        spec: of `encode`.
+        allowed: whether kernels may run it.
+        source: the recipe of x where backward rematerializes it, else "".
     """
 
     tag: Tensor | None = None
@@ -91,7 +94,7 @@ class TracedStep(Step):
         return y, (*kept, codes, side) if keeps else kept
 
     def _take(self, kept: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(key, codes, scale) of what `keep` left."""
+        """(key, codes, scale) of what `keep` saved."""
         key, rest = (kept[0], kept[1:]) if self.method.draws else (None, kept)
         return (key, *rest) if rest else (key, None, None)  # type: ignore[return-value]
 
@@ -132,7 +135,7 @@ class TracedStep(Step):
 
 
 def _where(needs: Sequence[bool], found: Sequence[Tensor]) -> Grads:
-    """The gradients that were asked for; the operators return empty tensors in place of the others."""
+    """The gradients that are needed; the ops return empty tensors in place of the others."""
     g_x, g_w, g_b = (g if need else None for g, need in zip(found, needs, strict=True))
     return g_x, g_w, g_b
 
@@ -150,11 +153,22 @@ def linear(
     kernels: bool,
     transposed: bool = False,
 ) -> Tensor:
-    """`hotrain.functional.linear` for a trace: x (*, I), w (O, I) or (I, O) when `transposed`; returns (*, O).
+    """`hotrain.functional.linear` under Dynamo.
 
-    layer: placed on x's device; its counter moves on if the method is `random`.  spec: of `encode`.  kernels: whether
-    they may run; what a graph does must follow from its arguments, for the caches. Where x comes from is filled in
-    by `activations.mode`, which sees the call.
+    The origin of x is filled in by `activations.mode`, which intercepts the call.
+
+    Args:
+        x: (*, I).
+        w: (O, I), or (I, O) when `transposed`.
+        b: (O,) or None.
+        layer: draws of the layer, placed on x's device.
+        spec: of `encode`.
+        random: whether the method draws, so that the counter is incremented.
+        kernels: whether kernels may run. An argument, since caches assume that a graph depends only on its arguments.
+        transposed: whether w is (I, O).
+
+    Returns:
+        (*, O).
     """
     counter = layer.counter if random else None
     return torch.ops.hotrain.linear(x, w, b, counter, layer.tag, spec, kernels, "", [], transposed)
@@ -174,7 +188,7 @@ def conv2d(
     groups: int,
     padding_mode: str,
 ) -> Tensor:
-    """`hotrain.functional.conv2d` for a trace: x (B, C, H, W) or (C, H, W); the rest as `linear`."""
+    """`hotrain.functional.conv2d` under Dynamo: x (B, C, H, W) or (C, H, W); other arguments as of `linear`."""
     batch = x if x.dim() == 4 else x[None]
     geometry = _flat(w.shape[2:], stride, padding, dilation, groups, padding_mode)
     counter = layer.counter if random else None
@@ -190,7 +204,7 @@ def _flat(
     groups: int,
     padding_mode: str,
 ) -> tuple[list[int], list[int], list[int], list[int], str, int, str]:
-    """The fields of a `Geometry` as an operator's arguments; `_geometry` is the way back."""
+    """The fields of a `Geometry` as an op's arguments; `_geometry` is the inverse."""
     word, pads = (padding, [0, 0]) if isinstance(padding, str) else ("", list(padding))
     return list(kernel), list(stride), list(dilation), pads, word, groups, padding_mode
 
@@ -218,10 +232,9 @@ def _step(
 
 
 def _pinned_key(counter: Tensor) -> Tensor:
-    """The next key, marked for the compiler: backward gets this very value, and does not compute it from the counter.
+    """The next key, marked as MUST_SAVE, since backward cannot recompute it: the counter has been incremented by then.
 
-    By then the counter has moved on. That compilers count the key among what forward must compute at all is due to
-    `next_key`, which writes it into the counter's tensor.
+    The partitioner counts the key as computed in forward because `next_key` writes it into the counter's tensor.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # only where the compiler runs already
 
@@ -270,14 +283,14 @@ _lib.impl("conv2d", _conv2d, "CompositeImplicitAutograd")
 
 
 def _kept_shapes(method: Method, lay: Layout, columns: int, dtype: torch.dtype) -> list[tuple[list[int], torch.dtype]]:
-    """What `Format.keep` makes of rows like these: asked of it, with one row."""
+    """Shapes and dtypes of what `Format.keep` saves of such rows, found with one row."""
     row = torch.zeros(1, columns, dtype=dtype if method.saved.bits is None else wide(dtype))
     found = Format(method.saved, columns, dtype).keep(row, 0)
     return [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in found]
 
 
 def _as_pair(kept: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scale, the latter empty where there is none: an operator's outputs are of a fixed number."""
+    """Codes and scale, the latter empty where there is none: an op has a fixed number of outputs."""
     codes, *scale = kept
     return codes, scale[0] if scale else like.new_empty(0)
 
@@ -286,7 +299,7 @@ _lib.define("keep(Tensor x, Tensor? key, Tensor tag, str spec, bool served) -> (
 
 
 def _runtime_step(key: Tensor | None, tag: Tensor | None, spec: str, served: bool, transposed: bool = False) -> Step:
-    """The step that an operator runs by the kernels or by the definition."""
+    """The step that an op runs by the kernels or by the reference."""
     method, grid = decode(spec)
     if served:
         assert tag is not None
@@ -352,7 +365,7 @@ _lib.define(
 
 
 def _kept_of(key: Tensor | None, codes: Tensor | None, scale: Tensor | None, step: Step) -> tuple[Tensor, ...]:
-    """What `Step.keep` returned, from an operator's arguments."""
+    """What `Step.keep` returned, from an op's arguments."""
     kept: tuple[Tensor, ...] = () if key is None else (key,)
     if codes is not None and scale is not None:
         alone = step.method.saved.bits is None and not step.served
@@ -361,15 +374,15 @@ def _kept_of(key: Tensor | None, codes: Tensor | None, scale: Tensor | None, ste
 
 
 def _note(step: Step, tag: Tensor, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
-    """Write down what this backward computes, for the report."""
+    """Record what this backward computes, for the report."""
     ran = ran_of(tag)
     if codes is not None and step.method.saved.bits is None and step.method.grad_weight.tile == 1:
-        ran.kept(codes, codes)  # x itself, which no operator kept
+        ran.kept(codes, codes)  # x itself, saved without an op
     ran.step(step.method, step.served, source, not needs[1])
 
 
 def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Gradients as an operator returns them: contiguous, g_x as g_y is, the others as w is, empty if not asked for."""
+    """Gradients as an op returns them: contiguous, in g_y's dtype or in w's, empty if not needed."""
     dtypes = (g_y.dtype, w_dtype, w_dtype)
     return tuple(
         g_y.new_empty(0) if g is None else g.to(dtype).contiguous() for g, dtype in zip(grads, dtypes, strict=True)

@@ -1,11 +1,11 @@
-"""Whether a layer gains time on the GPU it is on: its training step exact and converted, measured once a shape.
+"""Measures whether a layer is faster converted on its GPU: its training step exact and converted, once per shape.
 
-First by the two numbers, bytes and operations: where even the least time of the method exceeds the least of exact, as
+A roofline comes first, of bytes and operations: where even the least time of the method exceeds the least of exact, as
 in the 1×1 convolutions of narrow networks, nothing is compiled and measured.
 
-`convert(plan="speed")` asks here at a layer's first training forward on a GPU; what loses stays exact, and the report
-says so with both times. They hold what the host does to launch a layer; ``plan="graphs"`` measures the GPU's part
-alone, as it is in a CUDA graph. On a CPU nothing is measured: there `hotrain.plan` looks at a whole model.
+`convert(plan="speed")` calls `verdict` at a layer's first training forward on a GPU; slower layers stay exact, and the
+report states both times. They include launch overhead; ``plan="graphs"`` measures the GPU alone, as in a CUDA graph.
+On a CPU nothing is measured; `hotrain.plan` measures a whole model there.
 """
 
 from __future__ import annotations
@@ -38,8 +38,18 @@ _rehearsed: set[Question] = set()
 class Question:
     """All that the time of a layer's training step depends on.
 
-    x, w: shapes.  dtype: of the product; weights: of the parameters.  bias: whether there is one.  needs_x: whether x
-    wants a gradient.  geometry: of a convolution, None for a Linear; transposed: as in transformers' Conv1D.
+    Attributes:
+        x: shape of the input.
+        w: shape of the weight.
+        dtype: of the product.
+        weights: dtype of the parameters.
+        bias: whether there is one.
+        needs_x: whether x requires a gradient.
+        method: that the layer would follow.
+        grid: of its tokens, where known.
+        transposed: whether the weight is (I, O), as in transformers' Conv1D.
+        geometry: of a convolution, None for a Linear.
+        device: a GPU.
     """
 
     x: tuple[int, ...]
@@ -61,9 +71,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Roofs:
-    """What a device can do at most, per second: bytes copied, and operations of products of 16-bit numbers.
+    """The roofline of a device, measured. 8-bit products are assumed to be twice as fast as 16-bit ones.
 
-    Products of 8-bit codes are taken to be twice as fast.
+    Attributes:
+        copy: bytes/s of a copy, read and written.
+        product: FLOP/s of bfloat16 products.
     """
 
     copy: float
@@ -71,7 +83,7 @@ class Roofs:
 
     @classmethod
     def of(cls, device: torch.device) -> Roofs | None:
-        """Measured once a process; None within a captured CUDA graph, and where memory does not suffice."""
+        """Measured once per process; None within CUDA graph capture, and where memory does not suffice."""
         if device not in _roofs:
             if torch.cuda.is_current_stream_capturing():
                 return None
@@ -84,7 +96,7 @@ class Roofs:
     @classmethod
     def _measured(cls, device: torch.device) -> Roofs:
         size = 4096
-        # Random: products of equal numbers take less power, and run faster than any that matter.
+        # Random: products of equal numbers take less power, and run faster than those of real data.
         own = torch.Generator(device).manual_seed(0)
         a = torch.randn(size, size, device=device, dtype=torch.bfloat16, generator=own)
         b, long = torch.empty_like(a), torch.randint(256, (1 << 28,), device=device, dtype=torch.uint8, generator=own)
@@ -95,11 +107,17 @@ class Roofs:
 
 
 def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
-    """Milliseconds that backward and the save of x take at least in 16 bits, exact and by the method; None for a method
-    without codes on both paths.
+    """Least time of backward and of saving x in 16 bits, by the roofline.
 
     Every operand is read once and every result written once, at the rate of a copy, or the operations at the rate of
-    products, whichever takes longer. What the weight's codes take is left out, for both.
+    products, whichever takes longer. Quantizing the weight is left out.
+
+    Args:
+        question: the layer.
+        roofs: of its device.
+
+    Returns:
+        (exact, by the method), ms; None for a method without codes on both paths.
     """
     q, method = question, question.method
     if q.geometry is not None and not q.geometry.is_patches:
@@ -124,10 +142,15 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
 
 
 def times(question: Question, graphs: bool = False) -> tuple[float, float] | None:
-    """Milliseconds of forward and backward, exact and by the method; None where they cannot be taken.
+    """Times of forward and backward, measured once per process and question, on random data.
 
-    That is within a captured CUDA graph, and where memory does not suffice for a second set of tensors. Each question
-    is measured once a process, on random data. graphs: the time of the GPU alone, from replays of CUDA graphs.
+    Args:
+        question: the layer.
+        graphs: whether to time the GPU alone, from replays of CUDA graphs.
+
+    Returns:
+        (exact, by the method), ms; None within CUDA graph capture, and where memory does not suffice for a second set
+        of tensors.
     """
     place = question, graphs
     if place not in _times:
@@ -142,25 +165,30 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float] | Non
 
 
 def verdict(question: Question, graphs: bool = False) -> str | None:
-    """Why the layer stays exact, with the two times; None where it gains."""
+    """Why the layer stays exact, with the two times; None where it is faster converted.
+
+    Args:
+        question: the layer.
+        graphs: as in `times`.
+    """
     roofs = Roofs.of(question.device) if question.dtype.itemsize == 2 else None
     bounds = None if roofs is None else least(question, roofs)
     if bounds is not None and bounds[1] >= bounds[0]:
         return (
-            f"too few operations a byte: on this GPU backward takes {bounds[1]:.3f} ms at least, exact "
+            f"too few operations per byte: on this GPU backward takes {bounds[1]:.3f} ms at least, exact "
             f"{bounds[0]:.3f} ms at least; plan='memory' converts it"
         )
     found = times(question, graphs)
     if found is None or found[1] <= found[0]:
         return None
     exact, converted = found
-    return f"slower on this GPU: {converted:.3f} ms a step against {exact:.3f} ms exact; plan='memory' converts it"
+    return f"slower on this GPU: {converted:.3f} ms/step, exact {exact:.3f} ms/step; plan='memory' converts it"
 
 
 def rehearse(question: Question) -> None:
-    """Run a layer's step once, so that its kernels are compiled and what they look up is in memory.
+    """Run a layer's step once, so that its kernels are compiled and their lookup tensors allocated.
 
-    CUDA graphs want it: a tensor that is made while a graph warms up, and kept, would lie in the graph's own memory.
+    CUDA graphs need it: a tensor that is made while a graph warms up, and kept, would be in the graph's memory pool.
     """
     if question not in _rehearsed and not torch.cuda.is_current_stream_capturing():
         _rehearsed.add(question)
@@ -249,7 +277,7 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float]:
 
 
 def _captured(work: Callable[[], object]) -> Callable[[], object]:
-    """The work as a CUDA graph's replay; as it is where it cannot be captured (the definition reads its key)."""
+    """The work as a CUDA graph's replay; unchanged where it cannot be captured (the reference reads its key)."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

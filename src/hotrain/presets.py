@@ -1,4 +1,4 @@
-"""The methods by name. Each function is one preset; its docstring cites the source and says what it costs."""
+"""The presets: methods by name. Each function is one preset; its docstring cites the source and states its costs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ def presets() -> tuple[str, ...]:
 
 
 def preset(name: str, **overrides: Any) -> Method:
-    """The method of that name, with `Method.override`'s overrides applied.
+    """The method of that name, with overrides applied.
 
     >>> print(preset("hot", rank=4))
     hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
 
-    Raises ValueError for an unknown name or a bad override, naming what is allowed.
+    Args:
+        name: one of `presets`.
+        **overrides: as in `Method.override`.
+
+    Returns:
+        A frozen `Method`.
+
+    Raises:
+        ValueError: the name or an override is not accepted; the message names what is.
     """
     if name not in _PRESETS:
         near = difflib.get_close_matches(str(name), _PRESETS, n=1)
@@ -54,10 +62,10 @@ def exact() -> Method:
 def hot() -> Method:
     """HOT: "Hadamard-based Optimized Training", CVPR 2025, arXiv 2503.21261 (abstract and supplement B–G).
 
-    g_x: output channels rotated by H16, int4, stochastic rounding of g_y, one scale a token or one for the tensor
-    as LQS chooses. g_w: 8 of 16 low-pass rows along the tokens, int8. Kept: the int8 codes of P x, an eighth of
-    fp32. The low-pass loses the energy of the other 8 rows: g_w is biased. ``number="e4m3"`` has all codes in fp8,
-    8 bits on both paths, rounded to nearest with one scale each.
+    g_x: output channels rotated by H16, int4, stochastic rounding of g_y, a per-token or per-tensor scale as LQS
+    chooses. g_w: 8 of 16 low-pass rows along the tokens, int8. Saved: the int8 codes of P x, an eighth of fp32.
+    The low-pass loses the energy of the other 8 rows: g_w is biased. ``number="e4m3"`` has all codes in fp8, 8 bits
+    on both paths, rounded to nearest with per-tensor scales.
     """
     return Method(
         "hot",
@@ -74,7 +82,7 @@ def hot_unbiased() -> Method:
 
     4 low-pass rows are fixed; 4 of the other 12 are drawn for every block of 16 tokens and scaled by √3, so that
     E[PᵀP] = I and E[g_w] is exact; w is rounded stochastically too, so that E[g_x] is exact. Same bytes and same
-    product sizes as HOT. In fp8, which it takes where the device multiplies that, all is rounded to nearest: unbiased
+    product sizes as HOT. Where the device has fp8 matrix units it runs in fp8, which is rounded to nearest: unbiased
     in its low-rank step only; ``number="int"`` keeps it to integers.
     """
     return Method(
@@ -92,7 +100,7 @@ def hla() -> Method:
     """HLA of EVMT-HLA ("Efficient vision model training by Hadamard low-rank adaptation", blog and ESL-HLA).
 
     g_x exact (its rotation without quantization is the identity, so it is skipped); g_w from 8 of 16 low-pass rows
-    in floating point. Kept: P x, half of x. Biased as HOT is.
+    in floating point. Saved: P x, half of x. Biased as HOT is.
     """
     return Method(
         "hla",
@@ -105,7 +113,7 @@ def hla() -> Method:
 
 @_register
 def hq() -> Method:
-    """HOT without its low-rank step (HOT, Table 2, r = 16): full rank, g_x int4, g_w int8, x kept in int8.
+    """HOT without its low-rank step (HOT, Table 2, r = 16): full rank, g_x int4, g_w int8, x saved in int8.
 
     ``number="e4m3"`` has all codes in fp8, as in `hot`.
     """
@@ -122,10 +130,10 @@ def hq() -> Method:
 def hq8() -> Method:
     """Ours, and the default of `hotrain.convert`: full rank in 8 bits, and compressed activations between the layers.
 
-    Full rank and 8 bits on both paths: fp8 without a rotation where the device multiplies it, else rotated integers
-    (``number="int"`` or ``"e4m3"`` fixes it). Everything between the layers is compressed too (``memory="block"``). A
-    low rank is faster and smaller still; its noise, without bias as with it, costs as a smaller batch does
-    (docs/maths.md).
+    Full rank and 8 bits on both paths: fp8 without a rotation where the device has fp8 matrix units, else rotated
+    integers (``number="int"`` or ``"e4m3"`` fixes it). The activations between the layers are compressed too
+    (``memory="block"``). A low rank is faster and smaller still; its noise, biased or unbiased, costs as much as a
+    smaller batch does (docs/maths.md).
     """
     return Method(
         "hq8",
@@ -140,7 +148,7 @@ def hq8() -> Method:
 
 @_register
 def hq4() -> Method:
-    """Ours: full rank, x kept rotated along the tokens in packed int4, a per-row scale, stochastic rounding.
+    """Ours: full rank, x saved rotated along the tokens in packed int4, per-row scales, stochastic rounding.
 
     The bytes of HOT (r = 8 in int8) without discarding a row; backward folds the row scales into g_y, so that the
     product along the tokens stays an integer product.
@@ -174,8 +182,8 @@ def lbp_wht() -> Method:
 def luq() -> Method:
     """LUQ: logarithmic unbiased quantization of gradients to 4 bits (Chmiel et al., ICLR 2023, OpenReview yTbNYYcopd).
 
-    g_y as a sign and one of 8 powers of two, unbiased (stochastic underflow and log rounding); w and the kept x in
-    SAWB int4 with the clip guarded by the largest magnitude. The largest |g_y| sets the scale (the published code
+    g_y as a sign and one of 8 powers of two, unbiased (stochastic underflow and log rounding); w and the saved x in
+    SAWB int4 with the clip bounded by amax. The largest |g_y| sets the scale (the published code
     takes the largest g_y, which is wrong for negative outliers). The forward product stays exact here.
     """
     return Method(
@@ -188,7 +196,7 @@ def luq() -> Method:
 
 @_register
 def int4() -> Method:
-    """Naive int4: every operand of both products in int4, one scale a tensor, no transform, rounded to nearest.
+    """Naive int4: every operand of both products in int4, per-tensor scales, no transform, rounded to nearest.
 
     The control of HOT's Table 4 (which does not state its rounding; `rounding="stochastic"` gives the other reading).
     """
@@ -203,9 +211,9 @@ def int4() -> Method:
 
 @_register
 def dropout() -> Method:
-    """EVMT-HLA's control: half of the entries of g_y, drawn at random, are missing from g_w; not rescaled.
+    """EVMT-HLA's control: half of the elements of g_y, drawn at random, are missing from g_w; not rescaled.
 
-    The blog does not say where entries are dropped. Here it is the path that HLA halves, and, as HLA, it does not
-    make up for what it discards. x is kept whole.
+    The blog does not say where elements are dropped. Here it is the path that HLA halves, and, like HLA, it does not
+    rescale for what it discards. x is saved whole.
     """
     return Method("dropout", grad_weight=GradWeight(drop=0.5))

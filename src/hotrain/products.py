@@ -1,7 +1,7 @@
-"""Matrix products of codes: of integers with int32 accumulation, on whatever the device offers, always exact; of fp8.
+"""Matrix products of codes: int8 with exact int32 accumulation on every device, and fp8.
 
-CUDA and CPUs with VNNI have `torch._int_mm`. Elsewhere float32 carries the same integers: a partial sum below 2²⁴ is
-exact, so the contraction is cut into pieces that cannot exceed it.
+CUDA and CPUs with VNNI have `torch._int_mm`. Elsewhere the product runs in float32: a partial sum below 2²⁴ is exact,
+so the contraction is split into pieces that cannot exceed it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ _INT32 = (1 << 31) - 1
 
 @functools.cache
 def has_int8_units(device_type: str) -> bool:
-    """Whether `torch._int_mm` runs on int8 units there and is exact (checked once on full-range codes)."""
+    """Whether `torch._int_mm` runs on int8 units of that device and is exact (checked once on full-range codes)."""
     if device_type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 5)
     if device_type != "cpu" or not torch.cpu._is_vnni_supported():
         return False
-    with _disable_current_modes():  # those of a tracer, whose tensors have no entries to look at
+    with _disable_current_modes():  # those of a tracer, whose tensors have no data
         a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8, device="cpu")
         want = (a.double() @ a.double().T).to(torch.int32)
         return bool(torch.equal(torch._int_mm(a, a.T.contiguous()), want))
 
 
 def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
-    """a @ b of int8 codes: (M, K) by (K, N) to (M, N), exact: int32, or int64 where int32 could overflow.
+    """a @ b of int8 codes, exact.
 
-    limit: the largest |a|·|b| that can occur (49 for two int4 operands); it bounds the partial sums.
+    Args:
+        a: int8, (M, K).
+        b: int8, (K, N).
+        limit: the largest |a|·|b| that can occur (49 for two int4 operands); it bounds the partial sums.
+
+    Returns:
+        (M, N), int32, or int64 where int32 could overflow.
     """
     (m, k), n = a.shape, b.shape[1]
     longest = _INT32 // limit
@@ -58,7 +64,7 @@ def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
 
 
 def code_matmul(a: Tensor, b: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
-    """a @ b of codes: int8, `int_matmul` with that limit; float8, the products (exact) summed in `dtype`."""
+    """a @ b of codes: `int_matmul` for int8; for float8, exact products summed in `dtype`."""
     if a.dtype.is_floating_point:
         return a.to(dtype) @ b.to(dtype)
     return int_matmul(a, b, limit)

@@ -1,10 +1,9 @@
-"""Step 3, what forward leaves for backward: a format says its bytes, how a tensor goes in, and how it comes back.
+"""Formats of saved activations: each packs a tensor into codes and scales, unpacks it, and states its bytes.
 
-The formats are the reference of what is packed. The kernels pack the same codes, with a few bytes of their own beside
-them (the rows of each tile): measured bytes come from storages (`hotrain.saved_bytes`), predicted ones from here.
-`Format` is for the projected rows of a layer's input, whose codes enter an integer product. The others are for tensors
-of any shape that come back as numbers: `Grouped` for values, `Levels` for slopes, whose range is known beforehand,
-`Bits` for yes and no.
+The formats are the reference of what is packed. The kernels pack the same codes, with a few additional bytes (the rows
+of each tile): measured bytes come from storages (`hotrain.saved_bytes`), predicted ones from here. `Format` is for the
+projected rows of a layer's input, whose codes enter an integer product. The others are for tensors of any shape that
+are dequantized: `Grouped` for values, `Levels` for derivatives, whose range is known, `Bits` for booleans.
 """
 
 from __future__ import annotations
@@ -22,20 +21,34 @@ from .method import Saved
 from .quantize import floating, published
 from .quantize.integer import Quantized, quantize
 
-# What backward gets: codes with a scale, or the rows themselves.
+# What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
 
 
 @dataclass(frozen=True)
 class Format:
-    """A matrix of rows (R, C) of one dtype, kept as `spec` says: itself, int8, e4m3 or packed int4 codes."""
+    """The format of a matrix (R, C): unquantized, int8, e4m3 or packed int4 codes.
+
+    Attributes:
+        spec: bits, number, scale and rounding.
+        columns: C.
+        dtype: of the unquantized matrix.
+    """
 
     spec: Saved
     columns: int
     dtype: torch.dtype
 
     def keep(self, rows: Tensor, key: int) -> tuple[Tensor, ...]:
-        """The tensors to save for `rows`, (R, C): one, or codes and scale. Nothing else stays alive."""
+        """Pack a matrix.
+
+        Args:
+            rows: (R, C).
+            key: of the draws, for stochastic rounding.
+
+        Returns:
+            The tensors to save: the matrix, or codes and scale.
+        """
         spec = self.spec
         if spec.bits is None:
             return (rows.to(self.dtype),)
@@ -48,14 +61,14 @@ class Format:
         return kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
-        """What `keep` was given, as precisely as it was kept; codes stay codes."""
+        """The inverse of `keep` up to rounding; codes are not dequantized."""
         if self.spec.bits is None:
             return kept[0]
         codes, scale = kept
         return Quantized(codes, scale, self.spec.bits, self.columns, packed=self.spec.bits == 4)
 
     def nbytes(self, rows: int) -> int:
-        """Bytes that `keep` keeps for that many rows."""
+        """Bytes of what `keep` returns for that many rows."""
         if self.spec.bits is None:
             return rows * self.columns * self.dtype.itemsize
         codes = rows * (self.columns if self.spec.bits == 8 else -(-self.columns // 2))
@@ -64,27 +77,31 @@ class Format:
 
 
 def values(kept: Kept, dtype: torch.dtype) -> Tensor:
-    """The kept rows as numbers, (R, C)."""
+    """The saved rows dequantized, (R, C), in `dtype`."""
     return kept.dequantize(dtype) if isinstance(kept, Quantized) else kept.to(dtype)
 
 
-# ---- tensors of any shape, which come back as numbers ----
+# ---- tensors of any shape, which are dequantized ----
 #
-# Plain operations without a key, so that a compiler fuses them into what makes the tensor and what uses it, and a
-# recomputed forward keeps the same. Where few levels would leave a bias, codes are dithered: the fraction is rounded up
-# where it exceeds a threshold that depends on the entry's place alone and is uniform along each row and each column, so
-# that sums over either are right on average.
+# Plain operations without a key, so that a compiler fuses them into the producer and the consumer, and a recomputed
+# forward saves the same. Where few levels would leave a bias, codes are dithered: the fraction is rounded up where it
+# exceeds a threshold that depends only on the element's index and is uniform along each row and each column, so that
+# sums over either are unbiased.
 
-_CHUNK = 64  # entries a group, where no divisor of the channels serves
+_CHUNK = 64  # elements per group, where the number of channels has no suitable divisor
 _SCALE = torch.bfloat16
 
 
 @cache
 def group_size(columns: int, whole: bool = False) -> int:
-    """How many neighbours share a scale: the largest divisor of the channels from 16 to 128 that
-    4 divides, else 64 with padding.
+    """How many neighbours share a scale.
 
-    Fewer than 16 channels are one group, with padding to a multiple of 4, and so are all of them where it is `whole`.
+    The largest multiple of 4 from 16 to 128 that divides the channels, else 64 with padding. Fewer than 16 channels
+    are one group, padded to a multiple of 4.
+
+    Args:
+        columns: number of channels.
+        whole: whether all channels are one group, padded to a multiple of 4.
     """
     if columns < 16 or whole:
         return -(-columns // 4) * 4
@@ -92,19 +109,28 @@ def group_size(columns: int, whole: bool = False) -> int:
 
 
 def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
-    """Numbers in [0, 1), float32 (rows, columns), equally distributed along both; `first`: the first column.
+    """Dither thresholds in [0, 1), equally distributed along rows and columns.
 
-    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. Of 20 bits,
-    so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
+    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. They have
+    20 bits, so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        device: of the result.
+        first: index of its first column.
+
+    Returns:
+        float32, (rows, columns).
     """
-    # `| 0`: else a compiler takes the products for index arithmetic, in which nothing may wrap.
+    # `| 0`: else a compiler takes the products for index arithmetic, which must not wrap.
     down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
     across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
     return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
 
 
 def memory_order(t: Tensor) -> list[int]:
-    """The axes of t as they lie in memory, the densest last; as they come where t is not dense."""
+    """The axes of t in the order of its memory layout, the densest last; 0, 1, … where t is not dense."""
     if t.is_contiguous():
         return list(range(t.dim()))
     if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
@@ -114,12 +140,12 @@ def memory_order(t: Tensor) -> list[int]:
 
 
 def as_it_was(t: Tensor, order: Sequence[int]) -> Tensor:
-    """What was permuted by `order`, with its axes where they were."""
+    """The inverse of ``t.permute(order)``."""
     return t.permute([order.index(axis) for axis in range(t.dim())])
 
 
 def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
-    """8/bits pieces of codes in 0 … 2^bits − 1, each (..., n), in one: uint8, (..., n), lowest bits first."""
+    """Pack 8/bits tensors of codes in 0 … 2^bits − 1, each (..., n), into one: uint8, (..., n), lowest bits first."""
     packed = pieces[0].to(torch.uint8)
     for place, piece in enumerate(pieces[1:], 1):
         packed = packed | (piece.to(torch.uint8) << (bits * place))
@@ -127,23 +153,22 @@ def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
 
 
 def in_pieces(packed: Tensor, bits: int) -> Tensor:
-    """What `pack` took, one piece after the other: uint8, (..., 8/bits, n).
+    """The pieces that `pack` took: uint8, (..., 8/bits, n).
 
-    The pieces are for the caller to flatten, once and at the end: of two steps a compiler makes a remainder of a
-    remainder as the place to read from, and then reads byte by byte.
+    The caller flattens them, once and at the end: after two steps a compiler makes the index to read from a remainder
+    of a remainder, and then reads byte by byte.
     """
     if bits == 8:
         return packed.unsqueeze(-2)
-    # Not kept from call to call: a compiler that traces this needs one of its own.
+    # Not cached: a compiler that traces this needs its own tensor.
     shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
     return (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
 
 
 def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
-    """The parts of the last axis that `pack` puts into one, with where each begins.
+    """The parts of the last axis that `pack` packs into one, each with its first index.
 
-    They are cut first and turned into codes one by one: a compiler would write codes that several pieces are cut from
-    to memory.
+    They are cut before they are quantized: a compiler would write codes that several pieces are cut from to memory.
     """
     each = 8 // bits
     n = t.shape[-1] // each
@@ -152,10 +177,14 @@ def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Values kept as symmetric codes with a bfloat16 scale for each group of neighbours along the last axis.
+    """Group-wise quantization: symmetric codes with a bfloat16 scale for each group of neighbours on the last axis.
 
-    bits: 8, 4 or 2.  dithered: rounded without bias along rows and columns; else to nearest.  whole: one scale a row.
-    A group that holds an infinity or a NaN comes back without a finite number.
+    A group with an infinity or a NaN is dequantized to non-finite numbers.
+
+    Attributes:
+        bits: 8, 4 or 2.
+        dithered: whether to round without bias along rows and columns; else to nearest.
+        whole: whether scales are per row.
     """
 
     bits: int
@@ -164,18 +193,26 @@ class Grouped:
 
     @property
     def top(self) -> int:
+        """The largest code."""
         return 2 ** (self.bits - 1) - 1
 
     def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), of t, (..., C)."""
+        """Pack a tensor.
+
+        Args:
+            t: (..., C), floating point.
+
+        Returns:
+            Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1).
+        """
         columns = t.shape[-1]
-        size = group_size(int(columns), self.whole)  # a graph serves one number of channels
+        size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns)
         rows = rows if rows.dtype == torch.float64 else rows.float()
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
-        # Rounding the scale to bfloat16 must not make it smaller: a largest entry would be cut.
+        # Rounding the scale to bfloat16 must not make it smaller: the largest element would be clipped.
         scale = (groups.abs().amax(-1, keepdim=True) * ((1 + 2.0**-8) / self.top)).to(_SCALE)
         divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
         return pack(
@@ -183,7 +220,7 @@ class Grouped:
         ), scale
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
-        """Codes from 0 of numbers of steps, (rows, groups, n), each group from its entry `first` on."""
+        """Codes, from 0, of values divided by their scale, (rows, groups, n), each group from its element `first`."""
         if self.dithered:
             rows, groups, n = steps.shape
             noise = thresholds(rows, groups * n, steps.device, first).view(steps.shape)
@@ -193,7 +230,7 @@ class Grouped:
         return steps.clamp(-self.top, self.top) + self.top
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What `keep` was given, of that shape, as precisely as it was kept."""
+        """Dequantize what `keep` returned to a shape and a dtype."""
         packed, scale = kept
         codes = in_pieces(packed, self.bits)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -201,7 +238,7 @@ class Grouped:
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes that `keep` keeps."""
+        """Bytes of what `keep` returns for that shape."""
         rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
         size = group_size(columns, self.whole)
         groups = rows * -(-columns // size)
@@ -210,9 +247,14 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Levels:
-    """Slopes of a function, kept as one of 2^bits dithered levels, `per_one` to a unit, the lowest `first` from 0.
+    """Derivatives of an activation function, quantized to 2^bits dithered levels.
 
-    Zero and one are levels, so that what is passed on whole, or not at all, is exact. A NaN comes back as one.
+    Zero and one are levels, so that derivatives of 0 and 1 are exact. A NaN is dequantized to one.
+
+    Attributes:
+        bits: per element.
+        first: the lowest level, in steps.
+        per_one: number of steps from 0 to 1.
     """
 
     bits: int
@@ -220,7 +262,15 @@ class Levels:
     per_one: int
 
     def keep(self, t: Tensor, slope: Callable[[Tensor], Tensor] = lambda t: t) -> tuple[Tensor]:
-        """uint8 codes, several a byte, of the slope at t, entry by entry."""
+        """Pack the derivative at t, element by element.
+
+        Args:
+            t: (..., C), floating point.
+            slope: t → the derivative there.
+
+        Returns:
+            Codes, uint8, several per byte.
+        """
         rows = t.reshape(-1, t.shape[-1])
         each = 8 // self.bits
         if rows.shape[1] % each:
@@ -233,26 +283,29 @@ class Levels:
         return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Dequantize what `keep` returned to a shape and a dtype."""
         codes = in_pieces(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return ((codes.to(wide) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of what `keep` returns for that shape."""
         return torch.Size(shape[:-1]).numel() * -(-shape[-1] * self.bits // 8)
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Yes or no, a bit an entry.
+    """Booleans, 1 bit per element.
 
-    neighbours: eight of a row make a byte, of tensors (..., C) with C a multiple of 8, as a kernel that holds rows
-    packs them; else eight that are an eighth of the tensor apart, as a compiler does.
+    Attributes:
+        neighbours: whether eight neighbours of a row make a byte, for tensors (..., C) with C a multiple of 8, as
+            kernels pack them; else eight elements that are an eighth of the tensor apart, as Inductor does.
     """
 
     neighbours: bool = False
 
     def keep(self, flags: Tensor) -> tuple[Tensor]:
-        """uint8, eight entries a byte: (⌈entries/8⌉,), or (..., C/8)."""
+        """Pack booleans: uint8, eight elements per byte, (⌈elements/8⌉,), or (..., C/8) of neighbours."""
         if self.neighbours:
             return (pack(flags.unflatten(-1, (-1, 8)).unbind(-1), 1),)
         flat = flags.flatten()
@@ -261,9 +314,11 @@ class Bits:
         return (pack([piece for _, piece in _pieces(flat, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
+        """Unpack what `keep` returned to a shape."""
         if self.neighbours:
             return in_pieces(kept[0], 1).movedim(-2, -1).ne(0).reshape(tuple(shape))
         return in_pieces(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of what `keep` returns for that shape."""
         return -(-torch.Size(shape).numel() // 8)

@@ -13,9 +13,13 @@ _PARTS = re.compile(r"[^._/:+\-]*[._/:+\-]+|[^._/:+\-]+")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under headers, columns aligned: text to the left, numbers (and what `bytes_text` wrote) to the right.
+    """A text table, columns aligned: text to the left, numbers (also those of `bytes_text`) to the right.
 
-    On a terminal cells are broken between words, the longest texts first, until the table is as wide as the terminal.
+    On a terminal, cells are broken between words, the longest texts first, until the table is as wide as the terminal.
+
+    Args:
+        headers: one per column.
+        rows: cells, printed with `str`.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(headers, *cells, strict=True))
@@ -39,12 +43,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is, or None where it is none and a line may be as long as it likes."""
+    """Columns of the terminal, or None where stdout is no terminal and lines may have any length."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _narrowed(widths: Sequence[int], columns: Sequence[Sequence[str]], left: Sequence[bool], room: int) -> list[int]:
-    """Widths that add up to `room`: headers over numbers give way first, then texts, then numbers; no word is torn."""
+    """Widths that add up to `room`: headers over numbers shrink first, then texts, then numbers; words stay whole."""
     widths = list(widths)
     words = [max(len(word) for cell in column for word in _words(cell)) for column in columns]
     numbers = [max([least, *map(len, column[1:])]) for least, column in zip(words, columns, strict=True)]

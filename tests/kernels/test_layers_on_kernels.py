@@ -160,7 +160,7 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
 
     def verdict(question: planning.Question, graphs: bool) -> str | None:
         asked.append(question)
-        return "slower on this GPU: 0.200 ms a step against 0.100 ms exact" if question.w == (64, 32) else None
+        return "slower on this GPU: 0.200 ms/step, exact 0.100 ms/step" if question.w == (64, 32) else None
 
     monkeypatch.setattr(planning, "verdict", verdict)
     monkeypatch.setattr(planning, "rehearse", lambda _: None)

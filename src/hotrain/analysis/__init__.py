@@ -1,7 +1,7 @@
-"""Questions asked of a model: what it keeps, what it costs, how far its gradients are from exact.
+"""Analysis of a model: saved bytes, operations, gradient errors, per-layer timing, largest batch.
 
-Questions leave the model as it was: modes, buffers, gradients, generators and draw counters (`as_found`). Only `budget`
-changes it, since that is what it is for. The answers print as tables and carry their rows as plain dicts.
+Analyses leave the model unchanged: modes, buffers, gradients, generators and draw counters (`as_found`). Only `budget`
+changes it, which is its purpose. The results print as tables and have their rows as plain dicts.
 
     saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
     predicted     the same without running the model

@@ -1,4 +1,4 @@
-"""A mixture of compressing and checkpointing: as many blocks recompute as a budget of bytes asks for."""
+"""Activation checkpointing of as many blocks as a memory budget requires, on top of compressed activations."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ _TIMED = 3  # forwards that a block's time is the median of
 class CheckpointReport:
     """What `checkpoint_blocks` did.
 
-    recomputed: names of the blocks that recompute.  kept: names of those that do not.
-    before, after: bytes between forward and backward without and with it; None where nothing was measured.
-    budget: in bytes, or None.
+    Attributes:
+        recomputed: names of the blocks that are recomputed in backward.
+        kept: names of the other blocks.
+        before: bytes saved between forward and backward without recomputing; None where nothing was measured.
+        after: the same with it.
+        budget: in bytes, or None.
     """
 
     recomputed: list[str]
@@ -50,17 +53,27 @@ class CheckpointReport:
 def checkpoint_blocks(
     model: nn.Module, *inputs: Any, budget_bytes: int | None = None, **kwargs: Any
 ) -> CheckpointReport:
-    """Make blocks of the model recompute in backward, in place, until a forward keeps few enough bytes.
+    """Checkpoint blocks of the model, in place, until a forward saves no more bytes than a budget.
 
-    Blocks are what stands in ``nn.ModuleList`` and ``nn.Sequential`` and has modules itself. A recomputed block keeps
-    its inputs alone. With `budget_bytes` those come first that free most bytes for their time, and no more recompute
-    than are needed; without it all do, and `inputs` may be left out.
+    Blocks are the elements of ``nn.ModuleList`` and ``nn.Sequential`` that have modules of their own. A recomputed
+    block saves only its inputs. Blocks that free most bytes for their time come first, and no more are recomputed than
+    the budget requires.
 
-    Convert first, checkpoint then, compile last. A further call decides anew; `hotrain.revert` takes it back. Call it
-    under the autocast context that training uses, with inputs of the batch size that it uses.
+    Convert first, then checkpoint, then compile. A further call starts again; `hotrain.revert` undoes it. Call it
+    under the autocast context that training uses, with inputs of its batch size.
 
-    Raises ValueError when the model has no blocks, when there is a budget without inputs, and, with the least that can
-    be reached, when the budget cannot be met; the model is then as it was.
+    Args:
+        model: converted or not.
+        *inputs: of ``model(*inputs, **kwargs)``; not needed without a budget.
+        budget_bytes: bytes that a forward may save for backward; None recomputes all blocks.
+        **kwargs: of the model.
+
+    Returns:
+        Which blocks are recomputed, and the bytes before and after.
+
+    Raises:
+        ValueError: the model has no blocks, there is a budget without inputs, or the budget cannot be met; the message
+            then states the least that can be reached, and the model is unchanged.
     """
     found = blocks(model)
     if not found:
@@ -72,7 +85,7 @@ def checkpoint_blocks(
         recompute(found)
         return CheckpointReport(list(found), [])
     if not (inputs or kwargs):
-        raise ValueError("checkpoint_blocks: budget_bytes is held against what a batch keeps; give its inputs too")
+        raise ValueError("checkpoint_blocks: budget_bytes needs a batch to measure; give the model's inputs too")
     if budget_bytes < 0:
         raise ValueError(f"checkpoint_blocks: got budget_bytes={budget_bytes}, accepted are numbers from 0")
     before = keep_all(model)
@@ -96,8 +109,8 @@ def _within(
     inside, at_least = bytes_inside(full, found), bytes_inside(least, found)
     gains = {name: inside[name] - at_least[name] for name in found if inside[name] > at_least[name]}
     seconds = _seconds(model, {name: found[name] for name in gains}, inputs, kwargs)
-    # Blocks of one kind differ in their measured times by noise; among such the earlier ones are recomputed when the
-    # later ones' bytes are free already.
+    # Equal blocks differ in their measured times by noise; rounding gives them the same priority, and the first ones
+    # are recomputed first.
     order = sorted(gains, key=lambda name: -round(2 * math.log2(gains[name] / max(seconds[name], 1e-9))))
     count, after = 0, full.total
     while after > budget and count < len(order):
@@ -114,7 +127,7 @@ def _within(
         )
     chosen = order[:count]
     spared, slack = list(chosen), budget - after
-    for name in reversed(chosen):  # one that came early may be needless beside a large one that came late
+    for name in reversed(chosen):  # a block that was chosen early may be unnecessary after a larger one
         if gains[name] <= slack:
             spared.remove(name)
             slack -= gains[name]
@@ -133,7 +146,7 @@ def _within(
 def _seconds(
     model: nn.Module, modules: Mapping[str, nn.Module], inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, float]:
-    """How long each block's forward takes."""
+    """Time of each block's forward, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in modules}
     with as_found(model), _timed(modules, times), torch.enable_grad():
         if not model.training:

@@ -1,17 +1,17 @@
-"""What a training step's matrix products cost: FLOPs and bit operations of forward and both gradient paths.
+"""FLOPs and bit operations of a training step's matrix products: forward and both gradient paths.
 
 Conventions, those of the papers where they have one: a multiply-accumulate is 2 FLOPs, and a·b bit operations
 between operands of a and b bits; any other operation on floats is 1 FLOP and float_bits² bit operations. A
-Walsh–Hadamard transform of order n is log₂ n additions an entry, a quantization 2 operations an entry (magnitude,
+Walsh–Hadamard transform of order n is log₂ n additions per element, a quantization 2 operations per element (magnitude,
 scaling; 3 for LUQ's logarithm), a dequantization 1. ``float_bits=32`` counts every float as float32, so that an
-exact product costs 1024 a multiply-accumulate; give 16 for training in bf16.
+exact product costs 1024 per multiply-accumulate; give 16 for training in bf16.
 
 ``mode="paper"`` repeats the formulas of the released calculator instead (`hotrain.analysis.paper`), defects
 included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
 products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that
-nobody asks for (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
-computes them: where patches overlap, x is lifted back and unfolded, so the rank shortens what is kept and not the
-product.
+is not needed (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
+computes them: where patches overlap, x is transformed back and unfolded, so the rank reduces the saved bytes and not
+the product.
 
 Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
 and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).
@@ -55,10 +55,10 @@ class Operations:
 class Cost:
     """The cost of one training step's products.
 
-    forward, grad_input, grad_weight: totals over the layers. overhead: the part of both gradient paths that is not
-    a product: transforms, quantization, dequantization (the compression of x at forward belongs to grad_weight).
-    rows: one dict a layer call: name, kind, method, tokens, outputs, inputs, groups, and for each of forward,
-    grad_input, grad_weight and overhead its ``…_flops`` and ``…_bit_ops``.
+    Attributes:
+        mode: ``"corrected"`` or ``"paper"``.
+        rows: one dict per layer call: name, kind, method, tokens, outputs, inputs, groups, and for each of forward,
+            grad_input, grad_weight and overhead its ``…_flops`` and ``…_bit_ops``.
     """
 
     mode: str
@@ -69,18 +69,22 @@ class Cost:
 
     @property
     def forward(self) -> Operations:
+        """Of all layers' forward products."""
         return self._sum("forward")
 
     @property
     def grad_input(self) -> Operations:
+        """Of all layers' g_x."""
         return self._sum("grad_input")
 
     @property
     def grad_weight(self) -> Operations:
+        """Of all layers' g_w, with the compression of x in forward."""
         return self._sum("grad_weight")
 
     @property
     def overhead(self) -> Operations:
+        """The part of both gradient paths that is no product: transforms, quantization, dequantization."""
         return self._sum("overhead")
 
     @property
@@ -105,7 +109,7 @@ class Cost:
         body.append(["total", "", "", *(count_text(t.bit_ops) for t in totals)])
         body.append(["total FLOPs", "", "", *(count_text(t.flops) for t in totals)])
         title = (
-            f"bit operations ({self.mode}): {count_text(self.bit_ops_total)} a step, "
+            f"bit operations ({self.mode}): {count_text(self.bit_ops_total)} per step, "
             f"of these {count_text(self.overhead.bit_ops)} transforms and quantization"
         )
         return title + "\n" + table(["layer", "T×O×I", "method", "forward", "g_x", "g_w"], body)
@@ -121,14 +125,22 @@ def cost(
 ) -> Cost:
     """Count the products of one training step on the batch ``model(*inputs, **kwargs)``, layer by layer.
 
-    method: None counts every layer as it is: converted layers with their own method, the others exact. A method or
-        its name asks what the model would cost with it: on a converted model its converted layers, on an exact
-        model the layers that `hotrain.convert` would choose; ``mode="paper"`` applies it to every layer, as the
-        papers do.
-    float_bits: bits of a float in a bit operation (corrected mode; the papers' is 32).
+    Args:
+        model: on any device, also on meta.
+        *inputs: of ``model(*inputs, **kwargs)``.
+        mode: ``"corrected"`` counts what is computed, ``"paper"`` repeats the published formulas.
+        method: None counts every layer as it is: converted layers with their own method, the others exact. A method or
+            its name counts the model as if converted: the converted layers of a converted model, the layers that
+            `hotrain.convert` would choose of an exact one; with ``mode="paper"`` every layer, as the papers do.
+        float_bits: bits of a float in a bit operation (corrected mode; the papers' is 32).
+        **kwargs: of the model.
 
-    The model may live on the meta device. Raises ValueError for an unknown mode, for a method without a published
-    formula in paper mode, and for a model without layers.
+    Returns:
+        Operations of each layer call, with totals.
+
+    Raises:
+        ValueError: the mode is unknown, the method has no published formula in paper mode, or the model calls no
+            layer.
     """
     if mode not in MODES:
         raise ValueError(f"cost: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
@@ -149,7 +161,7 @@ def cost(
 
 
 def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
-    """What `hotrain.convert` would make of an exact model: it is asked, and undone."""
+    """The layer states that `hotrain.convert` gives an exact model, which is reverted."""
     if method.is_exact:
         return {}
     convert(model, method)

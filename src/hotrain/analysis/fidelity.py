@@ -1,8 +1,7 @@
-"""How far the gradients of converted layers are from exact, layer by layer.
+"""Errors of the gradients of converted layers, layer by layer, compared with exact ones.
 
-One exact forward and backward gives every layer its x and its g_y; then each layer alone computes its gradients from
-these, exactly and with its method, several times. So a layer's figures are its own: errors made elsewhere do not
-reach it.
+One exact forward and backward gives every layer its x and its g_y; then each layer separately computes its gradients
+from these, exactly and with its method, several times. So a layer's figures contain no errors of other layers.
 """
 
 from __future__ import annotations
@@ -26,18 +25,21 @@ PATHS = ("grad_input", "grad_weight")
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Per converted layer, its gradients against exact.
+    """The gradients of each converted layer, compared with exact ones.
 
-    rows: one dict a layer: layer, method (``exact: reason`` where the layer could not follow its own), and for
-    grad_input and grad_weight (None where that gradient is not asked for), with norms over the whole gradient,
-    relative to the exact one:
+    Attributes:
+        rows: one dict per layer: layer, method (``exact: reason`` where the layer could not follow its own), and for
+            grad_input and grad_weight (None where that gradient is not needed), with norms over the whole gradient,
+            relative to the exact one:
 
-    - ``…_error``: L2 error, root mean square over the draws;
-    - ``…_cosine``: with the exact gradient, mean over the draws;
-    - ``…_bias``: L2 error of the mean over the draws;
-    - ``…_noise``: the bias that this many draws leave an unbiased gradient: compare ``…_bias`` with it.
+            - ``…_error``: L2 error, root mean square over the draws;
+            - ``…_cosine``: with the exact gradient, mean over the draws;
+            - ``…_bias``: L2 error of the mean over the draws;
+            - ``…_noise``: the bias that an unbiased gradient has with so many draws: compare ``…_bias`` with it;
 
-    ``g_y_energy`` and ``x_energy``: 16 fractions of the energy along blocks of 16 tokens, by sequency from low to high.
+            and ``g_y_energy`` and ``x_energy``: 16 fractions of the energy along blocks of 16 tokens, by sequency from
+            low to high.
+        draws: how often each gradient was computed.
     """
 
     rows: list[dict[str, Any]]
@@ -99,12 +101,20 @@ def _bias_text(row: dict[str, Any], path: str) -> str:
 def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws: int = 8) -> Fidelity:
     """Measure every converted layer of `model` on one batch.
 
-    batch, loss_fn: ``loss_fn(model, batch)`` as in `hotrain.calibrate`; without it cross-entropy on (input, target).
-    draws: how often each layer's gradients are computed with its method. x and g_y of all layers are in memory at
-        once: a few samples are enough. A layer called several times is measured on its first call.
+    The model, its ``.grad``, the generators and the draws are unchanged. A layer that is called several times is
+    measured on its first call.
 
-    The model, its ``.grad``, the generators and the draws are left as found. Raises ValueError for a model without
-    converted layers, a bad loss, and draws < 2.
+    Args:
+        model: converted.
+        batch: a few samples are enough: x and g_y of all layers are in memory at once.
+        loss_fn: ``loss_fn(model, batch)`` as in `hotrain.calibrate`; None is cross-entropy on (input, target).
+        draws: how often each layer's gradients are computed with its method, at least 2.
+
+    Returns:
+        Errors, cosines and biases of each layer's gradients.
+
+    Raises:
+        ValueError: the model has no converted layers, the loss is bad, or draws < 2.
     """
     if type(draws) is not int or draws < 2:
         raise ValueError(f"fidelity: draws={draws!r} is not an integer of at least 2 (the bias is that of their mean)")
@@ -124,11 +134,22 @@ def gradient_surface(
 ) -> list[dict[str, Any]]:
     """|g_y| of the batch's first sample over tokens × channels, for figures of its outliers.
 
-    layers: converted layers (default: all).  tokens, channels: larger surfaces are reduced to this many cells, each
-    the largest magnitude in it, so that no outlier is lost.
+    The model is unchanged, as by `fidelity`.
 
-    Returns one dict a layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
-    (its largest magnitude), values (rows of tokens). Left as found and errors as in `fidelity`.
+    Args:
+        model: converted.
+        batch: as in `fidelity`.
+        loss_fn: as in `fidelity`.
+        layers: names of converted layers (default: all).
+        tokens: larger surfaces are reduced to this many rows, by the largest magnitude, so that no outlier is lost.
+        channels: the same for columns.
+
+    Returns:
+        One dict per layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
+        (its largest magnitude), values (rows of tokens).
+
+    Raises:
+        ValueError: as `fidelity`.
     """
     with as_found(model):
         surfaces = []
@@ -152,7 +173,11 @@ def gradient_surface(
 def energy_by_sequency(tokens: Tensor) -> list[float]:
     """The share of a matrix's energy in each of the 16 Walsh functions along blocks of 16 tokens, low to high.
 
-    tokens: (T, C); a last block is filled up with zeros. All zeros give zeros.
+    Args:
+        tokens: (T, C); the last block is padded with zeros.
+
+    Returns:
+        16 fractions; zeros for a matrix of zeros.
     """
     coefficients = rotate(tokens.float(), dim=0, n=TILE).view(-1, TILE, tokens.shape[1])
     energy = coefficients.double().square().sum(dim=(0, 2))

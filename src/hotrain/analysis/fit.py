@@ -1,8 +1,8 @@
-"""The largest batch whose training step fits into a budget of bytes: exact, checkpointed, converted.
+"""The largest batch whose training step fits into a memory budget: exact, checkpointed, converted.
 
-On a GPU the allocator is held to the budget and training steps are run, ever larger ones, until one runs out of memory.
-On a CPU there is no allocator to ask: what a step takes is predicted from what autograd keeps at two batch sizes, with
-the parameters, gradients and optimizer state.
+On a GPU the allocator is limited to the budget, and training steps of growing batches are run until one runs out of
+memory. On a CPU there is no such limit: the bytes of a step are predicted from what autograd saves at two batch sizes,
+with the parameters, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -47,9 +47,12 @@ MakeInputs = Callable[[int], Any]
 class FitRow:
     """One variant.
 
-    batch_size: the largest that fits, 0 where none does.  needs: bytes that its step takes (of a batch of one where
-    none fits), None where that could not be measured.  how: `RAN`, `MEASURED` or `PREDICTED`.
-    too_large: the smallest batch that is known not to fit, None where the search ended at its limit.
+    Attributes:
+        variant: of `VARIANTS`, or ``converted+checkpointed``.
+        batch_size: the largest that fits, 0 where none does.
+        needs: bytes of its step (of a batch of one where none fits), None where that could not be measured.
+        how: `RAN`, `MEASURED` or `PREDICTED`.
+        too_large: the smallest batch that is known not to fit, None where the search ended at its limit.
     """
 
     variant: str
@@ -61,7 +64,7 @@ class FitRow:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What `fit` found, a row a variant."""
+    """The result of `fit`: one row per variant."""
 
     budget: int
     device: str
@@ -107,19 +110,29 @@ def fit(
 ) -> FitReport:
     """Find the largest batch whose training step fits into `budget_bytes`, for each of the variants.
 
-    model: exact, on the device that is asked about; it is left as found.
-    make_inputs: batch size → what the model is called with: a tensor, a tuple, or a mapping of keyword arguments.
-    method, memory, plan: of the converted variants, as in `hotrain.convert`, with the same defaults.
-    variants: of ``exact``, ``checkpointed`` (all blocks recompute), ``converted``, ``converted+checkpointed``.
-    loss: output → scalar; None: the sum of all outputs.  optimizer: parameters → optimizer.
-    largest: where the search ends.
-
     Call it under the autocast context that training uses. On a CUDA device whole steps run under a limit of the
-    allocator, with everything that the process holds there counted; running out of memory is caught, and the memory
-    freed. On other devices bytes are predicted; the result says so.
+    allocator, which counts everything that the process has allocated there; running out of memory is caught, and the
+    memory freed. On other devices bytes are predicted; the result says so.
 
-    Raises ValueError for a converted model, an unknown variant, a budget that is not positive, or one that is larger
-    than the device.
+    Args:
+        model: exact, on the device in question; it is unchanged.
+        make_inputs: batch size → the model's inputs: a tensor, a tuple, or a mapping of keyword arguments.
+        budget_bytes: of the device's memory.
+        method: of the converted variants, as in `hotrain.convert`.
+        memory: as in `hotrain.convert`.
+        plan: as in `hotrain.convert`.
+        variants: of ``exact``, ``checkpointed`` (all blocks are recomputed), ``converted``,
+            ``converted+checkpointed``.
+        loss: output → scalar; None is the sum of all outputs.
+        optimizer: parameters → optimizer.
+        largest: batch size at which the search ends.
+
+    Returns:
+        The largest batch of each variant, and the bytes of its step.
+
+    Raises:
+        ValueError: the model is converted, a variant is unknown, or the budget is not positive or larger than the
+            device.
     """
     if unknown := [name for name in variants if name not in (*VARIANTS, BOTH)]:
         raise ValueError(f"fit: unknown variant {unknown[0]!r}, accepted are {', '.join((*VARIANTS, BOTH))}")
@@ -145,9 +158,13 @@ def fit(
 
 
 def parse_bytes(text: str) -> int:
-    """``24GB``, ``24GiB``, ``800 MB`` or ``1000`` in bytes: powers of 1000, with an i of 1024.
+    """Parse a size in bytes.
 
-    Raises ValueError for anything else.
+    Args:
+        text: as ``24GB``, ``24GiB``, ``800 MB`` or ``1000``: powers of 1000, with an i of 1024.
+
+    Raises:
+        ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
@@ -157,9 +174,14 @@ def parse_bytes(text: str) -> int:
 
 
 def search(fits: Callable[[int], bool], largest: int = LARGEST) -> tuple[int, int | None]:
-    """The largest n up to `largest` that fits (0: not even 1), and the smallest that was seen not to, or None.
+    """Search the largest n that fits by doubling, then bisection: about 2·log₂ n calls.
 
-    Doubling, then bisection: about 2·log₂ n questions.
+    Args:
+        fits: n → whether it fits.
+        largest: where the search ends.
+
+    Returns:
+        The largest n that fits (0: not even 1), and the smallest that was found not to, or None.
     """
     low, high = 0, None
     n = 1

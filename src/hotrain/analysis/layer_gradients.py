@@ -1,4 +1,4 @@
-"""What reaches the converted layers in an exact step: their x, and their g_y."""
+"""The inputs x and output gradients g_y of the converted layers in an exact training step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from .loss import LossFn, loss_of
 class Call:
     """One call of a converted layer, and the gradient that reached it.
 
-    x: as given to the layer.  grad_output: g_y, shaped as the layer's output.  needs_grad_input: whether x required
-    grad.  autocast: the dtype of the autocast the call ran under, or None.
+    Attributes:
+        name: of the layer.
+        module: the layer.
+        state: its state.
+        x: as given to the layer.
+        grad_output: g_y, shaped as the layer's output.
+        needs_grad_input: whether x required grad.
+        autocast: the dtype of the autocast context of the call, or None.
     """
 
     name: str
@@ -50,7 +56,14 @@ def exact_calls(
     To be run inside `as_found`: it sets modes. Nothing is accumulated in ``.grad``; no optimizer is involved. x and
     g_y of all these calls are in memory at once.
 
-    Raises ValueError when the model has no converted layer or when no gradient reaches any of them.
+    Args:
+        model: converted.
+        batch: as the loss function takes it.
+        loss_fn: as in `hotrain.analysis.loss`.
+        layers: names of converted layers.
+
+    Raises:
+        ValueError: the model has no converted layer, or no gradient reaches any of them.
     """
     converted = dict(layer_states(model))
     if not converted:

@@ -1,4 +1,4 @@
-"""One contract for the losses that calibration and fidelity are given."""
+"""The loss functions that `calibrate` and `fidelity` accept."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tens
     The contract is ``loss_fn(model, batch)``: it calls the model and returns a scalar. For convenience
 
     - a criterion (an `nn.Module`, a function of `torch.nn.functional`, or any function of (output, target) that fails
-      on (model, batch) without having called the model) serves batches of (input, target):
+      on (model, batch) without having called the model) works for batches of (input, target):
       ``criterion(model(input), target)``;
     - None is cross-entropy for batches of (input, target), and ``model(**batch).loss`` for mappings, as transformers'
       models have it.
 
-    In these two cases the batch is moved to the model's device. Raises ValueError when the batch does not fit, or when
-    the result is not one finite number that requires grad.
+    In these two cases the batch is moved to the model's device.
+
+    Args:
+        model: any model.
+        batch: as the loss function takes it.
+        loss_fn: as above.
+
+    Returns:
+        One finite number that requires grad, ().
+
+    Raises:
+        ValueError: the batch does not fit, or the result is not such a number.
     """
     if loss_fn is None:
         return _checked(_default(model, batch))
@@ -114,6 +124,6 @@ def _checked(loss: Any) -> Tensor:
         raise ValueError(f"loss_fn(model, batch) must return one number that requires grad, got {got}")
     if not torch.isfinite(loss.detach()).all():
         raise ValueError(
-            f"the loss is {loss.item()}: gradients of this batch say nothing; check the batch and the model"
+            f"the loss is {loss.item()}: gradients of this batch are meaningless; check the batch and the model"
         )
     return loss

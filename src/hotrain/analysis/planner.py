@@ -1,8 +1,7 @@
-"""Which layers gain time on this machine: the exact backward against a method's, measured shape by shape.
+"""Per-layer timing of the exact backward and of a method's on this device, to convert only the layers that gain.
 
-A method can save memory everywhere and still lose time in a layer, most of all where a fast float product is the rival
-and the shape is small. The planner times both on the device and in the dtype at hand; its `filter_fn` leaves exact what
-loses.
+A method can save memory in a layer and still be slower there, above all where exact products are fast and the shape is
+small. The planner times both on the device and in the dtype of the model; its `filter_fn` keeps slower layers exact.
 """
 
 from __future__ import annotations
@@ -31,11 +30,15 @@ from .shapes import LayerShape, shape_of
 
 @dataclass(frozen=True)
 class Plan:
-    """Times of one method against exact, and what follows from them.
+    """Times of a method and of exact, and the layers to convert.
 
-    rows: one dict for each distinct shape: layers (names), kind, tokens, outputs, inputs, dtype, exact_ms and method_ms
-    (one layer's backward; the method's includes what it adds to the forward), ratio, convert (whether to), and
-    reason (why not, where the layer cannot follow the method).
+    Attributes:
+        method: that was timed.
+        threshold: of method time / exact time, below which a layer is converted.
+        device: type of the device.
+        rows: one dict for each distinct shape: layers (names), kind, tokens, outputs, inputs, dtype, exact_ms and
+            method_ms (ms of one layer's backward; the method's includes what it adds to the forward), ratio, convert
+            (whether to), and reason (why not, where the layer cannot follow the method).
     """
 
     method: Method
@@ -49,7 +52,7 @@ class Plan:
         return frozenset(name for row in self.rows if row["convert"] for name in row["layers"])
 
     def filter_fn(self, module: nn.Module, name: str) -> bool:
-        """For `hotrain.convert(model, plan.method, filter_fn=plan.filter_fn)`: whether this layer gains."""
+        """Whether to convert a layer: ``hotrain.convert(model, plan.method, filter_fn=plan.filter_fn)``."""
         return name in self.chosen
 
     def _total(self, column: Callable[[dict[str, Any]], float]) -> float:
@@ -57,12 +60,12 @@ class Plan:
 
     @property
     def exact_ms(self) -> float:
-        """All candidates' backward, exact."""
+        """Time of all candidates' exact backward, in ms."""
         return self._total(lambda row: row["exact_ms"])
 
     @property
     def planned_ms(self) -> float:
-        """The same with the chosen layers converted."""
+        """The same with the chosen layers converted, in ms."""
         return self._total(lambda row: row["method_ms"] if row["convert"] else row["exact_ms"])
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Seen:
-    """How a layer was called, as far as time depends on it."""
+    """The properties of a layer's call that its time depends on."""
 
     shape: LayerShape
     x_shape: tuple[int, ...]
@@ -112,15 +115,26 @@ def plan(
     filter_fn: FilterFn | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Time, for every distinct layer shape in ``model(*inputs, **kwargs)``, the exact backward against `method`'s.
+    """Time, for every distinct layer shape in ``model(*inputs, **kwargs)``, the exact backward and a method's.
 
-    model: not converted; its candidates are the layers that `hotrain.convert(model, method, filter_fn=filter_fn)`
-        would convert. Call it under the autocast context that training uses.
-    repeats: timed runs of each, interleaved, after one that is not counted; the medians are compared.
-    threshold: a layer is converted where method time / exact time is below it. Memory is not weighed: raise it to
-        convert layers that lose a little time.
+    Call it under the autocast context that training uses. The model is unchanged.
 
-    The model is left as found. Raises ValueError for a converted model, for repeats < 1, and where `convert` does.
+    Args:
+        model: not converted; its candidates are the layers that `hotrain.convert(model, method, filter_fn=filter_fn)`
+            would convert.
+        *inputs: of the model.
+        method: a preset's name or a `hotrain.Method`.
+        repeats: timed runs of each, interleaved, after one that is not counted; the medians are compared.
+        threshold: a layer is converted where method time / exact time is below it. Memory is not considered: raise it
+            to convert layers that are a little slower.
+        filter_fn: as in `hotrain.convert`.
+        **kwargs: of the model.
+
+    Returns:
+        The times, and a `filter_fn` for `hotrain.convert`.
+
+    Raises:
+        ValueError: the model is converted, repeats < 1, or as `hotrain.convert`.
     """
     if type(repeats) is not int or repeats < 1:
         raise ValueError(f"plan: repeats={repeats!r} is not a positive integer")
@@ -175,7 +189,7 @@ def _rows(
 def _calls(
     model: nn.Module, states: dict[str, LayerState], inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, _Seen]:
-    """How each converted layer is called (its first call), from one exact forward that keeps no activation."""
+    """The first call of each converted layer, from one exact forward that saves no activation."""
     seen: dict[str, _Seen] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:

@@ -92,10 +92,16 @@ def kind_of(module: nn.Module) -> str | None:
 def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerShape]:
     """The shapes of every layer call in ``model(*inputs, **kwargs)``, in the order of the calls.
 
-    The forward runs in eval mode with grad enabled (so that `needs_grad_input` is true knowledge) and keeps no
-    activation. It also runs on the meta device, where it costs nothing. The model is left as found.
+    The forward runs in eval mode with grad enabled (so that `needs_grad_input` is known) and saves no activation. It
+    also runs on the meta device. The model is unchanged.
 
-    Raises ValueError when the forward calls no such layer.
+    Args:
+        model: any model.
+        *inputs: of the model.
+        **kwargs: of the model.
+
+    Raises:
+        ValueError: the forward calls no such layer.
     """
     seen: list[LayerShape] = []
     with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), _observed(model, seen):

@@ -1,4 +1,4 @@
-"""What a converted model still keeps in full precision between forward and backward, and why."""
+"""The tensors that a converted model still saves in full precision between forward and backward, with the reasons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ _NAMES = {
 class FullRow:
     """Floating-point storages of one operator that are kept for one reason.
 
-    bytes: of all of them.  share: of all bytes kept.  modules: where, in order.
+    Attributes:
+        operator: that saves them.
+        reason: why they are not compressed.
+        bytes: of all of them.
+        share: of all bytes saved.
+        modules: that call the operator, in order.
     """
 
     operator: str
@@ -41,7 +46,10 @@ class FullRow:
 def still_full(audit: SavedBytes, report: ConversionReport | None = None, share: float = SHARE) -> list[FullRow]:
     """The operators that keep floating-point tensors of more than `share` of the audit's total, largest first.
 
-    report: of the conversion; reasons are taken from it where it has them.
+    Args:
+        audit: of the model.
+        report: of the conversion; reasons are taken from it where it has them.
+        share: of the total, below which an operator is left out.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in audit.rows:

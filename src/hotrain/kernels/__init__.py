@@ -1,9 +1,9 @@
-"""Step 5, Triton kernels: the two gradients of layers, and packing and unpacking of the activations between them.
+"""Triton kernels: the two gradients of layers, and packing and unpacking of saved activations.
 
-For layers `reason` says what is supported, `keep` is forward's part, `gradients` backward's, with the numbers of
-`hotrain.backward`: `compress` has the kernel that reads x, g_y or w, `product` the products of codes, `rows` and
-`noise` the draws. `buffers` has the kernels of activations, norms and attention, `unfused` those that eager mode adds.
-Triton is imported when a kernel first runs, so that importing this package needs only torch.
+For layers, `reason` says what is supported, `keep` is forward's part, `gradients` backward's, with the values of
+`hotrain.backward`: `quantize_kernels` has the kernel that reads x, g_y or w, `gemm` the products of codes, `rows` and
+`noise` the draws. `activation_kernels` has the kernels of activations, norms and attention, `eager_kernels` those that
+only eager mode uses. Triton is imported when a kernel first runs, so that importing this package needs only torch.
 """
 
 from __future__ import annotations

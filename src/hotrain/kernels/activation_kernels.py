@@ -1,17 +1,17 @@
-"""The kernels of what operators between the layers keep: each tensor is read once, and what comes back is written once.
+"""Triton kernels of saved activations: group-wise quantize and dequantize, activation functions, fused BatchNorm.
 
 ::
 
     keep       x               ──►  codes and scales of its groups            `saved.Grouped.keep`, int4 and int8
-    activate   x               ──►  f(x), and codes of f's slopes             `saved.Levels.keep`
+    activate   x               ──►  f(x), and codes of f's derivative         `saved.Levels.keep`
     restore    codes, scales   ──►  x, or γ x + β, or f of these, or a product of two   `activations.rematerialize.make`
-    normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or slopes of f    batch norm's forward
-    sums       g_y             ──►  Σ g and Σ g x̂ a channel, g behind f       the first half of its backward
+    normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f   BatchNorm forward
+    sums       g_y             ──►  Σ g and Σ g x̂ per channel, g = g_y f'     the first half of its backward
     gradient   g               ──►  g_x                                       the second half
 
-A compiler that fuses these formulas reads a tensor once for a group's largest magnitude and once for its codes, and
-loads a scale, γ and β for every entry of a matrix instead of once a row or a column. Codes are packed in halves of a
-group (`saved.pack`), so a program loads both halves and writes a byte for each pair.
+Inductor, given these formulas, reads a tensor once for a group's amax and once for its codes, and loads a scale, γ and
+β for every element of a matrix instead of once per row or column. Codes are packed in halves of a group
+(`saved.pack`), so a program loads both halves and writes a byte for each pair.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .quantize_kernels import magnitude_bits
 # ---- functions, by their numbers in `FUNCTIONS` ----
 
 _RELU, _RELU6, _SILU, _HARDSWISH, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(1, 7))
-# What turns a magnitude into a scale: a scale is rounded to bfloat16 and must not become smaller by that.
+# Factor from amax to scale: a scale is rounded to bfloat16 and must not become smaller by that.
 _LIFT4 = tl.constexpr((1 + 2.0**-8) / 7)
 _LIFT8 = tl.constexpr((1 + 2.0**-8) / 127)
-# 1.5·2²³, to which a small number is added to be rounded, halves to even: it stands in the lowest bits then.
+# 1.5·2²³, to which a small number is added to be rounded, halves to even: the result is in the lowest bits then.
 _MAGIC = tl.constexpr(12582912.0)
 
 
@@ -75,7 +75,7 @@ def _apply(v, F: tl.constexpr):
 
 @triton.jit
 def _with_slope(v, F: tl.constexpr):
-    """f(v) and f'(v) in float32, which share what they can."""
+    """f(v) and f'(v) in float32, with shared subexpressions."""
     if F == _SILU:
         s = tl.sigmoid(v)
         y = v * s
@@ -102,9 +102,9 @@ def _larger(a, b):
 
 @triton.jit
 def _scale_of(bits, LIFT: tl.constexpr):
-    """A group's bfloat16 scale from its largest magnitude's bits, and what its entries are multiplied with."""
+    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with."""
     lifted = bits.to(tl.float32, bitcast=True) * LIFT
-    # Halves to even by hand: the interpreter's own cast cuts off.
+    # Halves to even explicitly: the interpreter's own cast truncates.
     word = lifted.to(tl.int32, bitcast=True)
     word = (word + 0x7FFF + ((word >> 16) & 1)) & -65536
     wide = tl.where(lifted == lifted, word.to(tl.float32, bitcast=True), lifted)
@@ -119,13 +119,13 @@ def _above(v, factor):
 
 @triton.jit
 def _pair(low, high, factor):
-    """A byte of int4 codes from 0. What is not finite has some code: its scale is not finite either."""
+    """A byte of int4 codes from 0. The code of a non-finite element is arbitrary: its scale is not finite either."""
     return ((_above(low, factor) | (_above(high, factor) << 4)) - 17).to(tl.uint8)
 
 
 @triton.jit
 def _low(packed):
-    """The numbers of steps in the low halves of bytes, as int32: −7 … 7 in float32."""
+    """The codes −7 … 7 in the low halves of bytes, given as int32, in float32."""
     return ((packed & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0
 
 
@@ -142,7 +142,7 @@ def keep_groups(
     block, x, codes, scale, segments, run, stride,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Groups of 2 HALF neighbours. `run` groups lie side by side, then `stride` entries further the next."""
+    """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further."""
     segment = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = segment < segments
@@ -179,10 +179,10 @@ def _byte(v, factor):
 
 
 def side_by_side(t: Tensor) -> tuple[int, int] | None:
-    """(rows side by side, entries from there to the next ones) of t's last axis, None where it lies otherwise."""
+    """(contiguous rows, stride to the next ones) of t's last axis, None for another memory layout."""
     try:
         return _side_by_side(t.shape, t.stride())
-    except TypeError:  # while a compiler traces, sizes may be symbols, which no cache takes
+    except TypeError:  # under Dynamo sizes may be symbolic, which are not hashable
         return _side_by_side.__wrapped__(t.shape, t.stride())
 
 
@@ -205,9 +205,12 @@ def _side_by_side(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 
 class Rows:
-    """A tensor as `keep_groups` reads it, and room for its codes, uint8 (rows, groups, bytes), and scales, bfloat16.
+    """A tensor as `keep_groups` reads it, and buffers for its codes, uint8 (rows, groups, bytes), and bfloat16 scales.
 
-    x: (..., C) of 16 or 32 bits, C a multiple of `group`, which is even.
+    Args:
+        x: (..., C) of 16 or 32 bits, C a multiple of `group`.
+        group: elements per scale, even.
+        bits: 4 or 8.
     """
 
     __slots__ = ("codes", "half", "place", "scale", "wide", "x")
@@ -227,7 +230,7 @@ class Rows:
 
 
 def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
-    """`Grouped(bits).keep(x)`, of 4 or 8 bits; x and what is returned as `Rows` has them."""
+    """`Grouped(bits).keep(x)`, of 4 or 8 bits; shapes as in `Rows`."""
     rows = Rows(x, group, bits)
     x, half = rows.x, rows.half
     block = power_of_2(half)
@@ -241,11 +244,11 @@ def keep(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def _is_wide(entries: int) -> bool:
-    """Whether places are past 31 bits."""
+    """Whether offsets exceed 31 bits."""
     return entries >= 1 << 30
 
 
-# ---- restore: what codes stand for ----
+# ---- restore: dequantize ----
 
 
 @triton.jit
@@ -298,10 +301,13 @@ def _restore_kernel(
 
 
 class Factor:
-    """One factor of what is restored: f(γ x̂ + β), f(x̂), f(x) or x.
+    """One factor of a dequantized product: f(γ x̂ + β), f(x̂), f(x) or x.
 
-    codes, scale: of `keep`.  w, b: (C,) or None.  normed: whether there are γ and β, or could be.  name: of f, a key
-    of `FUNCTIONS`.
+    Args:
+        codes, scale: of `keep`.
+        w, b: γ and β, (C,) or None.
+        normed: whether the codes are of a normalized x̂.
+        name: of f, a key of `FUNCTIONS`.
     """
 
     def __init__(
@@ -322,7 +328,7 @@ def restore(factors: Sequence[Factor], dtype: torch.dtype) -> Tensor:
     rows, groups, half = first.codes.shape
     out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=first.codes.device)
     block = _block(half)
-    # γ and β are read once a thread: the more rows it has, the better, as long as f leaves registers.
+    # γ and β are read once per thread: more rows are better, as long as f leaves registers.
     each = max(1, (8192 if first.normed and not first.name else 2048) // block)
     segments, two = rows * groups, len(factors) == 2
 
@@ -355,7 +361,7 @@ def _block(half: int) -> int:
     return block if block >= 32 else power_of_2(half)
 
 
-# ---- a function, and its slopes ----
+# ---- an activation function, and its derivative ----
 
 
 @triton.jit
@@ -382,9 +388,15 @@ def _activate_kernel(
 
 
 def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """f(x), (rows, C), and its slopes as `saved.Levels` of four bits keeps them, uint8 (rows, C/2).
+    """An activation function, and its derivative in 4 bits.
 
-    x: (rows, C), contiguous, C even.  levels: the lowest level and how many to one.
+    Args:
+        x: (rows, C), contiguous, C even.
+        name: of the function, a key of `FUNCTIONS`.
+        levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
+
+    Returns:
+        f(x), (rows, C), and the codes of `saved.Levels`, uint8 (rows, C/2).
     """
     rows, columns = x.shape
     y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
@@ -401,12 +413,12 @@ def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Ten
 
 # ---- batch norm: rows are pixels, columns channels ----
 #
-# A tile is (ROWS, EIGHTS, 8) entries of each half of the channels; bits are packed by eight neighbours.
+# A tile is (ROWS, EIGHTS, 8) elements of each half of the channels; bits are packed by eight neighbours.
 
 
 @triton.jit
 def _columns(HALF: tl.constexpr, EIGHTS: tl.constexpr):
-    """Of a half of the channels: places in eights, the eights, the channels, which eights there are, and channels."""
+    """Of a half of the channels: offsets in eights, the eights, the channels, and masks of eights and channels."""
     k = tl.arange(0, 8)[None, None, :]
     eighth = tl.arange(0, EIGHTS)
     whole = (eighth < HALF // 8)[None, :]
@@ -415,7 +427,7 @@ def _columns(HALF: tl.constexpr, EIGHTS: tl.constexpr):
 
 @triton.jit
 def _lines(block, rows, live, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Of a tile: its rows, these as places in memory, which rows there are, and which entries."""
+    """Of a tile: its rows, their offsets in memory, and masks of rows and elements."""
     row = block * ROWS + tl.arange(0, ROWS)
     place = (row.to(tl.int64) if WIDE else row)[:, None, None]
     return row, place, (row < rows)[:, None], (row < rows)[:, None, None] & live
@@ -433,8 +445,8 @@ def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
 
 @triton.jit
 def _slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
-    """`saved.Levels` of a slope, in four bits."""
-    # `saved.thresholds` plus one, made in the mantissa.
+    """`saved.Levels` of a derivative, in 4 bits."""
+    # `saved.thresholds` plus one, built in the mantissa.
     word = (((row * -0x3EC05657 + at * -0x6E1EF25B) >> 9) & 0x7FFFF8) | 0x3F800000
     steps = slope * PER_ONE + (word.to(tl.float32, bitcast=True) - (1.0 + FIRST))
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), PER_ONE - FIRST)
@@ -443,7 +455,7 @@ def _slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
 
 @triton.jit
 def _normal_half(x, mean, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.constexpr):
-    """x̂ and what f is of."""
+    """x̂ and the argument of f."""
     # Not x r − μ r in one instruction: where x is the mean, x̂ is zero.
     normal = (tl.load(x + row_at + at, mask=inside, other=0).to(tl.float32) - mean) * r
     v = normal * w + b
@@ -454,7 +466,7 @@ def _normal_half(x, mean, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.co
 
 @triton.jit
 def _open_bits(v, k, F: tl.constexpr):
-    """Whether f passes a gradient at v, eight neighbours a byte: a NaN does, as in PyTorch."""
+    """Whether f passes a gradient at v, eight neighbours per byte: a NaN does, as in PyTorch."""
     shut = v <= 0
     if F == _RELU6:
         shut = shut | (v >= 6.0)
@@ -468,7 +480,7 @@ def _normalize_kernel(
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
     WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """MARKS: 0 for none, 1 for bits, 4 for slopes."""
+    """MARKS is 0 for none, 1 for bits, 4 for derivatives."""
     HALF: tl.constexpr = C // 2
     k, eighth, at, whole, live = _columns(HALF, EIGHTS)
     r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
@@ -506,13 +518,13 @@ def _behind(
     g, marks, row, place, at, eighth, there, whole, inside, half: tl.constexpr, C: tl.constexpr, MARKS: tl.constexpr,
     FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what f is of, of one half of the channels."""
+    """The gradient of the argument of f, of one half of the channels."""
     HALF: tl.constexpr = C // 2
     found = tl.load(g + place * C + half * HALF + at, mask=inside, other=0)
     if MARKS == 1:
         byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + half * (HALF // 8) + eighth[None, :]
         passed = tl.load(marks + byte, mask=there & whole, other=0).to(tl.int32)[:, :, None] >> (at % 8)
-        # Not a product: an infinity behind a closed entry ends there.
+        # Not a product: where f' is 0 an infinite gradient must become 0.
         found = tl.where((passed & 1) != 0, found, 0.0)
     if MARKS == 4:
         code = (tl.load(marks + place * HALF + at, mask=inside, other=0).to(tl.int32) >> (4 * half)) & 15
@@ -527,7 +539,7 @@ def _sums_kernel(
     C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr, PASS_ON: tl.constexpr,
     FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """sums: (programs, 2, C) float32, each program's own: Σ g and Σ g x̂.  passed_on: g behind f, for the shortcut."""
+    """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets g f', for the shortcut."""
     HALF: tl.constexpr = C // 2
     _, eighth, at, whole, live = _columns(HALF, EIGHTS)
     g_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
@@ -597,7 +609,7 @@ def _gradient_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """entries: of a half of a tile, at least.  waves: programs a multiprocessor.  stages: of loads in flight."""
+    """Block sizes: least elements of half a tile, programs per multiprocessor, stages of loads in flight, warps."""
 
     entries: int
     waves: int
@@ -605,15 +617,15 @@ class Tiling:
     warps: int = 4
 
     def cut(self, channels: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
-        """(eighths of a half, rows a tile, tiles, programs)."""
+        """(eighths of a half, rows per tile, tiles, programs)."""
         eighths = power_of_2(channels // 16)
         each = max(1, self.entries // (8 * eighths))
         blocks = cdiv(rows, each)
         return eighths, each, blocks, min(blocks, self.waves * multiprocessors(device))
 
 
-# Measured on an H200 (docs/memory.md). Each program of the sums leaves two numbers a channel: few where there are
-# many channels.
+# Measured on an H200 (docs/memory.md). Each program of the sums writes two numbers per channel: few programs where
+# there are many channels.
 
 
 def _normalize_tiling(channels: int) -> Tiling:
@@ -628,7 +640,7 @@ _GRADIENT = Tiling(512, 16, 1)
 
 
 def _marks(name: str, levels: tuple[int, int] | None) -> dict[str, Any]:
-    """Bits an entry that f's gradient asks for, none, one, or four, and the levels of four."""
+    """Bits per element that f's gradient needs, 0, 1 or 4, and the levels of 4."""
     first, per_one = levels or (0, 1)
     return {"MARKS": 0 if not name else 4 if levels else 1, "FIRST": float(first), "PER_ONE": float(per_one)}
 
@@ -637,10 +649,19 @@ def normalize(
     x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
     levels: tuple[int, int] | None, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y = f(γ x̂ + β + shortcut), (rows, C) as x, codes and scales of x̂ with one group a row, and f's marks.
+    """BatchNorm, residual and activation in one kernel: y = f(γ x̂ + β + shortcut), and all that backward needs.
 
-    x, shortcut: (rows, C), contiguous, C a multiple of 16.  mean, r: (C,) float32.  name: of f, "" for none.  levels:
-    the lowest level and how many to one (`saved.Levels`), None for bits.  Marks: uint8 (rows, C/2) or (rows, C/8).
+    Args:
+        x: (rows, C), contiguous, C a multiple of 16.
+        mean, r: mean and 1/standard deviation, (C,) float32.
+        w, b: γ and β, (C,) or None.
+        shortcut: as x, or None.
+        name: of f, "" for none.
+        levels: of f's derivative (`saved.Levels`): the lowest, and the steps from 0 to 1; None for bits.
+        tiling: block sizes.
+
+    Returns:
+        y, as x; codes and scales of x̂ with per-row scales; marks of f, uint8, (rows, C/2) or (rows, C/8).
     """
     rows, channels = x.shape
     tiling = tiling or _normalize_tiling(channels)
@@ -664,9 +685,17 @@ def norm_gradient(
     g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str,
     levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None, tiling: Tiling = _GRADIENT,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(g_x, [Σ g, Σ g x̂] as (2, C) in float32, the shortcut's gradient, empty unless it is `passes_on`).
+    """The gradients of `normalize`.
 
-    g: (rows, C), contiguous.  The rest is what `normalize` left.
+    Args:
+        g: (rows, C), contiguous.
+        codes, scale, marks: of `normalize`.
+        r, w, name, levels: as given to `normalize`.
+        passes_on: whether the shortcut needs a gradient.
+        sums_tiling, tiling: block sizes.
+
+    Returns:
+        g_x, [Σ g, Σ g x̂] as (2, C) in float32, and the shortcut's gradient, empty if not needed.
     """
     rows, channels = g.shape
     sums_tiling = sums_tiling or _sums_tiling(channels)

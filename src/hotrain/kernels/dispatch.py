@@ -1,4 +1,4 @@
-"""What the kernels serve, and the two calls that a layer makes: `keep` in forward, `gradients` in backward."""
+"""Kernel dispatch: what the kernels support, `keep` and `gradients` of a layer, and the fallback to the reference."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# The function behind a batch norm → its number in the kernels.
+# The activation function after a batch norm → its number in the kernels.
 FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5, "gelu_tanh": 6}
 
-_ROWS_AT = 4  # words of `side` before the rows: the scale, and room to the next boundary of 16 bytes
+_ROWS_AT = 4  # words of `side` before the rows: the scale, and module to the next boundary of 16 bytes
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWITCHED_OFF = "the kernels are switched off"
 _off = threading.local()
@@ -39,7 +39,7 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Within it, every layer follows the definition. The environment variable HOTRAIN_KERNELS=0 does so everywhere."""
+    """A context in which every layer uses the reference, as the variable HOTRAIN_KERNELS=0 does for a process."""
     before = getattr(_off, "value", False)
     _off.value = True
     try:
@@ -49,7 +49,7 @@ def disabled() -> Iterator[None]:
 
 
 @functools.cache
-def _unserved_device(device: torch.device) -> str | None:
+def _unsupported_device(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
@@ -64,47 +64,51 @@ def _unserved_device(device: torch.device) -> str | None:
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device multiplies fp8 codes (compute capability 8.9); the interpreter does."""
-    if _unserved_device(device) is not None:
+    """Whether the device has fp8 matrix units (compute capability 8.9); Triton's interpreter counts as one."""
+    if _unsupported_device(device) is not None:
         return False
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.lru_cache(maxsize=1024)
-def _unserved_method(method: Method) -> str | None:
+def _unsupported_method(method: Method) -> str | None:
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
     if g_w.tile != 16:
         return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
     if g_w.drop:
-        return "the kernels do not drop entries of g_y"
+        return "the kernels do not drop elements of g_y"
     if g_x.transform == "lowpass" or "luq" in (g_x.number, g_w.number) or saved.number == "sawb":
-        return f"the kernels do not have the numbers of {method.name}"
+        return f"the kernels do not support the number formats of {method.name}"
     if "pseudo" in (g_x.rounding, g_x.weight_rounding, g_w.rounding, saved.rounding):
         return "the kernels do not round pseudo-stochastically"
     if (g_w.bits is None) != (saved.bits is None):
-        return "the kernels want codes of both operands of g_w, or of none"
+        return "the kernels need both operands of g_w quantized, or none"
     if saved.bits is not None and (saved.bits != 8 or saved.scale != "tensor"):
-        return "the kernels keep x in 8 bits with one scale"
+        return "the kernels save x in 8 bits with one scale"
     return None
 
 
-def _off_or_unserved(device: torch.device) -> str | None:
+def _off_or_unsupported(device: torch.device) -> str | None:
     off = getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0"
-    return _SWITCHED_OFF if off else _unserved_device(device)
+    return _SWITCHED_OFF if off else _unsupported_device(device)
 
 
-def _unserved_dtype(dtype: torch.dtype) -> str | None:
+def _unsupported_dtype(dtype: torch.dtype) -> str | None:
     if dtype in _DTYPES:
         return None
     return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
 
 
 def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels do not serve this, as a clause; None where they do. It depends on static facts alone.
+    """Why the kernels do not support a layer, as a clause; None where they do.
 
-    lay: of x's tokens.  dtype: of x.
+    Args:
+        method: of the layer.
+        lay: of x's tokens.
+        dtype: of x.
+        device: of x.
     """
-    found = _off_or_unserved(device) or _unserved_method(method) or _unserved_dtype(dtype)
+    found = _off_or_unsupported(device) or _unsupported_method(method) or _unsupported_dtype(dtype)
     if found is not None:
         return found
     numbers = (method.grad_input.number, method.grad_weight.number)
@@ -116,29 +120,29 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
 
 
 def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels of what lies between the layers do not run there, as a clause; None where they do."""
-    return _off_or_unserved(device) or _unserved_dtype(dtype)
+    """Why the kernels of saved activations do not run on a device, as a clause; None where they do."""
+    return _off_or_unsupported(device) or _unsupported_dtype(dtype)
 
 
 def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Warn, once for each reason, that a layer on a GPU follows the definition."""
+    """Warn, once for each reason, that a layer on a GPU uses the reference."""
     if why not in _warned and why != _SWITCHED_OFF:
         _warned.add(why)
         warnings.warn(
             f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer "
-            "follows the definition in plain PyTorch: the same gradients, slower.",
+            "uses the reference in plain PyTorch: the same gradients, slower.",
             stacklevel=3,
         )
 
 
-# --- hints: what the kernels remember of a layer between steps, for speed alone
+# --- amax history: the kernels' state of a layer between steps, which changes speed only
 
 _hints: dict[tuple[int, torch.device], Hints] = {}
 
 
 def prepare(handle: int, device: torch.device) -> None:
-    """Make a layer's hints, before anything is captured into a CUDA graph."""
-    if _unserved_device(device) is None:
+    """Allocate a layer's amax history, before anything is captured into a CUDA graph."""
+    if _unsupported_device(device) is None:
         _hint(handle, device)
 
 
@@ -166,7 +170,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[], Any]) -> Any:
-    """`kernel()`, or, where it cannot be compiled or launched here, `definition()`, now and from now on."""
+    """`kernel()`, or, where it cannot be compiled or launched here, the reference `definition()`, from then on."""
     if name in _broken:
         return definition()
     try:
@@ -175,8 +179,8 @@ def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[]
         _broken.add(name)
         warnings.warn(
             f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the definition in plain PyTorch "
-            "takes its place, slower.",
+            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
+            "replaces it, slower.",
             stacklevel=4,
         )
         return definition()
@@ -187,7 +191,7 @@ def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[]
 
 @functools.lru_cache(maxsize=1024)
 def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
-    """What x, g_y H, P g_y and Hᵀ w are turned into."""
+    """The output formats of x, g_y H, P g_y and Hᵀ w."""
     from .quantize_kernels import COPY, E4M3, E5M2, INT, NOTHING, Output
 
     numbers = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}
@@ -216,7 +220,14 @@ def _row_words(lay: Layout) -> int:
 def kept_shapes(
     columns: int, lay: Layout, method: Method, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what `keep` returns for x of that many columns and that dtype."""
+    """Shape and dtype of the tensors that `keep` returns.
+
+    Args:
+        columns: of x.
+        lay: of x's tokens.
+        method: of the layer.
+        dtype: of x.
+    """
     from .quantize_kernels import DTYPES, padded
 
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
@@ -224,12 +235,12 @@ def kept_shapes(
 
 
 def _rows(lay: Layout, side: Tensor) -> Tensor:
-    """The kept rows of every tile, uint8, behind the scale in `side`."""
+    """The kept rows of every tile, uint8, stored after the scale in `side`."""
     return side[_ROWS_AT:].view(torch.uint8)
 
 
 def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
-    """Room for a scale and the rows; the scale is 1.0 where `output` has no codes."""
+    """A buffer for a scale and the rows; the scale is 1.0 where `output` has no codes."""
     from .quantize_kernels import COPY
 
     side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=device)
@@ -239,7 +250,7 @@ def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
 
 
 def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> None:
-    """The rows and the scale, None for none, as the definition has them."""
+    """Fill `side` with the rows and the scale (None for none) of the reference."""
     from .reference import kept_rows
 
     _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
@@ -248,16 +259,23 @@ def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> 
 
 
 def _contiguous_rows(t: Tensor) -> Tensor:
-    """t, or a copy of it, with unit stride along its rows that do not overlap."""
+    """t, or a copy of it, with unit stride along rows that do not overlap."""
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
 def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    """What forward leaves for g_w: the codes of P x, transposed, and beside them their scale and the rows of P.
+    """The tensors that forward saves for g_w: the codes of P x, transposed, with their scale and the rows of P.
 
-    x: (T, I), tokens as `lay` describes them.  key: int64 on x's device; None for a method that draws nothing.
-    Returns codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile
-    keeps, as bytes. I' and R' are I and lay.rows padded with zeros to a multiple of 16.
+    Args:
+        x: (T, I), tokens as in `lay`.
+        method: of the layer.
+        lay: of the tokens.
+        key: int64 on x's device; None for a method that draws nothing.
+        handle: of the layer.
+
+    Returns:
+        Codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile keeps,
+        as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16.
     """
     from .quantize_kernels import ROTATED, X, compress
 
@@ -296,9 +314,21 @@ def forward(
     keeps: bool,
     transposed: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(y, what `keep` returns, nothing unless `keeps`): the forward product of codes, x read once for both.
+    """The forward product of codes, and the tensors of `keep`, with x read once for both.
 
-    x: (T, I).  w: (O, I), or (I, O) when `transposed`, any float dtype.  b: (O,) or None.  y: (T, O) in x's dtype.
+    Args:
+        x: (T, I).
+        w: (O, I), or (I, O) when `transposed`, any float dtype.
+        b: (O,) or None.
+        method: of the layer.
+        lay: of the tokens.
+        key: as in `keep`.
+        handle: of the layer.
+        keeps: whether g_w needs x.
+        transposed: whether w is (I, O).
+
+    Returns:
+        y, (T, O), in x's dtype, and what `keep` returns, or nothing.
     """
     from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
 
@@ -362,11 +392,11 @@ def _key(key: Tensor | None, device: torch.device) -> Tensor:
 
 @functools.cache
 def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
-    """How launches over x, over g_y (or an operand of the forward product) and over w are cut.
+    """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
 
-    dtype: of what is read.  few_rows: whether fp8 is written and at most half the rows of a tile are kept. Measured on
-    an H200 (benchmarks/tune.py): there a program of x's walks far, because it draws its rows first, and g_y's are many,
-    so that the last of them leave few multiprocessors idle. Integers, and all rows, are bound by instructions.
+    Tuned on an H200 (benchmarks/tune.py): there programs over x have long loops, because each draws its rows first,
+    and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
+    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
     """
     from .quantize_kernels import Tiling
 
@@ -379,16 +409,26 @@ def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
 
 
 def _few_rows(lay: Layout, *outputs: Output) -> bool:
-    """What `_tilings` asks of a launch over tokens."""
+    """The argument `few_rows` of `_tilings`."""
     return any(output.is_fp8 for output in outputs) and 2 * lay.lines.rank <= lay.lines.tile
 
 
 def grad_codes(
     g_y: Tensor, side: Tensor | None, method: Method, lay: Layout, key: Tensor | None, handle: int, needs: Needs
 ) -> tuple[Tensor | None, ...]:
-    """What g_y, (T, O), is read for: (codes of g_y H, their scale, codes of P g_y, their scale, column sums).
+    """Read g_y once and compute all that the gradients need of it.
 
-    side: the rows of P that `keep` left; None where P is not needed.  needs: which of the three.
+    Args:
+        g_y: (T, O).
+        side: the rows of P that `keep` saved; None where P is not needed.
+        method: of the layer.
+        lay: of the tokens.
+        key: as in `keep`.
+        handle: of the layer.
+        needs: which of x, w and b require gradients.
+
+    Returns:
+        (codes of g_y H, their scale, codes of P g_y, their scale, column sums), None where not needed.
     """
     from .quantize_kernels import NOTHING, compress, whole
 
@@ -399,7 +439,7 @@ def grad_codes(
         return None, None, None, None, None
     key, rotates = _key(key, g_y.device), method.grad_input.transform == "hadamard"
     rows = _rows(lay, side) if side is not None and needs[1] else None
-    # Without P the tokens may lie as they like.
+    # Without P the order of the tokens does not matter.
     tokens = lay if needs[1] else whole(len(g_y), False)
 
     def kernel() -> tuple[Tensor | None, ...]:
@@ -422,11 +462,11 @@ _weights: dict[object, tuple[object, tuple[Tensor, Tensor]]] | None = None
 
 @contextlib.contextmanager
 def accumulation() -> Iterator[None]:
-    """Around the micro-batches of one optimizer step: each weight is turned into codes once, not once a micro-batch.
+    """A context for the micro-batches of one optimizer step: each weight is quantized once, not once per micro-batch.
 
-    The optimizer must not run inside it; a weight that is changed in place there is noticed by its version, and its
-    codes are made anew, but a change through ``.data`` is not. Codes cost a byte a parameter until the block ends. In
-    a captured CUDA graph, and where codes of w are drawn at random (they change with the key), nothing is shared.
+    The optimizer must not run inside it. A weight that is changed in place there is detected by its version and
+    quantized again, a change through ``.data`` is not. The codes take 1 byte per parameter until the context ends. In
+    a captured CUDA graph, and with stochastic rounding of w (its codes change with the key), nothing is shared.
     """
     global _weights
     before, _weights = _weights, {}
@@ -437,7 +477,17 @@ def accumulation() -> Iterator[None]:
 
 
 def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    """Codes of Hᵀ w, transposed, (I', O'), and their scale. w: (O, I), any strides."""
+    """Codes of Hᵀ w, transposed, and their scale.
+
+    Args:
+        w: (O, I), any strides.
+        method: of the layer.
+        key: as in `keep`.
+        handle: of the layer.
+
+    Returns:
+        Codes (I', O') and float32 scales, () or (I,).
+    """
     drawn = method.grad_input.weight_rounding == "stochastic"
     if _weights is None or drawn or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _weight_codes(w, method, key, handle)
@@ -478,10 +528,23 @@ def gradients(
     dtype: torch.dtype | None = None,
     columns: int | None = None,
 ) -> Grads:
-    """(g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, shaped as w in `dtype` (None: g_y's), (O,) as g_y.
+    """The gradients of a layer.
 
-    g_y: (T, O).  w: (O, I), or (I, O) when `transposed`, any float dtype; needed for g_x only.  kept: of `keep`.
-    columns: I, needed where w is not given.
+    Args:
+        g_y: (T, O).
+        w: (O, I), or (I, O) when `transposed`, any float dtype; needed for g_x only.
+        kept: of `keep`.
+        method: of the layer.
+        lay: of the tokens.
+        key: as in `keep`.
+        handle: of the layer.
+        needs: which of x, w and b require gradients.
+        transposed: whether w is (I, O).
+        dtype: of g_w; None is g_y's.
+        columns: I, needed where w is not given.
+
+    Returns:
+        (g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, as w in `dtype`, and (O,) in g_y's dtype.
     """
     g_y = _contiguous_rows(g_y)
     codes, side = kept if needs[1] else (None, None)
@@ -512,7 +575,7 @@ def gradients(
 
 
 def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
-    """(a bᵀ) with its scales, without the columns that pad b."""
+    """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
     from .gemm import fp8_product, int8_product
 
     assert scale_a is not None
@@ -529,39 +592,44 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:
-    """`hotrain.draws.next_key` in one launch. counter: int64 (3,), [salt, step, key], on the device."""
-    if _unserved_device(counter.device) is not None:
+    """`hotrain.draws.next_key` in one launch.
+
+    Args:
+        counter: int64 (3,), [salt, step, key], on the device.
+        moves: whether the step is incremented first.
+    """
+    if _unsupported_device(counter.device) is not None:
         return draws.next_key(counter, moves)
     from .rows import next_key
 
     return next_key(counter, moves)
 
 
-# --- what lies between the layers (`buffers` and `unfused` say what each is)
+# --- saved activations (the modules `activation_kernels` and `eager_kernels` describe the kernels)
 
 
 @functools.cache
-def _room(name: str) -> Any:
-    """A file of this package that imports Triton: when something is first served, and looked for no more."""
+def _module(name: str) -> Any:
+    """A module of this package that imports Triton, imported at its first use."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def _served(label: str, room: str, name: str, *args: Any) -> Any:
-    """What that function of that room makes of all but the last argument, or, where it does not compile here, that."""
-    return _or_definition(label, lambda: getattr(_room(room), name)(*args[:-1]), args[-1])
+def _run(label: str, module: str, name: str, *args: Any) -> Any:
+    """Call a kernel with all but the last argument; where it does not compile, call that, the reference."""
+    return _or_definition(label, lambda: getattr(_module(module), name)(*args[:-1]), args[-1])
 
 
 def lies_in_rows(t: Tensor) -> bool:
-    """Whether `keep_codes` reads t as it lies."""
-    return _room("activation_kernels").side_by_side(t) is not None
+    """Whether `keep_codes` supports the memory layout of t."""
+    return _module("activation_kernels").side_by_side(t) is not None
 
 
 def keep_codes(
     t: Tensor, group: int, bits: int, definition: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """`buffers.keep`, or the definition where it does not compile here."""
+    """`activation_kernels.keep`, or the reference where it does not compile."""
     found: tuple[Tensor, Tensor] = _or_definition(
-        "keep of buffers", lambda: _room("activation_kernels").keep(t, group, bits), definition
+        "keep of buffers", lambda: _module("activation_kernels").keep(t, group, bits), definition
     )
     return found
 
@@ -569,77 +637,77 @@ def keep_codes(
 def activate(
     x: Tensor, name: str, levels: tuple[int, int], definition: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """`buffers.activate`, or the definition."""
+    """`activation_kernels.activate`, or the reference."""
     found: tuple[Tensor, Tensor] = _or_definition(
-        "activate", lambda: _room("activation_kernels").activate(x, name, levels), definition
+        "activate", lambda: _module("activation_kernels").activate(x, name, levels), definition
     )
     return found
 
 
 def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor]) -> Tensor:
-    """`buffers.restore` of factors as `buffers.Factor` takes them, or the definition, rows as well."""
-    room = _room("activation_kernels")
+    """`activation_kernels.restore` of factors, each the arguments of a `Factor`, or the reference."""
+    module = _module("activation_kernels")
     found: Tensor = _or_definition(
-        "restore of buffers", lambda: room.restore([room.Factor(*factor) for factor in factors], dtype), definition
+        "restore of buffers", lambda: module.restore([module.Factor(*factor) for factor in factors], dtype), definition
     )
     return found
 
 
 def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`buffers.normalize` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _served("normalize", "activation_kernels", "normalize", *args)
+    """`activation_kernels.normalize` of all but the last argument, or the last one, the reference."""
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _run("normalize", "activation_kernels", "normalize", *args)
     return found
 
 
 def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`buffers.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor, Tensor] = _served("norm gradient", "activation_kernels", "norm_gradient", *args)
+    """`activation_kernels.norm_gradient` of all but the last argument, or the last one, the reference."""
+    found: tuple[Tensor, Tensor, Tensor] = _run("norm gradient", "activation_kernels", "norm_gradient", *args)
     return found
 
 
 def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
-    """`unfused.keep_normal` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] = _served("keep normal", "eager_kernels", "keep_normal", *args)
+    """`eager_kernels.keep_normal` of all but the last argument, or the last one, the reference."""
+    found: tuple[Tensor, Tensor] = _run("keep normal", "eager_kernels", "keep_normal", *args)
     return found
 
 
 def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor] | None:
-    """`unfused.norm_gradient` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] | None = _served("row norm gradient", "eager_kernels", "norm_gradient", *args)
+    """`eager_kernels.norm_gradient` of all but the last argument, or the last one, the reference."""
+    found: tuple[Tensor, Tensor] | None = _run("row norm gradient", "eager_kernels", "norm_gradient", *args)
     return found
 
 
 def slope_gradient(*args: Any) -> Tensor | None:
-    """`unfused.slope_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor | None = _served("slope gradient", "eager_kernels", "slope_gradient", *args)
+    """`eager_kernels.slope_gradient` of all but the last argument, or the last one, the reference."""
+    found: Tensor | None = _run("slope gradient", "eager_kernels", "slope_gradient", *args)
     return found
 
 
 def restore_rows(*args: Any) -> Tensor:
-    """`unfused.restore` of all but the last argument, or that, the definition."""
-    found: Tensor = _served("restore of rows", "eager_kernels", "restore", *args)
+    """`eager_kernels.restore` of all but the last argument, or the last one, the reference."""
+    found: Tensor = _run("restore of rows", "eager_kernels", "restore", *args)
     return found
 
 
 def keep_four(*args: Any) -> list[Tensor]:
-    """`unfused.keep_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _served("keep four", "eager_kernels", "keep_four", *args)
+    """`eager_kernels.keep_four` of all but the last argument, or the last one, the reference."""
+    found: list[Tensor] = _run("keep four", "eager_kernels", "keep_four", *args)
     return found
 
 
 def restore_four(*args: Any) -> list[Tensor]:
-    """`unfused.restore_four` of all but the last argument, or that, the definition."""
-    found: list[Tensor] = _served("restore four", "eager_kernels", "restore_four", *args)
+    """`eager_kernels.restore_four` of all but the last argument, or the last one, the reference."""
+    found: list[Tensor] = _run("restore four", "eager_kernels", "restore_four", *args)
     return found
 
 
 def open_bits(*args: Any) -> tuple[Tensor, Tensor] | None:
-    """`unfused.open_bits` of all but the last argument, or that, the definition."""
-    found: tuple[Tensor, Tensor] | None = _served("open bits", "eager_kernels", "open_bits", *args)
+    """`eager_kernels.open_bits` of all but the last argument, or the last one, the reference."""
+    found: tuple[Tensor, Tensor] | None = _run("open bits", "eager_kernels", "open_bits", *args)
     return found
 
 
 def bits_gradient(*args: Any) -> Tensor | None:
-    """`unfused.bits_gradient` of all but the last argument, or that, the definition."""
-    found: Tensor | None = _served("bits gradient", "eager_kernels", "bits_gradient", *args)
+    """`eager_kernels.bits_gradient` of all but the last argument, or the last one, the reference."""
+    found: Tensor | None = _run("bits gradient", "eager_kernels", "bits_gradient", *args)
     return found

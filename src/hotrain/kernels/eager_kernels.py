@@ -1,18 +1,18 @@
-"""What a compiler fuses and eager mode does not: the codes of a norm, its gradients, and slopes times gradients.
+"""Triton kernels for eager mode, where Inductor does not fuse: LayerNorm codes and gradients, activation gradients.
 
 ::
 
-    keep_normal     x, μ and r        ──►  codes and scales of x̂ = (x − μ) r, a group a row   `functions.Norm` forward
-    norm_gradient   g_y, codes, r, γ  ──►  g_x, and Σ g, Σ g x̂ a channel                      its backward, by rows
-    restore         codes, scales     ──►  what was kept                                      `saved.Grouped.restore`
+    keep_normal     x, μ and r        ──►  codes and per-row scales of x̂ = (x − μ) r          `functions.Norm` forward
+    norm_gradient   g_y, codes, r, γ  ──►  g_x, and Σ g, Σ g x̂ per channel                    its backward, by rows
+    restore         codes, scales     ──►  the dequantized tensor                             `saved.Grouped.restore`
     slope_gradient  g_y, codes        ──►  g_y f'(x)                                          of `functions.Slope`
     open_bits       x                 ──►  f(x), and a bit where f passes a gradient          the same of ReLU, forward
     bits_gradient   g_y, bits         ──►  g_y there, 0 elsewhere                             and backward
     keep_four       q, k, v, output   ──►  codes and scales of each                           `attention.Attention`
     restore_four    their codes       ──►  q, k, v, output                                    its backward
 
-Each is one pass over what it reads and writes, where the definition in plain PyTorch is twenty. `torch.compile` never
-sees these: of the definition it makes one pass itself, with what is around it. Codes are packed in halves of a row
+Each is one pass over its inputs and outputs, where the reference in plain PyTorch has twenty. Compiled graphs do not
+use them: Inductor fuses the reference with the operations around it. Codes are packed in halves of a row
 (`saved.pack`), so that a program loads both.
 """
 
@@ -48,7 +48,7 @@ _WAVES = 4  # programs a multiprocessor of those that leave sums
 
 
 def _lines(half: int) -> tuple[int, int, int]:
-    """(entries of a padded half, rows a tile, warps)."""
+    """(elements of a padded half, rows per tile, warps)."""
     block = power_of_2(half)
     return block, max(1, _TILE // block), 4 if block <= _TILE else 8
 
@@ -59,7 +59,7 @@ def _keep_normal_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_MEAN: tl.constexpr, BY_ROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """BY_ROW: whether μ and r are a row's, else a channel's."""
+    """BY_ROW is whether μ and r are per row, else per channel."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live, there = row < rows, column < HALF
@@ -87,9 +87,15 @@ def _keep_normal_kernel(
 
 
 def keep_normal(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Codes of (x − μ) r in int4 with one group a row, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
+    """int4 codes of (x − μ) r with per-row scales.
 
-    x: (rows, C), contiguous, C a multiple of 4.  mean, r: (rows,), or (C,) unless `by_row`; mean None for 0.
+    Args:
+        x: (rows, C), contiguous, C a multiple of 4.
+        mean, r: (rows,), or (C,) unless `by_row`; mean None for 0.
+        by_row: whether mean and r are per row.
+
+    Returns:
+        Codes, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
     """
     rows, columns = x.shape
     half = columns // 2
@@ -112,7 +118,7 @@ def _norm_gradient_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_W: tl.constexpr, CENTERED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """CENTERED: whether μ was taken off, so that the gradient's mean is."""
+    """CENTERED is whether μ was subtracted, so that the gradient's mean is subtracted too."""
     column = tl.arange(0, BLOCK)
     there = column < HALF
     w_l = tl.full((1, BLOCK), 1.0, tl.float32)
@@ -159,10 +165,18 @@ def _norm_gradient_kernel(
 def norm_gradient(
     g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, dtype: torch.dtype, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """(g_x in `dtype`, [Σ g, Σ g x̂] as (2, C) in float32) of a norm over rows.
+    """The gradients of a norm over rows.
 
-    g: (rows, C), contiguous.  codes, scale: of x̂, as `keep_normal` leaves them.  r: (rows,).  w: (C,) or None for 1.
-    centered: for layer norm, whose x̂ has no mean.
+    Args:
+        g: (rows, C), contiguous.
+        codes, scale: of x̂, from `keep_normal`.
+        r: (rows,).
+        w: γ, (C,), or None for 1.
+        centered: whether the norm subtracts the mean, as layer norm does.
+        dtype: of g_x.
+
+    Returns:
+        g_x in `dtype`, and [Σ g, Σ g x̂] as (2, C) in float32.
     """
     rows, columns = g.shape
     half = columns // 2
@@ -186,7 +200,7 @@ def _slope_gradient_kernel(
     g, marks, g_x, rows, FIRST: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Slopes are (code + FIRST) STEP. ACROSS: blocks of columns."""
+    """Derivatives are (code + FIRST) STEP. ACROSS is the number of blocks of columns."""
     row = (tl.program_id(0) // ACROSS) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % ACROSS) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < HALF)[None, :]
@@ -202,9 +216,13 @@ def _slope_gradient_kernel(
 
 
 def slope_gradient(g: Tensor, marks: Tensor, levels: tuple[int, int], factor: float) -> Tensor:
-    """g f'(x) factor, as g, with f'(x) in four bits.
+    """g f'(x) factor, as g, with f'(x) in 4 bits.
 
-    g: (rows, C), contiguous, C even.  marks: uint8 (rows, C/2).  levels: the lowest and how many to one.
+    Args:
+        g: (rows, C), contiguous, C even.
+        marks: codes of the derivative, uint8 (rows, C/2).
+        levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
+        factor: a number.
     """
     rows, columns = g.shape
     half = columns // 2
@@ -224,7 +242,7 @@ def slope_gradient(g: Tensor, marks: Tensor, levels: tuple[int, int], factor: fl
 
 @triton.jit
 def _open_bits_kernel(x, y, bits, eighth, F: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """A byte has the bits of eight entries that are an eighth of the tensor apart."""
+    """A byte has the bits of eight elements that are an eighth of the tensor apart."""
     at = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
     inside = at < eighth
     packed = tl.zeros((BLOCK,), tl.int32)
@@ -239,9 +257,11 @@ def _open_bits_kernel(x, y, bits, eighth, F: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 def open_bits(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """f(x), and where f passes a gradient as `saved.Bits` keeps it: uint8 (entries/8,).
+    """f(x), and where f passes a gradient, as `saved.Bits`: uint8 (elements/8,).
 
-    x: contiguous, of a multiple of 8 entries.  name: "relu" or "relu6".
+    Args:
+        x: contiguous, of a multiple of 8 elements.
+        name: ``"relu"`` or ``"relu6"``.
     """
     eighth = x.numel() // 8
     y, bits = torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
@@ -258,12 +278,12 @@ def _bits_gradient_kernel(g, bits, g_x, eighth, BLOCK: tl.constexpr, WIDE: tl.co
     packed = tl.load(bits + at, mask=inside, other=0).to(tl.int32)
     for k in tl.static_range(8):
         found = tl.load(g + k * eighth + at, mask=inside, other=0)
-        # Not a product: an infinity behind a closed entry ends there.
+        # Not a product: where f' is 0 an infinite gradient must become 0.
         tl.store(g_x + k * eighth + at, tl.where(((packed >> k) & 1) != 0, found, 0.0), mask=inside)
 
 
 def bits_gradient(g: Tensor, bits: Tensor) -> Tensor:
-    """g where the bits are set, 0 elsewhere. g: contiguous, of 8 entries a byte.  bits: of `open_bits`."""
+    """g where the bits of `open_bits` are set, 0 elsewhere; g is contiguous."""
     eighth, g_x = bits.numel(), torch.empty_like(g)
     case = (g.device, g.dtype, eighth, aligned(g, bits, g_x))
     constants = {"BLOCK": _FLAT, "WIDE": _is_wide(g.numel())}
@@ -302,16 +322,23 @@ def _restore_kernel(
 
 
 def _output(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
-    """(what codes are restored to, half of a group, how many groups there are)."""
+    """(the tensor to dequantize to, half of a group, number of groups)."""
     rows, groups, width = codes.shape
     group = width * 8 // bits
     return torch.empty(rows, groups * group, dtype=dtype, device=codes.device), group // 2, rows * groups
 
 
 def restore(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """What `Grouped(bits).keep` was given, of 4 or 8 bits, in groups that fill the rows: (rows, C).
+    """Dequantize the codes of `Grouped(bits).keep`, in groups without padding.
 
-    codes: uint8 (rows, groups, bytes).  scale: bfloat16 (rows, groups, 1).
+    Args:
+        codes: uint8 (rows, groups, bytes).
+        scale: bfloat16 (rows, groups, 1).
+        bits: 4 or 8.
+        dtype: of the result.
+
+    Returns:
+        (rows, C).
     """
     out, half, number = _output(codes, bits, dtype)
     block, each, warps = _lines(half)
@@ -344,9 +371,11 @@ def _keep_four_kernel(
 
 
 def keep_four(tensors: Sequence[Tensor], group: int, bits: tuple[int, int]) -> list[Tensor]:
-    """`buffers.keep` of q, k, v and the output: codes and scales of each, eight tensors.
+    """`activation_kernels.keep` of q, k, v and the output: codes and scales of each, eight tensors.
 
-    tensors: (..., C) each, of one dtype and one C.  bits: of the first two, and of the last two.
+    Args:
+        tensors: (..., C) each, of one dtype and one C.
+        bits: of the first two, and of the last two.
     """
     rows = [Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors)]
     half = rows[0].half
@@ -383,7 +412,7 @@ def _restore_four_kernel(
 
 
 def restore_four(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """`restore` of what `keep_four` left, or of its first three: (rows, C) each."""
+    """`restore` of the codes of `keep_four`, or of its first three: (rows, C) each."""
     outputs = [_output(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
     half, numbers = outputs[0][1], [number for _, _, number in outputs]
     block, each, warps = _lines(half)

@@ -1,8 +1,8 @@
-"""Products of codes with their scales in the epilogue: both operands lie along the contraction, as tensor cores ask.
+"""int8 and fp8 GEMMs with scales in the epilogue; both operands are contiguous along the contraction.
 
 ``a (M, K)`` and ``b (N, K)`` give ``a bᵀ`` times the scales of a's rows and of b's rows. fp8 is PyTorch's own product;
-int8 is a kernel, because cuBLAS writes int32 to memory and leaves the scales to another pass. Outputs too small to fill
-the device are cut along the contraction (split-K) into integer partial sums, so the result is exact in any order.
+int8 is a kernel, because cuBLAS writes int32 to memory and needs another pass for the scales. Outputs too small to fill
+the device are split along the contraction (split-K) into integer partial sums, so the result is exact in any order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _sum_kernel(
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a product is cut: rows, columns and contraction a step, warps and pipeline stages a program."""
+    """Block sizes of a product: rows, columns, contraction per step, warps, pipeline stages, and group of blocks."""
 
     m: int = 128
     n: int = 128
@@ -100,9 +100,19 @@ def int8_product(
     blocks: Blocks = Blocks(),
     split: int | None = None,
 ) -> Tensor:
-    """(a bᵀ) · scale_a · scale_b of int8 codes, (M, K) and (N, K), in `dtype`, (M, N); the sum is exact in int32.
+    """(a bᵀ) · scale_a · scale_b of int8 codes; the sum is exact in int32.
 
-    scale_a: float32, () or (M,).  scale_b: () or (N,).  split: pieces of the contraction; None fills the device.
+    Args:
+        a: int8, (M, K).
+        b: int8, (N, K).
+        scale_a: float32, () or (M,).
+        scale_b: float32, () or (N,).
+        dtype: of the result.
+        blocks: block sizes.
+        split: number of pieces of the contraction; None fills the device.
+
+    Returns:
+        (M, N), in `dtype`.
     """
     if not is_current(a.device):
         with torch.cuda.device(a.device):
@@ -135,10 +145,20 @@ def int8_product(
 
 
 def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """(a bᵀ) · scale_a · scale_b of fp8 codes, (M, K) and (N, K), in `dtype`, (M, N): `torch._scaled_mm`.
+    """(a bᵀ) · scale_a · scale_b of fp8 codes, by `torch._scaled_mm`.
 
-    K and N must be multiples of 16, and each scale must lie on a 16-byte boundary. The tensor cores accumulate without
-    bringing partial sums to float32 ("fast accumulation"): measured on an H200, the sums err by 0.27 % at 12,928 terms,
-    beside the 3.7 % of the codes' own rounding, and the products take 3 to 11 % less time.
+    The tensor cores accumulate without promoting partial sums to float32 ("fast accumulation"): measured on an H200,
+    the sums have an error of 0.27 % at 12,928 terms, compared with 3.7 % of the codes' rounding, and the products take
+    3 to 11 % less time.
+
+    Args:
+        a: float8, (M, K); K a multiple of 16.
+        b: float8, (N, K); N a multiple of 16.
+        scale_a: float32, () or (M,), aligned to 16 bytes.
+        scale_b: float32, () or (N,), aligned to 16 bytes.
+        dtype: of the result.
+
+    Returns:
+        (M, N), in `dtype`.
     """
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=True)

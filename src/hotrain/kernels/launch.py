@@ -1,7 +1,7 @@
-"""Launches without the price of Triton's own: which compiled kernel suits is found once a shape, not once a call.
+"""Triton launches with low host overhead: the compiled kernel is looked up once per shape, not once per call.
 
-Triton inspects every argument of a launch to find the compiled kernel that suits it; with fifty arguments that takes
-longer than the kernel. A caller that names the case itself (`case`: all that the compiled kernel depends on, so shapes,
+Triton inspects every argument of a launch to find the compiled kernel; with fifty arguments that takes longer than the
+kernel. A caller that passes the specialization itself (`case`: all that the compiled kernel depends on, so shapes,
 dtypes, strides, alignments and flags) pays for it once.
 """
 
@@ -21,7 +21,7 @@ _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own and the next are made for kernels, and take longer than a launch."""
+    """a / b, rounded up. Triton's `cdiv` and `next_power_of_2` are slower than a launch on the host."""
     return -(-a // b)
 
 
@@ -32,20 +32,20 @@ def power_of_2(n: int) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least; a few in the interpreter."""
+    """Number of multiprocessors of a device; 4 in the interpreter."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one before it runs, and wait for that: `griddepcontrol` of sm_90."""
+    """Whether the device supports programmatic dependent launch (`griddepcontrol` of sm_90)."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all of them start on a boundary of 16 bytes, as Triton asks for its wide loads."""
+    """Whether all tensors are aligned to 16 bytes, as Triton's wide loads require."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
@@ -57,15 +57,21 @@ def is_current(device: torch.device) -> bool:
 def launch(
     kernel: Any, programs: int, case: Hashable, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
 ) -> None:
-    """Run `kernel` with `args`, its first parameters in order, a tensor first, and `constants`, its others by name.
+    """Launch a kernel.
 
-    case: equal for two launches only where the same compiled kernel suits both.  options: Triton's (num_warps, …).
+    Args:
+        kernel: of `triton.jit`.
+        programs: grid size.
+        case: equal for two launches only where the same compiled kernel is valid for both.
+        args: its first parameters in order, a tensor first.
+        constants: its other parameters by name.
+        **options: Triton's (num_warps, …).
     """
     device = args[0].device
     if not is_current(device):
         with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)
-    place = (id(kernel), case)  # names are not unique, and kernels live as long as their modules
+    place = (id(kernel), case)  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)

@@ -1,11 +1,11 @@
-"""The numbers of `hotrain.draws` inside a kernel, bit for bit: nothing is read from memory but the key."""
+"""Triton device functions of the random numbers of `hotrain.draws`, bit for bit; only the key is read from memory."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Entries get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.rounding`.
+# Elements get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.rounding`.
 STEP16 = tl.constexpr(2.0**-16)
 HALF16 = tl.constexpr(0.5 + 2.0**-17)
 
@@ -48,15 +48,21 @@ def _high(h):
 
 @triton.jit
 def noise16(rows, first, PITCH, k0, k1, N: tl.constexpr, PAIRS: tl.constexpr):
-    """`draws.noise16` of a block as float32. rows: (M, 1) indices, PITCH entries a row; N columns from `first` on.
+    """`draws.noise16` of a block, (M, N), as float32.
 
-    PAIRS: PITCH and `first` are even, so that one hash serves two neighbours; else each entry hashes for itself.
+    Args:
+        rows: (M, 1), row indices.
+        first: first column.
+        PITCH: elements per row.
+        k0, k1: of `stream_words`.
+        N: number of columns.
+        PAIRS: whether PITCH and `first` are even, so that two neighbours share a hash.
     """
     if PAIRS:
         pair = rows.to(tl.int64) * (PITCH // 2) + first // 2 + tl.arange(0, N // 2)[None, :]
         h = hash_bits(pair.to(tl.uint32), k0, k1)
         return tl.interleave(_low(h), _high(h)).to(tl.float32)
-    # The index in int64 first: its lowest bit tells the half, the 32 bits above it the pair.
+    # The index in int64 first: its lowest bit is the half, the 32 bits above it the pair.
     index = rows.to(tl.int64) * PITCH + first + tl.arange(0, N)[None, :]
     h = hash_bits((index >> 1).to(tl.uint32), k0, k1)
     return tl.where((index & 1) == 0, _low(h), _high(h)).to(tl.float32)
@@ -70,5 +76,5 @@ def round_stochastic(v, noise):
 
 @triton.jit
 def round_nearest(v):
-    """Halves to even, for |v| below 2²²: adding and taking away 1.5·2²³ leaves the integer."""
+    """Halves to even, for |v| below 2²²: adding and subtracting 1.5·2²³ leaves the integer."""
     return (v + 12582912.0) - 12582912.0

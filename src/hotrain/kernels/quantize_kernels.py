@@ -1,4 +1,4 @@
-"""The kernel that reads a matrix once and leaves its codes: rotated along channels, projected along tokens, or both.
+"""The quantize kernel: reads a matrix once, writes its codes rotated along channels, projected along tokens, or both.
 
 ::
 
@@ -7,15 +7,15 @@
                 ──►  column sums      (O,)           the bias gradient
     x (T, I)    ──►  codes of P x     (I, R')        transposed: the right operand of g_w
 
-A program holds `TILES` tiles of 16 tokens by `BC` channels. Both transforms are products with ±1 matrices that it
-builds in registers; ¼ (and the gain of a drawn row) is multiplied on afterwards, so 16-bit inputs are transformed
+A program processes `TILES` tiles of 16 tokens by `BC` channels. Both transforms are products with ±1 matrices that it
+builds in registers; ¼ (and the gain of a drawn row) is multiplied afterwards, so 16-bit inputs are transformed
 without any rounding but float32's.
 
-**Scales without another pass.** An fp8 scale is a power of two, so a code times its scale does not depend on it while
-the code is a normal number. The kernel takes the scale from the last step's largest magnitude and finds this step's on
-the way; `_settle_kernel` then looks whether the guess was right within a few binades, and only if not writes the codes
-anew. Where the hardware can, it is launched while the first still runs, and waits for it (OVERLAP). An integer scale is
-the exact one of the definition: a first pass finds it, the second writes codes.
+**Delayed scaling.** An fp8 scale is a power of two, so a code times its scale does not depend on it while the code is a
+normal number. The kernel takes the scale from the amax of the last step and measures this step's in the same pass;
+`_correct_kernel` then checks whether the scale was right within a few binades, and only if not writes the codes again.
+Where the hardware supports it, it is launched while the first still runs, and waits for it (OVERLAP). An integer scale
+is the exact one of the reference: a first pass measures amax, the second writes codes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, overlap
 from .noise import noise16, round_nearest, round_stochastic, stream_words
 from .rows import kept_rows, of_layout
 
-# What an output holds.
+# Number formats of an output.
 NONE, INT, E4M3, E5M2, COPY = range(5)
 _INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
 
-# A layer's hints: for each quantity the last largest magnitude (its bits), a ticket, and bins that find this step's.
+# A layer's amax history, per tensor: the previous amax (its bits), an arrival counter, and bins of partial amax.
 X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
 BINS = 64
-HINT = 2 + BINS  # int32 words a quantity
+HINT = 2 + BINS  # int32 words per tensor
 _BINS = tl.constexpr(BINS)
-_HEADROOM = tl.constexpr(2)  # binades above the guess: a gradient may grow fourfold without a second writing
-_SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written anew
+_HEADROOM = tl.constexpr(2)  # binades above the previous amax: a gradient may grow fourfold without a second pass
+_SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written again
 _DERIVED = tl.constexpr(3)
 
 
 @triton.jit
 def magnitude_bits(v):
-    """|v| as an int32 that orders as the number does; infinity is larger than any number, NaN largest."""
+    """|v| as an int32 with the same order; infinity is larger than any number, NaN largest."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -72,7 +72,7 @@ def power(exponent):
 
 @triton.jit
 def guessed_exponent(bits, NUMBER: tl.constexpr):
-    """The exponent of a scale guessed from an earlier magnitude; 1.0 where there was none."""
+    """The exponent of the scale predicted from the previous amax; that of 1.0 where there was none."""
     return tl.where(bits == 0, 127, tl.minimum(exponent_for(bits, NUMBER) + _HEADROOM, 253))
 
 
@@ -85,7 +85,7 @@ def integer_scale(bits, LIMIT: tl.constexpr):
 
 @triton.jit
 def on_fp8_grid(v, NUMBER: tl.constexpr):
-    """v rounded to fp8's numbers, halves to even, still float32: the interpreter's own cast loses a carry."""
+    """v rounded to fp8's numbers, halves to even, as float32: the interpreter's own cast loses a carry."""
     DROPPED: tl.constexpr = 20 if NUMBER == _E4M3 else 21
     SMALLEST: tl.constexpr = 2.0**-6 if NUMBER == _E4M3 else 2.0**-14
     LIFT: tl.constexpr = 1.5 * 2.0**14 if NUMBER == _E4M3 else 1.5 * 2.0**7
@@ -97,12 +97,12 @@ def on_fp8_grid(v, NUMBER: tl.constexpr):
 
 @triton.jit
 def encode(v, noise, NUMBER: tl.constexpr, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, UPCAST: tl.constexpr):
-    """Codes of v, which is in units of the scale. A non-finite entry becomes fp8's NaN."""
+    """Codes of v, which is divided by the scale already. A non-finite element becomes fp8's NaN."""
     if NUMBER == _INT:
         v = round_stochastic(v, noise) if STOCHASTIC else round_nearest(tl.minimum(tl.maximum(v, -300.0), 300.0))
         codes = tl.minimum(tl.maximum(v, -LIMIT), LIMIT).to(tl.int8)
     else:
-        # The hardware's cast saturates; an infinity has made the scale NaN (`settled`), a NaN stays one.
+        # The hardware's cast saturates; an infinity has made the scale NaN (`final_scale`), a NaN stays one.
         if UPCAST:
             v = on_fp8_grid(tl.where(v == v, tl.minimum(tl.maximum(v, -LIMIT), LIMIT), v), NUMBER)
         codes = v.to(tl.float8e4nv) if NUMBER == _E4M3 else v.to(tl.float8e5)
@@ -126,10 +126,10 @@ def hadamard16():
 def _walsh_rows(
     b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, write,
     ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr,
-    DRAW: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    DRAW: tl.constexpr, FIXED: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr,
     SQUARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """P of block b as ±1 and 0, (ROWS, SLOTS), and which of its rows there are.
+    """P of block b as ±1 and 0, (ROWS, SLOTS), and a mask of the rows that exist.
 
     Row j is place k of tile j // RANKP, or, in a dense block, the token of slot j itself. DRAW: the rows of the tiles
     are drawn, and written to the table where `write`; else they are read from it.
@@ -143,7 +143,7 @@ def _walsh_rows(
         if DRAW:
             here, places = b * TILES + tl.arange(0, TILES), tl.arange(0, RANKP)
             natural = tl.reshape(
-                kept_rows(here, places, key, tiles, square, line, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE), (ROWS,)
+                kept_rows(here, places, key, tiles, square, line, FIXED, SAMPLED, CYCLE, STREAM, SQUARE, LINE), (ROWS,)
             )
             tl.store(table + tile * RANK + k, natural.to(tl.uint8), mask=real & write)
         else:
@@ -155,7 +155,7 @@ def _walsh_rows(
 
 @triton.jit
 def _within_threads(v, M: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr):
-    """The largest of every EACH neighbours, (M, N) to (M, N/EACH): what a thread holds, without a word to others."""
+    """The largest of every EACH neighbours, (M, N) to (M, N/EACH): reduced within a thread."""
     return tl.max(tl.reshape(v, (M, N // EACH, EACH)), axis=2)
 
 
@@ -169,7 +169,7 @@ def _block(
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def _block(
         k = j % RANKP
         p, real = _walsh_rows(
             b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, first == 0,
-            ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, WALK, STREAM, SQUARE, LINE,
+            ROWS, RANK, RANKP, TILES, DRAW, FIXED, SAMPLED, CYCLE, STREAM, SQUARE, LINE,
         )  # fmt: skip
         p = p.to(DTYPE)
         factor = tl.where(is_dense, 1.0, tl.where(k < FIXED, 0.25, 0.25 * GAIN))
@@ -214,13 +214,13 @@ def _block(
         proj_found = tl.zeros((ROWS, BC // 2), tl.int32 if PROJ == _INT else tl.float32)
         if PROJ_NOISE:
             p0, p1 = stream_words(tl.load(key), PROJ_STREAM)
-        # A row of ones sums the tokens on the tensor cores; slots that repeat a token count once.
+        # A row of ones sums the tokens on the tensor cores; slots that repeat a token are masked.
         once = tl.where(is_dense, s < ROWS, s >= 0)
         ones = tl.broadcast_to(once[None, :], (16, SLOTS)).to(DTYPE)
     for chunk in tl.range(first, tl.minimum(first + LOOP, chunks), num_stages=STAGES):
         c0 = chunk * BC
         c = c0 + tl.arange(0, BC)
-        # FULL: every slot holds a token. WHOLE: the channels are a multiple of BC.
+        # FULL: every slot has a token. WHOLE: the channels are a multiple of BC.
         if MASKED:
             x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
         else:
@@ -252,7 +252,7 @@ def _block(
             tl.store(sums + b * C + c[None, :] + lines, added, mask=first_row & (c < C)[None, :])
         if PROJ:
             z = tl.dot(p, x, input_precision="ieee")
-            if MEASURE and PROJ_EACH:  # integers alone have a scale a channel
+            if MEASURE and PROJ_EACH:  # only integers have per-channel scales
                 tl.atomic_max(
                     proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed"
                 )
@@ -301,7 +301,7 @@ def _block(
 
 @triton.jit
 def derived_exponent(exponent):
-    """The scale of P g from that of g: no |entry| of P g is above 4·√3·max|g| for the rows in use, three binades."""
+    """The scale of P g from that of g: |P g| is at most 4·√3·max|g| for the rows in use, three binades."""
     return tl.minimum(exponent + _DERIVED, 253)
 
 
@@ -315,14 +315,14 @@ def _compress_kernel(
     MEASURE: tl.constexpr, WRITE: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    DRAW: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
+    DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
-    # Neighbours in time are GROUP blocks of tokens by all channels: whole rows are read, whole lines written.
+    # Programs that run at once have GROUP blocks of tokens by all channels: whole rows are read, whole lines written.
     pid = tl.program_id(0)
     group = pid // (GROUP * slices)
     height = tl.minimum(blocks - group * GROUP, GROUP)
@@ -351,13 +351,13 @@ def _compress_kernel(
         dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
-        SAMPLED, WALK, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
+        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
     )  # fmt: skip
 
 
 @triton.jit
-def settled(hint, NUMBER: tl.constexpr):
-    """(exponent to use, whether the codes must be written anew, the magnitude found) of one quantity."""
+def corrected(hint, NUMBER: tl.constexpr):
+    """(exponent to use, whether the codes must be written again, amax of this step) of one tensor."""
     found = tl.max(tl.load(hint + 2 + tl.arange(0, _BINS)))
     used = guessed_exponent(tl.load(hint), NUMBER)
     need = exponent_for(found, NUMBER)
@@ -367,13 +367,13 @@ def settled(hint, NUMBER: tl.constexpr):
 
 @triton.jit
 def final_scale(exponent, found):
-    """The scale as a number; NaN with an infinity among the entries, which fp8's saturating cast would hide."""
+    """The scale as float32; NaN where an element is infinite, which fp8's saturating cast would hide."""
     return tl.where(found < 0x7F800000, power(exponent), float("nan"))
 
 
 @triton.jit
 def remember(hint, found):
-    """Keep this step's magnitude as the next one's guess and clear the bins."""
+    """Store this step's amax for the next step and clear the bins."""
     tl.store(hint, tl.where((found > 0) & (found < 0x7F800000), found, tl.load(hint)))
     tl.store(hint + 2 + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int32))
 
@@ -398,17 +398,17 @@ def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _settle_kernel(
+def _correct_kernel(
     t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint,
     rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
-    SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
+    SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the scales and the column sums; write the codes anew where a guess was off. Integers are passed as NONE."""
+    """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
     if OVERLAP:
         gdc_wait()
     me, count = tl.program_id(0), tl.num_programs(0)
@@ -418,7 +418,7 @@ def _settle_kernel(
     wrong = False
     ticket = rot_hint if ROT else proj_hint
     if ROT:
-        exponent, off, rot_found = settled(rot_hint, ROT)
+        exponent, off, rot_found = corrected(rot_hint, ROT)
         rot_inverse = power(254 - exponent)
         wrong = wrong | off
         tl.store(rot_scale, final_scale(exponent, rot_found), mask=me == 0)
@@ -427,7 +427,7 @@ def _settle_kernel(
             proj_inverse = power(254 - exponent)
             tl.store(proj_scale, final_scale(exponent, rot_found), mask=me == 0)
     if PROJ and not DERIVED:
-        exponent, off, proj_found = settled(proj_hint, PROJ)
+        exponent, off, proj_found = corrected(proj_hint, PROJ)
         proj_inverse = power(254 - exponent)
         wrong = wrong | off
         tl.store(proj_scale, final_scale(exponent, proj_found), mask=me == 0)
@@ -446,16 +446,21 @@ def _settle_kernel(
                 rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
                 tile_blocks, dense_rows, chunks,
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
-                FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, WALK, STREAM,
+                FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
                 SQUARE, LINE, BC, LOOP, 1, UPCAST,
             )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one output holds: its number, largest code, rounding and stream of noise.
+    """The format of one output.
 
-    each: integers have a scale of their own for each token (of the rotated output) or channel (of the projected one).
+    Attributes:
+        number: `NONE`, `INT`, `E4M3`, `E5M2` or `COPY`.
+        limit: largest code.
+        stochastic: whether to round stochastically.
+        stream: of the draws.
+        each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
     """
 
     number: int
@@ -475,12 +480,17 @@ DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch is cut.
+    """Block sizes and launch options of a kernel.
 
-    tiles, channels: of one block.  warps: a program.  loop: how many blocks along the channels a program walks through
-    at most, with that many stages of loads in flight.  group: blocks of tokens that run side by side.  registers: at
-    most, a thread (None: as many as the compiler likes); fewer let more programs run beside each other.  programs: at
-    least so many for each multiprocessor, if the matrix has them; walks are shorter where it takes that.
+    Attributes:
+        tiles: of tokens, per block.
+        channels: per block.
+        warps: per program.
+        loop: blocks along the channels per program, at most.
+        stages: of loads in flight in that loop.
+        group: blocks of tokens that run at the same time.
+        registers: per thread, at most (None: the compiler's choice); fewer increase occupancy.
+        programs: per multiprocessor, at least, if the matrix is large enough; loops are shortened for it.
     """
 
     tiles: int = 4
@@ -509,7 +519,7 @@ def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Te
         return torch.nn.functional.pad(t, (0, 16 * tiles - each), value=-1)
 
     index = torch.cat((blocks(slots[:end], 16 * tiles), blocks(slots[end:], rows)))
-    # A dense block fills `rows` of its slots; the others may read anything that is there, P has zeros for them.
+    # A dense block fills `rows` of its slots; the others may read any token, P has zeros for them.
     filled = bool((index[: -(-lay.samples * lay.tiles // tiles)] >= 0).all()) and lay.samples * lay.dense % rows == 0
     if filled:
         index = torch.where(index < 0, index[:, :1], index)
@@ -517,12 +527,12 @@ def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Te
 
 
 def padded(n: int) -> int:
-    """n rounded up to a multiple of 16, what the products ask of their operands' pitches."""
+    """n rounded up to a multiple of 16, which the products require of their operands' strides."""
     return -(-n // 16) * 16
 
 
 class Hints:
-    """What the kernels remember of a layer: for each quantity a row of words, and its bins. Nothing guessed yet."""
+    """The amax history of a layer: for each of its tensors a row of int32 words, with bins of partial amax. Empty."""
 
     def __init__(self, device: torch.device) -> None:
         words = torch.zeros(5, HINT, dtype=torch.int32, device=device)
@@ -532,7 +542,7 @@ class Hints:
 
 @dataclass(frozen=True)
 class _Plan:
-    """All of a call that does not change from one to the next."""
+    """Launch parameters of a call that depend on its shapes and formats only."""
 
     wide: int
     kept: int
@@ -542,7 +552,7 @@ class _Plan:
     where: tuple[int, ...]
     write: dict[str, Any]
     measure: dict[str, Any]
-    settle: dict[str, Any]
+    correct: dict[str, Any]
     fp8: bool
     integers: bool
 
@@ -561,7 +571,7 @@ def _plan(
     index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
-    # No walk much shorter than the others.
+    # Loops of nearly equal length.
     wanted = cdiv(int(tiling.programs * multiprocessors(device)), max(1, blocks))
     slices = cdiv(chunks, max(1, min(tiling.loop, chunks // wanted)))
     loop = cdiv(chunks, slices)
@@ -590,7 +600,7 @@ def _plan(
     def only(output: Output, wanted: bool) -> Output:
         return output if wanted else NOTHING
 
-    settling = {
+    correcting = {
         "ROT": only(rotated, rotated.is_fp8).number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
         "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums, **shape,
     }  # fmt: skip
@@ -601,7 +611,7 @@ def _plan(
          slices),
         # Of two passes with P the first draws its rows, the second reads them.
         constants(rotated, projected, fp8, True, sums, draw and projected.number != INT),
-        constants(*measured, True, False, False, draw), settling, fp8, INT in (rotated.number, projected.number),
+        constants(*measured, True, False, False, draw), correcting, fp8, INT in (rotated.number, projected.number),
     )  # fmt: skip
 
 
@@ -621,16 +631,31 @@ def compress(
     scale_to: Tensor | None = None,
     tiling: Tiling = Tiling(),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Codes of t H, (T, C'), and of P t, transposed (C', R'), with their scales, and t's column sums, (C,) float32.
+    """Codes of t H and of P t, transposed, with their scales, and the column sums of t.
 
-    t: (T, C), unit stride along C, T tokens as `lay` describes them.  rows: the natural rows of P, uint8,
-    (samples·tiles, rank) in memory, needed for P: what `draw` left there; with `draw` they are drawn and written.
-    rotate: False leaves out H (the plain cast of a forward operand).  hint: the layer's; needed for fp8, where
-    `quantities` says which of its rows serve.  scale_to: float32, (1,): where to write the scale of P t.
-    Returns (rotated codes, their scale, projected codes, their scale, sums), None for what was not asked. A scale is
-    float32 of shape (), or (T,) for one a token, (C,) for one a channel. C' is C, R' is lay.rows, each padded to a
-    multiple of 16.
-    Raises ValueError for a matrix of 2³¹ tokens or more, which the kernel's indices do not reach.
+    Args:
+        t: (T, C), unit stride along C, tokens as in `lay`.
+        lay: of the tokens.
+        rows: the natural indices of the rows of P, uint8, (samples·tiles, rank), needed for P: read, or drawn and
+            written with `draw`.
+        key: of the draws, int64, ().
+        rotated: format of t H.
+        projected: format of P t.
+        rotate: False leaves out H (the plain cast of a forward operand).
+        sums: whether to compute the column sums.
+        draw: whether to draw the rows of P.
+        hint: the layer's amax history, needed for fp8.
+        quantities: its rows for t H and P t.
+        scale_to: float32, (1,): where to write the scale of P t.
+        tiling: block sizes.
+
+    Returns:
+        (rotated codes (T, C'), their scale, projected codes (C', R'), their scale, sums (C,) float32), None for what
+        was not requested. Scales are float32, (), or (T,) per token, (C,) per channel. C' is C, R' is `lay.rows`, each
+        padded to a multiple of 16.
+
+    Raises:
+        ValueError: the matrix has 2³¹ tokens or more, which exceeds the kernel's indices.
     """
     tokens, channels = t.shape
     if tokens >= 1 << 31:
@@ -640,7 +665,7 @@ def compress(
     found = _plans.get(case)
     if found is None:
         plan = _plan(tokens, channels, t.stride(0), lay, rotated, projected, rotate, sums, draw, tiling, device)
-        _plans[case] = found = plan, lay  # the layout with it: its id must stay its own
+        _plans[case] = found = plan, lay  # keeps the layout alive, so that its id is not reused
     plan = found[0]
     rot = proj = None
     if rotated.number:
@@ -651,14 +676,14 @@ def compress(
             proj[channels:].zero_()
         if plan.kept > lay.rows:
             proj[:, lay.rows :].zero_()
-    # A tensor of its own for each scale: `torch._scaled_mm` asks for a boundary of 16 bytes.
+    # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes.
     rot_scale = torch.empty((tokens,) if rotated.each else (), dtype=torch.float32, device=device)
     if scale_to is not None:
         proj_scale = scale_to
     else:
         proj_scale = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
     rot_hint, proj_hint = (t, t) if hint is None else (hint.rows[quantities[0]], hint.rows[quantities[1]])
-    # fp8 finds its magnitudes in the layer's hints, integers in zeroed memory of this call.
+    # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
     rot_max = proj_max = rot_scale
     if plan.integers:
         own = tokens if rotated.each else BINS
@@ -690,9 +715,9 @@ def compress(
             proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * multiprocessors(device))
-        if plan.settle["OVERLAP"]:
+        if plan.correct["OVERLAP"]:
             options["launch_pdl"] = True
-        launch(_settle_kernel, programs, launched, args, plan.settle, **options)
+        launch(_correct_kernel, programs, launched, args, plan.correct, **options)
     elif sums:
         launch(_sums_kernel, cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128})
     return (
@@ -714,7 +739,7 @@ def whole(size: int, rotate: bool) -> Layout:
 
 @functools.lru_cache(maxsize=256)
 def natural_rows(size: int, device: torch.device) -> Tensor:
-    """Every row of H16 in its natural order, block after block: `rows` for `whole(size, True)`."""
+    """Every row of H16 in natural order, block after block: `rows` for `whole(size, True)`."""
     return torch.arange(16, dtype=torch.uint8, device=device).repeat(-(-size // 16))
 
 
@@ -726,10 +751,20 @@ def compress_weight(
     rotate: bool = True,
     tiling: Tiling = Tiling(2, 128, 4, 2),
 ) -> tuple[Tensor, Tensor]:
-    """Codes of Hᵀ w, or of w, transposed, (I', O'), and their scale: the right operand of g_x.
+    """Codes of Hᵀ w, or of w, transposed: the right operand of g_x.
 
-    w: (O, I), unit stride along I.  output: `each` for a scale an input channel. To rotate along O is a projection that
-    keeps every row.
+    To rotate along O is a projection that keeps every row.
+
+    Args:
+        w: (O, I), unit stride along I.
+        key: of the draws, int64, ().
+        output: format; `each` is per input channel.
+        hint: the layer's amax history, needed for fp8.
+        rotate: whether to rotate along O.
+        tiling: block sizes.
+
+    Returns:
+        Codes (I', O'), and float32 scales, () or (I,).
     """
     lay = whole(w.shape[0], rotate)
     rows = natural_rows(w.shape[0], w.device)

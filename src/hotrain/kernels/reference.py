@@ -1,5 +1,7 @@
-"""What the kernels compute, in plain PyTorch with their signatures: the tests' reference, and what takes the place of
-one that does not compile. It reads the key on the host, which waits for the device."""
+"""Reference implementations of the kernels in plain PyTorch, for tests and for devices where a kernel does not compile.
+
+They have the signatures of the kernels, and read the key on the host, which synchronizes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def _host(key: Tensor) -> int:
 
 
 def _codes(t: Tensor, output: Output, axis: str, key: int) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix and their scale. axis: of an integer scale that is not one for all."""
+    """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     if output.number == INT:
         bits = 8 if output.limit > 7 else 4
         rounding = "stochastic" if output.stochastic else "nearest"
@@ -32,7 +34,7 @@ def _codes(t: Tensor, output: Output, axis: str, key: int) -> tuple[Tensor, Tens
 
 
 def _pad(t: Tensor) -> Tensor:
-    """Zeros behind a matrix up to multiples of 16 on both axes; of codes as bytes."""
+    """A matrix padded with zeros to multiples of 16 on both axes."""
     pad = (0, padded(t.shape[1]) - t.shape[1], 0, padded(t.shape[0]) - t.shape[0])
     if t.dtype.itemsize == 1:
         return F.pad(t.contiguous().view(torch.int8), pad).view(t.dtype)

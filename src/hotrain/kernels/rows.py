@@ -1,4 +1,4 @@
-"""The natural Walsh rows that a tile keeps, `transform.tokens.row_indices`, drawn inside of a kernel, and their key."""
+"""Triton device functions that draw the kept Walsh rows of each tile (`transform.tokens.row_indices`), and the key."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ def _named(place, is_square, SQUARE: tl.constexpr, LINE: tl.constexpr):
 @triton.jit
 def kept_rows(
     tile, k, key, tiles, square, line,
-    FIXED: tl.constexpr, SAMPLED: tl.constexpr, WALK: tl.constexpr, STREAM: tl.constexpr,
+    FIXED: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr,
     SQUARE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """The natural rows that each tile keeps at its places k, int32, (TILES, PLACES); beyond its rank any of the 16.
+    """The natural indices of the rows that each tile keeps, int32, (TILES, PLACES); beyond its rank any of the 16.
 
-    tile: (TILES,), over all samples.  k: (PLACES,).  tiles, square, line: of a sample.  WALK: how many tiles of a kind
-    walk through one permutation.
+    Args:
+        tile: (TILES,), over all samples.
+        k: (PLACES,), place among the kept rows.
+        tiles, square, line: of a sample.
+        CYCLE: how many tiles of a kind share one permutation.
     """
     sample, own = tile // tiles, tile % tiles
     is_square = own < square
     if SAMPLED == 0:
         return _named(k[None, :], is_square[:, None], SQUARE, LINE)
     DRAWN_FROM: tl.constexpr = 16 - FIXED
-    # Number of the tile among its kind, which says its group and its steps in the group's permutation.
+    # Number of the tile among its kind, which determines its group and its offset in the group's permutation.
     number = tl.where(is_square, sample * square + own, sample * line + own - square)
-    group, start = number // WALK, number % WALK * SAMPLED % DRAWN_FROM
+    group, start = number // CYCLE, number % CYCLE * SAMPLED % DRAWN_FROM
     word = tl.load(key).to(tl.uint64, bitcast=True)
     s0, s1 = stream_words(mix(mix(word * 0, word), word * 0 + 1).to(tl.int64, bitcast=True), STREAM)
     l0, l1 = stream_words(word.to(tl.int64, bitcast=True), STREAM)
@@ -51,7 +54,7 @@ def kept_rows(
     index = group * DRAWN_FROM
     mine = hash_bits((index[:, None] + entry[None, :]).to(tl.uint32), k0[:, None], k1[:, None])
     mine = mine.to(tl.int32, bitcast=True)
-    # A stable argsort: the position of an entry is how many others come before it.
+    # A stable argsort: the position of an element is how many others come before it.
     position = mine * 0
     for other in tl.static_range(DRAWN_FROM):
         theirs = hash_bits((index + other).to(tl.uint32), k0, k1).to(tl.int32, bitcast=True)
@@ -66,7 +69,7 @@ def kept_rows(
 
 @functools.lru_cache(maxsize=64)
 def packed(kind: str) -> int:
-    """`transform.rows.order` of 16 rows, four bits a row, the first lowest."""
+    """`transform.rows.order` of 16 rows, 4 bits per row, the first lowest."""
     return sum(row << 4 * place for place, row in enumerate(order(16, kind)))
 
 
@@ -75,7 +78,7 @@ def of_layout(lay: Layout) -> dict[str, int]:
     rows = lay.lines
     return {
         "FIXED": rows.fixed, "SAMPLED": rows.sampled, "STREAM": draws.ROWS,
-        "WALK": (rows.tile - rows.fixed) // math.gcd(rows.tile - rows.fixed, rows.sampled) if rows.sampled else 1,
+        "CYCLE": (rows.tile - rows.fixed) // math.gcd(rows.tile - rows.fixed, rows.sampled) if rows.sampled else 1,
         "SQUARE": packed(lay.squares.kind), "LINE": packed(rows.kind),
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""`torch.nn.ReLU` that keeps one bit an entry: its exact gradient needs no more.
+"""`torch.nn.ReLU` that saves 1 bit per element, which is all that its exact gradient needs.
 
-ReLU's output is the next layer's input, and PyTorch keeps it for both. When that layer keeps codes instead, ReLU's
-copy would go on living and nothing would be saved: so the two are converted together.
+ReLU's output is the next layer's input, and PyTorch saves it for both. When that layer saves codes instead, the
+output saved for ReLU would stay in memory and nothing would be gained: so the two are converted together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..saved import Bits, as_it_was, memory_order
 
 
 class Relu(torch.autograd.Function):
-    """max(x, 0); kept: whether each entry passes the gradient on (a NaN does, as in PyTorch)."""
+    """max(x, 0); saved: whether each element passes the gradient on (a NaN does, as in PyTorch)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
@@ -23,16 +23,16 @@ class Relu(torch.autograd.Function):
             ctx.mark_dirty(x)
         y = x.relu_() if inplace else x.relu()
         ctx.order = memory_order(y)
-        lying = y.permute(ctx.order)
-        ctx.shape = lying.shape
-        ctx.save_for_backward(*Bits().keep(lying.le(0).logical_not_()))
+        dense = y.permute(ctx.order)
+        ctx.shape = dense.shape
+        ctx.save_for_backward(*Bits().keep(dense.le(0).logical_not_()))
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, None]:
-        # Not a product: an infinity behind a closed entry must end there, as in PyTorch, not become 0 · inf.
+        # Not a product: where x ≤ 0 an infinite gradient must become 0, as in PyTorch, not 0 · inf.
         passed = as_it_was(Bits().restore(ctx.saved_tensors, ctx.shape), ctx.order)
-        # `masked_fill` would lay the gradient out anew, which convolutions pay for once more.
+        # `masked_fill` would change the memory layout of the gradient, which slows the next convolution.
         return torch.where(passed, g_y, torch.zeros((), dtype=g_y.dtype, device=g_y.device)), None
 
 
@@ -40,10 +40,10 @@ PLANNED = "_hotrain_planned"  # of a module: a plan for speed is in force
 
 
 class BitReLU(nn.ReLU):
-    """A ReLU whose training forward keeps a bit an entry; its gradient is PyTorch's. Made by `hotrain.convert`.
+    """A ReLU whose training forward saves 1 bit per element; its gradient is PyTorch's. Made by `hotrain.convert`.
 
-    Of images it is PyTorch's ReLU on a GPU under a plan for speed: their convolutions stay exact there and hold its
-    output anyway, so bits would come on top.
+    For images on a GPU under a plan for speed it is PyTorch's ReLU: their convolutions stay exact there and save its
+    output anyway, so the bits would come on top.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _relu(x: Tensor) -> Tensor:
     return Relu.apply(x, False)
 
 
-# One node for a tracer; the compiler differentiates `Relu` and fuses what is inside, the bits with it.
+# One node for Dynamo; AOTAutograd differentiates `Relu`, and Inductor fuses its operations, the bits included.
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _lib.define("relu(Tensor x) -> Tensor")
 _lib.impl("relu", _relu, "CompositeImplicitAutograd")

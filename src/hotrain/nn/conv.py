@@ -31,7 +31,7 @@ class HadamardConv2d(nn.Conv2d):
 
     @property
     def geometry(self) -> Geometry:
-        """What the layer does besides its weight."""
+        """Kernel size, stride, padding, dilation, groups and padding mode."""
         padding = self.padding if isinstance(self.padding, str) else (self.padding[0], self.padding[1])
         kernel, stride, dilation = ((p[0], p[1]) for p in (self.kernel_size, self.stride, self.dilation))
         return Geometry(kernel, stride, padding, dilation, self.groups, self.padding_mode)
@@ -52,7 +52,7 @@ class HadamardConv2d(nn.Conv2d):
     def _traced_forward(self, input: Tensor) -> Tensor:
         state = self._hotrain
         functional.check_input(state, input, self.in_channels, -3)
-        # Read off the attributes and not from `geometry`: a trace hands on plain tuples.
+        # From the attributes and not from `geometry`: Dynamo needs plain tuples.
         padding = self.padding if isinstance(self.padding, str) else constants(self.padding)
         fields = (
             constants(self.kernel_size), constants(self.stride), padding, constants(self.dilation),
@@ -67,7 +67,7 @@ class HadamardConv2d(nn.Conv2d):
         )  # fmt: skip
 
     def token_matrix(self, t: Tensor) -> Tensor:
-        """An output-shaped tensor, (B, O, H, W), as positions × channels."""
+        """An output-shaped tensor, (B, O, H, W), as a matrix of tokens, (B·H·W, O)."""
         return t.movedim(-3, -1).reshape(-1, t.shape[-3])
 
     def extra_repr(self) -> str:
@@ -75,9 +75,9 @@ class HadamardConv2d(nn.Conv2d):
 
 
 class ConvertedConv2d(HadamardConv2d):
-    """What `hotrain.convert` makes of a Conv2d. Called as a class it builds a plain `torch.nn.Conv2d`.
+    """The class of a Conv2d converted by `hotrain.convert`. Calling it builds a plain `torch.nn.Conv2d`.
 
-    Libraries build siblings of a layer with ``type(layer)(...)``, PEFT its convolution adapters; those are exact.
+    Libraries build similar layers with ``type(layer)(...)``, as PEFT its convolution adapters; those are exact.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

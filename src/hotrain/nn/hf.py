@@ -1,6 +1,6 @@
 """transformers' `Conv1D` (a Linear with the weight stored (I, O)) with the gradients of a method.
 
-Imported only when a model holds one: transformers is then there.
+Imported only when a model has one, so that transformers is installed then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HadamardConv1D(Conv1D):
         return ops.linear(x, self.weight, self.bias, state.draws, state.spec, state.random, kernels, transposed=True)
 
     def token_matrix(self, t: Tensor) -> Tensor:
-        """An output-shaped tensor, (*, O), as tokens × channels."""
+        """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""
         return t.reshape(-1, t.shape[-1])
 
     def __repr__(self) -> str:

@@ -20,7 +20,12 @@ class HadamardLinear(nn.Linear):
     """A Linear whose training backward follows `method`; eval mode and no_grad run `torch.nn.Linear`'s forward.
 
     `hotrain.convert` turns existing layers into this class in place; parameters and state_dict keys are the same.
-    Arguments are those of `torch.nn.Linear`, then `method`, a preset's name or a `hotrain.Method`, and `grid`.
+
+    Args:
+        *args: as of `torch.nn.Linear`.
+        method: a preset's name or a `hotrain.Method`.
+        grid: of the tokens, where they are the patches of an image.
+        **kwargs: as of `torch.nn.Linear`.
     """
 
     _hotrain: LayerState
@@ -51,7 +56,7 @@ class HadamardLinear(nn.Linear):
         return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
 
     def token_matrix(self, t: Tensor) -> Tensor:
-        """An output-shaped tensor, (*, O), as tokens × channels."""
+        """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""
         return t.reshape(-1, t.shape[-1])
 
     def extra_repr(self) -> str:

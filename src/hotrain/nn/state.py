@@ -1,4 +1,4 @@
-"""What a converted module carries besides its parameters: its method, its draws, and what became of it."""
+"""`LayerState`: method, random draws, plan and fallback of a converted layer, and the step of each forward."""
 
 from __future__ import annotations
 
@@ -22,24 +22,29 @@ from ..method import Method
 from ..transform.tokens import Grid
 
 ATTRIBUTE = "_hotrain"
-REVERTED = "reverted"  # why a layer of an earlier conversion runs exact, for reports of it that are still read
+REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
 
 @dataclass
 class LayerState:
-    """One converted layer.
+    """The state of one converted layer.
 
-    name: in its model.  method: assignable; the next forward follows it.  grid: of its tokens.  chosen: asked for by
-    a `filter_fn`, so rows that are samples are served as tokens too.  fallback: why the layer ran exact, if it did.
-    calls: training forwards that followed the method; of a compiled layer, those that were traced.
-    running: the method with its numbers chosen for the device of the last forward, or of the weight before the first.
-    plan: whether the layer stays exact on a GPU where its method would lose time (`hotrain.conversion.convert`).
-    origins: who knows where the input comes from, where what lies between the layers is compressed.
-    spec, random, low_rank: what a trace reads of the running method and the grid, and so is guarded by.
-    verdicts: of the plan, by what was asked; of the method, grid and plan that are set now.
-    given: the plan's verdict from elsewhere (a run that is resumed): why the layer stays exact, "" where it does not.
+    Attributes:
+        name: fully qualified, in its model.
+        method: assignable; the next forward follows it.
+        grid: of its tokens, where known.
+        chosen: whether a `filter_fn` selected the layer, so that rows that are samples count as tokens too.
+        fallback: why the layer ran exact, if it did.
+        calls: training forwards that followed the method; of a compiled layer, those that were traced.
+        plan: whether the layer stays exact on a GPU where its method would be slower (`hotrain.convert`).
+        draws: its random draws.
+        spec, random, low_rank: what Dynamo reads of the running method and the grid, and so guards on.
+        origins: the producers of saved activations, for activation sharing (``memory="block"``).
+        verdicts: cached decisions of the plan for the current method, grid and plan.
+        given: the plan's decision from outside (a resumed run): why the layer stays exact, "" where it does not.
+        running: the method with its number format chosen for the device of the last forward, or of the weight.
     """
 
     name: str
@@ -80,11 +85,11 @@ class LayerState:
 
     @property
     def reached(self) -> bool:
-        """Whether a training step has come through the layer."""
+        """Whether a training step has run through the layer."""
         return self.draws.ran.method is not None or self.draws.step >= 0
 
     def choose_numbers(self, device: torch.device) -> None:
-        """Choose the numbers of the method for that device, where they are its to choose."""
+        """Choose the number format of an automatic method for that device."""
         if self.method.automatic:
             kernels = autograd.kernels_for(device)
             running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
@@ -94,8 +99,12 @@ class LayerState:
     def step(self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
         """The step of this forward, or None where the exact path runs.
 
-        samples_only: whether the rows of x are samples rather than tokens (a 2-D input, one token a sample, a 1×1
-        image). A low-rank step would mix them, so the layer runs exact unless it was chosen by name.
+        Args:
+            module: the layer.
+            x: its input.
+            samples_only: whether the rows of x are samples rather than tokens (a 2-D input, one token per sample, a
+                1×1 image). A low-rank step would mix them, so the layer runs exact unless a `filter_fn` selected it.
+            transposed: whether the weight is (I, O).
         """
         if not module.training:
             return None
@@ -105,7 +114,8 @@ class LayerState:
             self.fallback = _SAMPLES if samples_only and self._mixes(module) else self._planned(module, x, transposed)
             if self.fallback is not None:
                 return None
-        # Without being asked too: a checkpoint's first forward may run under no_grad, and its second repeats its draws.
+        # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second one
+        # repeats its draws.
         key: int | Tensor
         word = None
         if x.device.type == "cuda":
@@ -126,7 +136,7 @@ class LayerState:
         )  # fmt: skip
 
     def _planned(self, module: Any, x: Tensor, transposed: bool) -> str | None:
-        """Why the layer stays exact, by the plan; found once for each shape."""
+        """Why the layer stays exact by the plan, cached for each shape."""
         if self.given is not None:
             return self.given or None
         if self.plan == "memory":
@@ -140,7 +150,7 @@ class LayerState:
         return self.verdicts[asked]
 
     def origin(self, x: Tensor) -> Origin | None:
-        """Where x comes from, if an operator before the layer keeps what it can be made of."""
+        """The producer of x, if it saves an activation that x can be rematerialized from."""
         return None if self.origins is None else self.origins.of(x)
 
     def traced(
@@ -151,19 +161,24 @@ class LayerState:
         transposed: bool = False,
         geometry: tuple[Any, ...] | None = None,
     ) -> bool | None:
-        """`step`, where a compiler traces the layer: whether kernels may run it, or None where the exact path runs.
+        """`step` under Dynamo: whether kernels may run the layer, or None where the exact path runs.
 
-        geometry: the fields of a convolution's `Geometry`.
+        Nothing that changes from step to step is read, so that nothing is compiled twice; the record of the layer is
+        written while it is traced.
 
-        Nothing that changes from step to step is read, so that nothing is compiled twice; what is written down of
-        the layer is written while it is traced.
+        Args:
+            module: the layer.
+            x: its input.
+            samples_only: as in `step`.
+            transposed: whether the weight is (I, O).
+            geometry: the fields of a convolution's `Geometry`.
         """
         if not self._asked(module, x):
             return None
         w = module.weight
         facts = (constants(x.shape), autograd.autocast_dtype(x), x.requires_grad, constants(w.shape), w.dtype)
         mixes = False
-        if samples_only and self._mixes(module):  # a branch, which makes a symbol a fact
+        if samples_only and self._mixes(module):  # a branch, which specializes a symbolic bool
             mixes = True
         return self._prepare(mixes, geometry, x.device, w.requires_grad, *facts, module.bias is not None, transposed)
 
@@ -181,17 +196,17 @@ class LayerState:
             return None
         why = self._without_kernel(question.device, question.dtype, question.geometry)
         if why is not None:
-            return f"no kernel serves it here ({why}), and the definition is slower; plan='memory' converts it"
+            return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
         return planning.verdict(question, graphs=self.plan == "graphs")
 
     def _without_kernel(self, device: torch.device, dtype: torch.dtype, geometry: Geometry | None) -> str | None:
-        """Why no kernel serves the layer on a GPU, or None."""
+        """Why no kernel supports the layer on a GPU, or None."""
         kernels = autograd.kernels_for(device)
         if kernels is None:
             return "not a GPU"
         if geometry is not None and not geometry.is_patches:
             return "its patches overlap"
-        # Of the layout it matters only that there are tokens.
+        # The layout matters only in that there are tokens.
         why: str | None = kernels.reason(self.running, Step(self.running, 0, self.grid).layout((1, 16)), dtype, device)
         return why
 
@@ -208,7 +223,7 @@ class LayerState:
         bias: bool,
         transposed: bool,
     ) -> planning.Question | None:
-        """The layer on a GPU as `hotrain.planning` asks about it. trained: whether w wants a gradient."""
+        """The layer on a GPU as a question to `hotrain.planning`; `trained`: whether w requires a gradient."""
         if device.type != "cuda" or not trained:
             return None
         if geometry is not None and len(x) == 3:
@@ -220,11 +235,7 @@ class LayerState:
     def _prepare(
         self, mixes: bool, geometry: tuple[Any, ...] | None, device: torch.device, trained: bool, *facts: Any
     ) -> bool | None:
-        """What a trace needs of the layer in the world outside: it runs when the layer is traced, and then only.
-
-        facts: as `_question` has them. Returns None where the layer stays exact, else whether kernels may serve the
-        method there, as they are switched on or off now.
-        """
+        """The part of `traced` that runs outside of Dynamo, once, when the layer is traced; facts as in `_question`."""
         place = None if geometry is None else Geometry(*geometry)
         self.choose_numbers(device)
         question = self._question(device, trained, place, *facts)
@@ -251,7 +262,7 @@ class LayerState:
 
 @cache
 def advise_compiling() -> None:
-    """Say, once a process, what would be faster than eager mode on a GPU."""
+    """Warn, once per process, that eager mode on a GPU is slower than compiled graphs."""
     warnings.warn(
         "hotrain: this model runs in eager mode on a GPU, where the host limits its speed; "
         "fast = hotrain.compile(model) trains it as CUDA graphs.",
@@ -266,12 +277,12 @@ def numbers_chosen(method: Method, fp8: bool) -> Method:
 
 
 def constants(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes that a trace may have made symbols, as numbers: a graph serves one shape."""
+    """Sizes that Dynamo may have made symbolic, as integers: a graph is specialized to one shape."""
     return tuple([operator.index(n) for n in sizes])
 
 
 def _ready(draws: Draws, device: torch.device) -> None:
-    """Let compiled graphs take the layer's new tensors where they are, and the kernels make what they need."""
+    """Mark the layer's new tensors as static inputs of compiled graphs, and prepare the kernels' buffers."""
     for tensor in (draws.counter, draws.tag):
         tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
     kernels = autograd.kernels_for(device)

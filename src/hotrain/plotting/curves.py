@@ -1,4 +1,4 @@
-"""Test accuracy and training loss over epochs, one line a method (mean of the seeds), one panel a model."""
+"""Test accuracy and training loss over epochs, one line per method (mean of the seeds), one panel per model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hotrain.plotting.style import Look, drawing, new_figure, stand_in, tag, to_
 def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[str, Look], title: str) -> str:
     """SVG of one model's curves over two epochs or more.
 
-    quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).  looks: method → its look.
+    Args:
+        curves: of the records, of one model.
+        quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).
+        looks: method → its look.
+        title: of the figure.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:

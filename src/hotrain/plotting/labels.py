@@ -22,8 +22,13 @@ def arrange(
 ) -> None:
     """Put each label beside its mark, where it covers least of what is there: marks, other labels, ``taken``.
 
-    labels: annotations at ``places``, in data coordinates.  taken: boxes in pixels.  The figure must have been laid
-    out (``draw_without_rendering``).
+    The figure must have a layout already (``draw_without_rendering``).
+
+    Args:
+        axes: of the figure.
+        labels: annotations at ``places``.
+        places: in data coordinates.
+        taken: boxes in pixels.
     """
     boxes = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in axes.transData.transform(places)]
     boxes += taken

@@ -1,4 +1,4 @@
-"""One line a model and method out of the rows of every seed: the table, on the terminal and in the page.
+"""One line per model and method from the rows of all seeds: the table, on the terminal and in the page.
 
 The noise of a gap is two standard errors. From `PAIRS` seeds on it is of the gaps paired by seed; fewer say little of
 their own spread, and it is the binomial one of exact's accuracy on the test images. It is never less than one image.
@@ -24,7 +24,7 @@ class Line:
     points (None without a gap, or with fewer than `PAIRS` pairs of seeds and an unknown number of test images),
     ``paired`` the seeds that the gap is of, ``saved_bytes`` and ``bit_ops`` of one batch, ``step_ms`` the median over
     the seeds. ``*_ratio`` divides by exact.
-    ``failed`` counts seeds without an accuracy. None stands for what was not measured.
+    ``failed`` counts seeds without an accuracy. None is what was not measured.
     """
 
     model: str
@@ -57,7 +57,9 @@ class Line:
 def summarize(rows: Sequence[dict[str, Any]], test_images: Mapping[str, int] | None = None) -> list[Line]:
     """The lines of ``rows`` in their order of first appearance.
 
-    test_images: model → images that its accuracies are counted on.
+    Args:
+        rows: one per model, method and seed.
+        test_images: model → images that its accuracies are counted on.
     """
     images = test_images or {}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -72,7 +74,9 @@ def summarize(rows: Sequence[dict[str, Any]], test_images: Mapping[str, int] | N
 def standing(table: Sequence[Line], label: Callable[[str], str]) -> str:
     """Which methods end further from exact than the noise, in a sentence; empty where no gap has one.
 
-    label: what a reader calls a model.
+    Args:
+        table: the lines.
+        label: model → its name for readers.
     """
     if not any(line.noise is not None for line in table):
         return ""

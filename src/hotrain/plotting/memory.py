@@ -1,4 +1,4 @@
-"""Bytes kept between forward and backward, a bar a method, divided by operator; one panel a model."""
+"""Bytes saved between forward and backward, one bar per method, divided by operator; one panel per model."""
 
 from __future__ import annotations
 

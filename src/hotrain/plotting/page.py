@@ -208,7 +208,7 @@ endfor %}</tr></thead>
 {% if spectra %}
 <details>
 <summary><h2>Energy by sequency</h2></summary>
-<p>How much of a tensor's energy lies in the lowest sequencies of the Walsh basis along 16 tokens. Line: the
+<p>How much of a tensor's energy is in the lowest sequencies of the Walsh basis along 16 tokens. Line: the
 median layer. Band: from the lowest to the highest layer. What a low-pass drops is the energy above it.</p>
 {{ panels(spectra) }}
 </details>
@@ -216,9 +216,9 @@ median layer. Band: from the lowest to the highest layer. What a low-pass drops 
 {% if choices or surfaces %}
 <details>
 <summary><h2>Outliers, and the scale of each layer</h2></summary>
-<p>LQS asks of every layer how much 4-bit rounding of its output gradient errs with a scale a token, and how
-much with one scale for the tensor. Where the first is less than {{ threshold }} of the second, it takes a
-scale a token.</p>
+<p>LQS compares, for every layer, the error of 4-bit rounding of its output gradient with per-token scales and
+with one per-tensor scale. Where the first is less than {{ threshold }} of the second, it chooses per-token
+scales.</p>
 {% if surfaces %}
 {{ panels(surfaces) }}
 {% if meta.get("surface_note") %}<p class="muted">{{ meta["surface_note"] }}</p>{% endif %}

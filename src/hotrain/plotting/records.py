@@ -1,7 +1,7 @@
-"""What a demo or a comparison leaves on disk, and all that the figures read.
+"""The records of a demo or a comparison on disk, from which all figures are drawn.
 
-Two files lie in one folder. ``summary.json`` is the interface others rely on: ``{"rows": [...], ...}`` with
-the conditions of the measurement beside the rows. ``records.json`` holds the rest of what the report draws.
+Two files in one folder. ``summary.json`` is the public interface: ``{"rows": [...], ...}`` with the conditions of the
+measurement beside the rows. ``records.json`` has the other data of the report.
 """
 
 from __future__ import annotations
@@ -96,8 +96,12 @@ class Records:
 def load_records(folder: Path | str) -> Records:
     """The records of ``folder``. ``records.json`` may be absent: the report then lacks its sections.
 
-    Raises ``ValueError`` when ``summary.json`` is missing, is not JSON or lacks fields, and when a file was written by
-    a later version of hotrain.
+    Args:
+        folder: with both files.
+
+    Raises:
+        ValueError: ``summary.json`` is missing, is not JSON or lacks fields, or a file was written by a later version
+            of hotrain.
     """
     folder = Path(folder)
     summary = _read_json(folder / SUMMARY)

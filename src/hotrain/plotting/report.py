@@ -152,7 +152,7 @@ def conditions(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _code(text: str) -> str:
-    """``text`` as HTML, with what stands between backticks set as code."""
+    """``text`` as HTML, with text between backticks as code."""
     parts = html.escape(text).split("`")
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
 
@@ -282,7 +282,7 @@ def _surfaces(records: Records) -> list[Drawn]:
         {
             "svg": draw_surface(surface, surface["layer"]),
             "caption": f"{records.label(surface['model'])}, {surface['layer']}: LQS chose "
-            f"{'a scale a token' if surface['choice'] == 'token' else 'one scale'} "
+            f"{'per-token scales' if surface['choice'] == 'token' else 'one scale'} "
             f"(error ratio {surface['ratio']:.2f}).",
         }
         for surface in records.surfaces

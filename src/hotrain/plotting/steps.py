@@ -1,4 +1,4 @@
-"""Peak memory against the time of a training step, a point a variant, as an SVG file that stands by itself."""
+"""Peak memory against the time of a training step, one point per variant, as a self-contained SVG file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, css_variables, dra
 
 Place = tuple[float, float]
 Points = Mapping[str, Place]
-"""Variant → (peak GiB, ms a step)."""
+"""Variant → (peak GiB, ms/step)."""
 
 INCHES = (6.4, 4.0)
 SLOWEST = 2.0
@@ -35,7 +35,11 @@ def undominated(points: Points) -> list[str]:
 
 
 def draw_steps(points: Points, title: str) -> str:
-    """The text of an SVG file, in light and dark. Raises ValueError without points."""
+    """The text of an SVG file, in light and dark.
+
+    Raises:
+        ValueError: there are no points.
+    """
     if not points:
         raise ValueError(f"{title}: no variant was measured")
     ceiling = SLOWEST * min(ms for _, ms in points.values())
@@ -60,7 +64,7 @@ def draw_steps(points: Points, title: str) -> str:
         margin = 0.08 * (high - low)
         axes.set_ylim(low - 1.5 * margin, high + margin)
         axes.set_xlabel("peak memory of a training step (GiB)")
-        axes.set_ylabel("ms a step")
+        axes.set_ylabel("ms/step")
         figure.draw_without_rendering()  # from here on, places on the page are known
         arrange(axes, labels, list(shown.values()), _boxes_of(axes, front))
         return _alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))

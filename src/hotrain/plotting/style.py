@@ -1,4 +1,4 @@
-"""One look for every figure: a colour a method, light and dark, and the step from matplotlib to inline SVG.
+"""The style of all figures: one colour per method, light and dark, and the conversion to inline SVG.
 
 Figures are drawn in stand-in colours; `to_svg` replaces each by a CSS variable of the page, so that the same
 picture follows the reader's light or dark mode. Colours are Okabe and Ito's colour-blind-safe set, darkened
@@ -96,19 +96,21 @@ SERIES = (
 
 
 def stand_in(style: Look) -> str:
-    """The colour to hand to matplotlib for ``style``; `to_svg` makes it the page's variable."""
+    """The colour of ``style`` for matplotlib; `to_svg` replaces it by the page's variable."""
     return f"#0102{list(LOOKS).index(style.name):02x}"
 
 
 def part(index: int) -> str:
-    """The colour to hand to matplotlib for the part ``index`` of a whole, -1 for the rest."""
+    """The colour of the part ``index`` of a whole for matplotlib, -1 for the rest."""
     return f"#0103{index % len(SERIES):02x}"
 
 
 def css_variables(mode: str, used: str | None = None) -> str:
     """``--m-exact:#…;…`` for ``mode`` ``light`` or ``dark``: the colours of methods and of parts.
 
-    used: only those that this text refers to; None: all.
+    Args:
+        mode: ``light`` or ``dark``.
+        used: a text; only the variables that it refers to are returned. None: all.
     """
     colours = {f"--m-{name}": getattr(style, mode) for name, style in LOOKS.items()}
     colours |= {f"--s-{index}": pair[mode == "dark"] for index, pair in enumerate(SERIES)}

@@ -34,7 +34,7 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
 
 
 def draw_choices(layers: Sequence[dict[str, Any]], threshold: float, title: str) -> str:
-    """SVG of every layer's error ratio; left of ``threshold`` LQS takes a scale a token."""
+    """SVG of every layer's error ratio; left of ``threshold`` LQS chooses per-token scales."""
     with drawing():
         figure = new_figure(title, 0.85 + 0.155 * len(layers))
         axes = figure.subplots()

@@ -1,1 +1,1 @@
-"""Step 2, fewer bits: codes and a scale. Linear transforms live in `hotrain.transform`; what rounds lives here."""
+"""Quantizers: symmetric integers, fp8, the published LUQ and SAWB, rounding modes, and packing of 4-bit codes."""

@@ -1,9 +1,8 @@
-"""Symmetric integer codes: value ≈ scale × code, codes from −(2^(b−1)−1) to 2^(b−1)−1, so zero is exact.
+"""Symmetric integer quantization: value ≈ scale × code, codes from −(2^(b−1)−1) to 2^(b−1)−1, so zero is exact.
 
-One scale for the tensor, for each row (a token, or a token-frequency) or for each column. Edge cases are part of
-the definition: zeros give zero codes; a scale never falls below the smallest normal number, so denormals round to
-zero; one NaN or infinity makes the scale it falls under non-finite, and with it everything that scale multiplies:
-a non-finite gradient is never quantized away.
+Scales are per tensor, per row (a token, or a token-frequency) or per column. Edge cases are specified: zeros give zero
+codes; a scale never falls below the smallest normal number, so denormals round to zero; a NaN or infinity makes its
+scale non-finite, and with it everything that the scale multiplies: a non-finite gradient is never quantized away.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from . import packing
 from .rounding import round_
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
-_BLOCK = 1 << 15  # entries a thread
+_BLOCK = 1 << 15  # elements per thread
 
 
 def largest_code(bits: int) -> int:
@@ -29,11 +28,15 @@ def largest_code(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes and what a code of one is worth.
+    """A quantized matrix: codes and scales.
 
-    codes: int8, (R, C); 4-bit codes are packed two a byte, uint8, (R, ⌈C/2⌉), when `packed`; float8 codes (R, C) of
-        `hotrain.quantize.floating`.
-    scale: float32 (float64 for float64 input): () for the tensor, (R, 1) for rows, (1, C) for columns.
+    Attributes:
+        codes: int8, (R, C); uint8, (R, ⌈C/2⌉), two 4-bit codes per byte, when `packed`; or float8, (R, C), of
+            `hotrain.quantize.floating`.
+        scale: float32 (float64 for float64 input): () per tensor, (R, 1) per row, (1, C) per column.
+        bits: 4 or 8.
+        columns: C.
+        packed: whether 4-bit codes are packed.
     """
 
     codes: Tensor
@@ -47,24 +50,25 @@ class Quantized:
         return packing.unpack(self.codes, self.columns) if self.packed else self.codes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """scale × codes, (R, C), in the scale's dtype or the one given."""
+        """scale × codes, (R, C), in the scale's dtype or in `dtype`."""
         value = self.unpacked().to(self.scale.dtype) * self.scale
         return value if dtype is None else value.to(dtype)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
     def pack(self) -> Quantized:
-        """The same numbers with 4-bit codes two a byte; 8-bit codes unchanged."""
+        """The same values with two 4-bit codes per byte; 8-bit codes unchanged."""
         if self.bits != 4 or self.packed:
             return self
         return Quantized(packing.pack(self.codes), self.scale, 4, self.columns, packed=True)
 
 
 def row_blocks(t: Tensor) -> Iterator[slice]:
-    """The rows of a matrix in the blocks in which a quantizer passes over them; on other devices than a CPU, all."""
-    # An even number of rows a block: pairs of neighbours share a hash (draws.noise16).
+    """The blocks of rows that a quantizer processes one by one; a single block on other devices than CPUs."""
+    # An even number of rows per block: pairs of neighbours share a hash (draws.noise16).
     height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
     if t.device.type != "cpu":
         height = max(1, t.shape[0])
@@ -72,9 +76,18 @@ def row_blocks(t: Tensor) -> Iterator[slice]:
 
 
 def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
-    """The step so that the largest magnitude is the largest code; `axis` is tensor, token (a row) or column.
+    """The scale that maps amax to the largest code.
 
-    t: (R, C), floating. Returns float32 (float64 for float64), shaped as `Quantized.scale`.
+    Args:
+        t: (R, C), floating point.
+        bits: 4 or 8.
+        axis: ``"tensor"``, ``"token"`` (per row) or ``"column"``.
+
+    Returns:
+        float32 (float64 for float64), shaped as `Quantized.scale`.
+
+    Raises:
+        ValueError: another axis.
     """
     if axis == "token":
         low, high = torch.aminmax(t, dim=1, keepdim=True) if t.shape[1] else (t.new_zeros(t.shape[0], 1),) * 2
@@ -100,10 +113,19 @@ def quantize(
 ) -> Quantized:
     """Quantize a matrix.
 
-    t: (R, C), floating point.  bits: 4 or 8.  scale: ``"tensor"``, ``"token"`` (one a row) or ``"column"``.
-    rounding: ``"nearest"``, ``"stochastic"`` (needs `key`) or ``"pseudo"``.  step: use this scale instead of the
-    one of the largest magnitude; codes are clamped to their range.
     Equivalent to ``codes = round(t / scale)`` with ``scale = max|t| / largest_code(bits)``.
+
+    Args:
+        t: (R, C), floating point.
+        bits: 4 or 8.
+        scale: ``"tensor"``, ``"token"`` (per row) or ``"column"``.
+        rounding: ``"nearest"``, ``"stochastic"`` (needs `key`) or ``"pseudo"``.
+        key: of the draws.
+        stream: of the draws.
+        step: a scale to use instead of the one of amax; codes are clamped to their range.
+
+    Raises:
+        ValueError: stochastic rounding without a key, or a name that is not accepted.
     """
     if rounding == "stochastic" and key is None:
         raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")

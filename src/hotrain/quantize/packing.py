@@ -1,4 +1,4 @@
-"""Two 4-bit codes a byte: even columns in the low half, odd ones in the high half."""
+"""Packing of two 4-bit codes per byte: even columns in the low half, odd ones in the high half."""
 
 from __future__ import annotations
 

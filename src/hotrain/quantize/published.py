@@ -13,10 +13,18 @@ LUQ_LEVELS = 8  # powers of two 2⁰..2⁷, a sign and zero: 4 bits
 def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
     """Logarithmic unbiased quantization to 4 bits: (codes, alpha) with t ≈ alpha × codes.
 
-    codes: float, shape of t, in {0, ±1, ±2, ..., ±128}; alpha: max|t|/128, (). Below alpha a value becomes alpha
-    with probability |t|/alpha, else 0; above, it goes to one of the two neighbouring powers of two so that the
-    mean is t. Unlike the published code this takes the largest magnitude, not the largest value, and rounds between
-    neighbouring powers by an exact Bernoulli draw (theirs is unbiased to about 1 %; docs/maths.md).
+    Below alpha a value becomes alpha with probability |t|/alpha, else 0; above, it becomes one of the two neighbouring
+    powers of two so that the mean is t. Unlike the published code this takes the largest magnitude, not the largest
+    value, and rounds between neighbouring powers by an exact Bernoulli draw (theirs is unbiased to about 1 %;
+    docs/maths.md).
+
+    Args:
+        t: floating point, any shape.
+        key: of the draws.
+        stream: of the draws.
+
+    Returns:
+        Codes, floating point, shaped as t, in {0, ±1, ±2, ..., ±128}, and alpha = max|t|/128, ().
     """
     wide = t.to(torch.float64 if t.dtype == torch.float64 else torch.float32)
     largest = wide.abs().amax() if wide.numel() else wide.new_zeros(())
@@ -35,8 +43,18 @@ def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
 def sawb_step(t: Tensor, bits: int = 4) -> Tensor:
     """The step of SAWB ("statistics-aware weight binning"): clip/(2^(b−1)−1), clip = 12.1·rms − 12.2·mean|t|.
 
-    Coefficients of LUQ for 4 bits. The clip turns negative for magnitudes that are nearly all alike and may exceed
-    the largest one: both are replaced by max|t|. t: floating, not empty in the useful case; returns ().
+    Coefficients of LUQ for 4 bits. The clip is negative where the magnitudes are nearly equal, and may exceed the
+    largest one: both are replaced by max|t|.
+
+    Args:
+        t: floating point, any shape.
+        bits: 4.
+
+    Returns:
+        The scale, ().
+
+    Raises:
+        ValueError: other bits than 4.
     """
     if bits != 4:
         raise ValueError(f"SAWB's coefficients are for 4 bits, got {bits}")

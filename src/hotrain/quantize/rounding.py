@@ -1,4 +1,4 @@
-"""From a real number of steps to an integer one: nearest, stochastic, pseudo-stochastic."""
+"""Rounding to integers: nearest, stochastic, pseudo-stochastic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nearest(v: Tensor) -> Tensor:
 def stochastic(v: Tensor, key: int, stream: int, start: int = 0) -> Tensor:
     """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step. In place.
 
-    The noise of an entry depends on (key, stream, start + its index in v) alone. An integer is left as it is.
+    The noise of an element depends only on (key, stream, start + its index in v). Integers are unchanged.
     """
     noise = draws.noise16(v.numel(), key, stream, v.device, start).view(v.shape)
     return v.add_(noise, alpha=_STEP16).add_(_HALF16).floor_()
@@ -29,8 +29,8 @@ def pseudo(v: Tensor) -> Tensor:
     """Pseudo-stochastic rounding: the low bits of the fraction decide whether its high bits round up. In place.
 
     With a = |v|, i = ⌊a⌋, F = ⌊(a − i)·2²²⌋, p = F >> 11, t = F & 0x7FF: sign(v)·(i + (p > t)). The rule of NITI
-    made right for floats (docs/maths.md): it needs no generator but takes its noise from the mantissa, so v
-    must carry more bits than bf16 has: float32 computed from a transform does, raw bf16 values round up always.
+    corrected for floats (docs/maths.md): it needs no generator but takes its noise from the mantissa, so v
+    must have more bits than bf16: float32 computed from a transform does, raw bf16 values always round up.
     """
     magnitude = v.abs().to(torch.float32)
     whole = magnitude.floor()
@@ -40,7 +40,18 @@ def pseudo(v: Tensor) -> Tensor:
 
 
 def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> Tensor:
-    """Round v in place by the rule of that name. Raises ValueError for another name."""
+    """Round v in place.
+
+    Args:
+        v: floating point.
+        rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+        key: of the draws, for stochastic rounding.
+        stream: of the draws.
+        start: index of v's first element, for stochastic rounding.
+
+    Raises:
+        ValueError: another rounding.
+    """
     if rounding == "stochastic":
         return stochastic(v, key, stream, start)
     if rounding == "nearest":

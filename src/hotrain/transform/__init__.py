@@ -1,1 +1,1 @@
-"""Step 1, a change of basis: `hadamard` rotates, `rows` says which coefficients stay, `tokens` where the tiles lie."""
+"""Walsh–Hadamard transforms: the rotation (`hadamard`), the kept rows (`rows`), the tiling of tokens (`tokens`)."""

@@ -19,7 +19,16 @@ TILE = 16
 
 @functools.cache
 def signs(n: int) -> tuple[tuple[int, ...], ...]:
-    """H_n as rows of ±1, natural order: entry (i, j) is the parity of the bits that i and j share."""
+    """H_n as rows of ±1, in natural order.
+
+    Element (i, j) is the parity of the bits that i and j share.
+
+    Args:
+        n: order of the matrix.
+
+    Raises:
+        ValueError: n is not a power of two.
+    """
     if n < 1 or n & (n - 1):
         raise ValueError(f"Hadamard order {n} is not a power of two")
     return tuple(tuple(1 - 2 * (bin(i & j).count("1") & 1) for j in range(n)) for i in range(n))
@@ -33,7 +42,7 @@ def sequency(n: int) -> tuple[int, ...]:
 
 def matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal H_n/√n, shape (n, n); symmetric. Cached: do not write to it."""
-    # What a tracer makes is its own.
+    # Under a tracer nothing is cached: its tensors belong to the trace.
     return (_kept_matrix if _get_current_dispatch_mode() is None else _kept_matrix.__wrapped__)(n, dtype, device)
 
 
@@ -43,11 +52,18 @@ def _kept_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(t: Tensor, dim: int = -1, n: int = TILE) -> Tensor:
-    """Multiply every block of `n` entries along `dim` by the orthonormal H_n.
+    """Multiply every block of `n` elements along `dim` by the orthonormal H_n.
 
-    The axis is padded with zeros to a multiple of n, and stays padded: the result has ⌈size/n⌉·n entries there.
-    A second rotation gives the padded tensor back. Equivalent to
-    ``t.unflatten(dim, (-1, n)) @ H`` along that axis. Shape (..., C, ...) to (..., C', ...), same dtype.
+    The axis is padded with zeros to a multiple of n, and stays padded. A second rotation gives the padded tensor back.
+    Equivalent to ``t.unflatten(dim, (-1, n)) @ H`` along that axis.
+
+    Args:
+        t: (..., C, ...), floating point.
+        dim: axis of C.
+        n: block size, a power of two.
+
+    Returns:
+        (..., C', ...) with C' = ⌈C/n⌉·n, in t's dtype.
     """
     dim = dim % t.dim()
     size = t.shape[dim]

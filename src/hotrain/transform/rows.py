@@ -1,4 +1,4 @@
-"""Which Walsh rows of a tile are kept: the low ones, and ones drawn from the rest so that nothing is lost on average.
+"""Which Walsh rows of a tile are kept: the low ones, and rows drawn from the others so that P is unbiased.
 
 `order` ranks the rows of a tile by frequency. `Rows.pick` chooses `rank` of them for every tile: the first
 `rank − sampled` are the same in each tile, the others are drawn. With m rows left to draw from and s drawn, every
@@ -24,9 +24,14 @@ from . import hadamard
 def order(n: int, kind: str) -> tuple[int, ...]:
     """The natural row indices of H_n from low to high frequency.
 
-    ``"sequency"``: by sign changes along the n entries. ``"lp_l1"``: the tile is a√n×√n square, row by row, and a
-    row's key is v+h, then max(v, h), then its 1-D sequency (docs/maths.md; the papers leave the ties open).
-    Raises ValueError for another kind, or for lp_l1 on a tile that is not square.
+    Args:
+        n: tokens of a tile, a power of two.
+        kind: ``"sequency"``, by sign changes along the n elements, or ``"lp_l1"``: the tile is a √n×√n square, row by
+            row, and a row's key is v+h, then max(v, h), then its 1-D sequency (docs/maths.md; the papers do not say
+            how ties are broken).
+
+    Raises:
+        ValueError: another kind, or lp_l1 on a tile that is not square.
     """
     line = hadamard.sequency(n)
     if kind == "sequency":
@@ -47,19 +52,26 @@ def order(n: int, kind: str) -> tuple[int, ...]:
 
 def _order_on(n: int, kind: str, device: torch.device) -> Tensor:
     """`order` as int64 (n,) on a device; do not write to it."""
-    # What a tracer makes is its own.
+    # Under a tracer nothing is cached: its tensors belong to the trace.
     return (_kept_order if _get_current_dispatch_mode() is None else _kept_order.__wrapped__)(n, kind, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _kept_order(n: int, kind: str, device: torch.device) -> Tensor:
-    """Kept, since a GPU is waited for while it is made."""
+    """Cached, since making it synchronizes with a GPU."""
     return torch.tensor(order(n, kind), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`rank` of `tile` Walsh rows, `sampled` of them drawn for every tile anew; `kind` as in `order`."""
+    """`rank` of `tile` Walsh rows, `sampled` of them drawn anew for every tile.
+
+    Attributes:
+        tile: number of tokens.
+        rank: number of kept rows.
+        sampled: how many of these are drawn.
+        kind: as in `order`.
+    """
 
     tile: int
     rank: int
@@ -81,16 +93,24 @@ class Rows:
         return _order_on(self.tile, self.kind, device)[: self.fixed]
 
     def drawn(self, tiles: int, key: int, device: torch.device) -> Tensor:
-        """The natural indices of the rows drawn for each tile, shape (tiles, sampled), int64.
+        """The natural indices of the rows drawn for each tile.
 
-        Stratified: m/gcd(m, s) neighbouring tiles walk through one random permutation of the m rows, so together
-        they hold each of them equally often, while a tile by itself holds a uniformly random s of m.
+        Stratified: m/gcd(m, s) neighbouring tiles take their rows from one random permutation of the m rows in turn,
+        so together they have each of them equally often, while a single tile has a uniformly random s of m.
+
+        Args:
+            tiles: how many.
+            key: of the draws.
+            device: of the result.
+
+        Returns:
+            int64, (tiles, sampled).
         """
         rest = _order_on(self.tile, self.kind, device)[self.fixed :]
         m, s = rest.numel(), self.sampled
-        walk = m // math.gcd(m, s)  # tiles until the permutation has been walked through a whole number of times
-        groups = -(-tiles // walk)
+        cycle = m // math.gcd(m, s)  # tiles until the permutation has been used a whole number of times
+        groups = -(-tiles // cycle)
         hashes = draws.hash_bits(groups * m, key, draws.ROWS, device).view(groups, m)
         permutation = rest[hashes.argsort(dim=1, stable=True)]
-        steps = torch.arange(walk * s, device=device) % m
-        return permutation[:, steps].view(groups * walk, s)[:tiles]
+        steps = torch.arange(cycle * s, device=device) % m
+        return permutation[:, steps].view(groups * cycle, s)[:tiles]

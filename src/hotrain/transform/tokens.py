@@ -1,11 +1,11 @@
-"""Which tokens form which tile: a rule for every length, and the projection onto the kept rows.
+"""Tiling of tokens for any sequence length and token grid, and the projection onto the kept Walsh rows.
 
-A layer sees x of shape (..., C); its leading axes are tokens. `Layout` orders them into slots: first square tiles
-of the token grid where one is known, then tiles of consecutive tokens, then the tokens that stay as they are
+The input of a layer has shape (..., C); its leading axes are tokens. `Layout` orders them into slots: first square
+tiles of the token grid where one is known, then tiles of consecutive tokens, then the tokens that are not transformed
 (`dense`: class and register tokens, and a remainder shorter than the rank). A dense token is its own row of P, an
-identity, so one product serves them all. No length is left out: what does not fill a tile is dense or padded with
-zeros, and where a sample by itself wastes more than an eighth, the batch is flattened into the tokens. At full
-rank every case is exact.
+identity, so that g_w is one product of all rows. Every length is supported: what does not fill a tile is dense or
+padded with zeros, and where padding single samples wastes more than an eighth, the batch is flattened into the tokens.
+At full rank every case is exact.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from .. import draws
 from . import hadamard
 from .rows import Rows
 
-_CACHED = 5 << 18  # entries of a block that the passes of a projection work on
+_CACHED = 5 << 18  # elements of a block that the passes of a projection work on
 _WASTE = 1.125  # rows kept over rows wanted, beyond which samples are flattened into one line of tokens
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the tokens of a sample lie in the image: `prefix` class or register tokens, then height × width patches.
+    """The token grid of an image: `prefix` class or register tokens, then height × width patches, row by row.
 
-    dense_prefix: keep the prefix tokens out of the tiles (exact in g_w); else they join the tiles of the rest.
+    Attributes:
+        height: in patches.
+        width: in patches.
+        prefix: number of class or register tokens before the patches.
+        dense_prefix: whether the prefix tokens are kept out of the tiles (exact in g_w).
     """
 
     height: int
@@ -41,6 +45,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a sample."""
         return self.prefix + self.height * self.width
 
 
@@ -48,7 +53,16 @@ class Grid:
 class Layout:
     """`samples` sequences of `tokens` tokens, each cut into `square` + `line` tiles and `dense` single tokens.
 
-    grid: that the square tiles are cut from, `down` of them one above the other; None where there are none.
+    Attributes:
+        samples: number of sequences.
+        tokens: of one sequence.
+        square: square tiles of the token grid, per sample.
+        line: tiles of consecutive tokens, per sample.
+        dense: tokens that are not transformed, per sample.
+        squares: the kept rows of square tiles.
+        lines: the kept rows of tiles of consecutive tokens.
+        grid: from which the square tiles are cut; None where there are none.
+        down: rows of square tiles.
     """
 
     samples: int
@@ -68,20 +82,21 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Rows of P over the whole batch: what the contraction of g_w, and what is kept, shrinks to."""
+        """Rows of P over the whole batch: the length of the contraction of g_w, and of the saved matrix."""
         return self.samples * (self.tiles * self.lines.rank + self.dense)
 
     @property
     def kept_fraction(self) -> float:
+        """`rows` per token."""
         return self.rows / max(1, self.samples * self.tokens)
 
     @property
     def slots(self) -> Tensor:
-        """The token that goes to each slot of a sample, −1 for a slot of zeros: int64, made anew at each call.
+        """The token of each slot of a sample, −1 for a slot of zeros: int64, made anew at each call.
 
-        The square tiles, row by row; the tiles of a line; the dense tokens.
+        The square tiles, row by row; the tiles of consecutive tokens; the dense tokens.
         """
-        with _disable_current_modes():  # those of a tracer, whose tensors have no entries to look at
+        with _disable_current_modes():  # those of a tracer, whose tensors have no data
             rest, none = torch.arange(self.tokens, device="cpu"), torch.arange(0, device="cpu")
             squares = prefix = none
             if self.grid is not None:
@@ -100,7 +115,7 @@ class Layout:
     def places(self, device: torch.device) -> Places:
         """The slots as index tensors on that device, made once."""
         if _get_current_dispatch_mode() is not None:
-            return Places.of(self, device)  # what a tracer makes is its own
+            return Places.of(self, device)  # not cached: tensors of a tracer belong to the trace
         if device not in self._on:
             self._on[device] = Places.of(self, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -112,8 +127,11 @@ class Layout:
 class Places:
     """A layout's slots as int64 index tensors.
 
-    tokens: the token of every filled slot of the tiles.  filled: those slots, None when all are.  singles: the dense
-    tokens.  fixed: the natural row of H that each tile of a sample keeps at each place, (tiles, fixed).
+    Attributes:
+        tokens: the token of every filled slot of the tiles.
+        filled: those slots, None when all are.
+        singles: the dense tokens.
+        fixed: the natural indices of the rows of H that each tile of a sample keeps, (tiles, fixed).
     """
 
     tokens: Tensor
@@ -123,6 +141,7 @@ class Places:
 
     @classmethod
     def of(cls, lay: Layout, device: torch.device) -> Places:
+        """The index tensors of a layout on a device."""
         with _disable_current_modes():
             slots, end, filled = lay.slots, lay.tiles * lay.lines.tile, None
             tokens, singles = slots[:end], slots[end:]
@@ -134,26 +153,30 @@ class Places:
         return cls(_on(tokens, device), None if filled is None else _on(filled, device), _on(singles, device), fixed)
 
 
-# Of captured CUDA graphs, which read them wherever they were.
+# Of captured CUDA graphs, which read them at their address: kept alive here.
 _captured: dict[tuple[Layout, torch.device], Places] = {}
 
 
 def _on(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on a device; under a tracer, one of the tracer's."""
+    """A CPU tensor on a device; under a tracer, as a tensor of the trace."""
     return t.to(device) if _get_current_dispatch_mode() is None else torch.tensor(t.tolist(), device=device)
 
 
-@functools.lru_cache(maxsize=256)  # a place tensor has an entry a token: many sizes of images are not kept for ever
+@functools.lru_cache(maxsize=256)  # bounded: index tensors have one element per token
 def layout(
     lead: tuple[int, ...], tile: int, rank: int, sampled: int, order: str, grid: Grid | None, across: bool
 ) -> Layout:
     """The layout of x of shape (*lead, C) for `rank` of `tile` rows.
 
-    grid: of the model, used when its number of tokens is this input's; an input with at least four axes,
-        (B, H, W, C), is its own grid.
-    order: ``"lp_l1"``, ``"sequency"``, or ``"auto"``: lp_l1 on square tiles where a grid is known, else sequency.
-    across: whether a tile may hold tokens of two samples. False pads each sample's grid instead (LBP-WHT, whose
-        g_x must not mix samples).
+    Args:
+        lead: leading axes of x. With at least three, (B, H, W), x is its own grid.
+        tile: tokens per tile.
+        rank: kept rows per tile.
+        sampled: how many of these are drawn.
+        order: ``"lp_l1"``, ``"sequency"``, or ``"auto"``: lp_l1 on square tiles where a grid is known, else sequency.
+        grid: of the model, used when its number of tokens is this input's.
+        across: whether a tile may have tokens of two samples. False pads each sample's grid instead (LBP-WHT, whose
+            g_x must not mix samples).
     """
     *outer, length = lead or (1,)
     if len(lead) >= 3:
@@ -209,13 +232,13 @@ def _square_tiles(grid: Grid, side: int, down: int, square: int) -> tuple[Tensor
 
 
 def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
-    """The natural row of H kept at each place: (samples·tiles, rank), int64. Drawn rows come last."""
+    """The natural indices of the kept rows of H: (samples·tiles, rank), int64. Drawn rows come last."""
     fixed = lay.places(device).fixed.repeat(lay.samples, 1)
     if not lay.lines.sampled:
         return fixed
     drawn = torch.empty(lay.samples, lay.tiles, lay.lines.sampled, dtype=torch.int64, device=device)
     square, line = slice(None, lay.square), slice(lay.square, None)
-    # Keys of their own: a square tile and a line tile must not walk through the same permutation.
+    # Different keys: square tiles and tiles of consecutive tokens must not use the same permutation.
     for rows, place, own in ((lay.squares, square, draws.mix(key, 1)), (lay.lines, line, key)):
         part = drawn[:, place]
         if part.shape[1]:
@@ -233,7 +256,7 @@ def matrices(lay: Layout, key: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def _parts(t: Tensor, elements: int) -> list[slice]:
-    """Samples a few at a time: on a CPU as many as keep `elements` a sample within the cache, else all at once."""
+    """Slices of samples: on a CPU as many as fit the cache with `elements` per sample, else all at once."""
     size = len(t) if t.device.type != "cpu" else max(1, _CACHED // max(1, elements))
     return [slice(i, i + size) for i in range(0, len(t), max(1, size))]
 
@@ -241,8 +264,13 @@ def _parts(t: Tensor, elements: int) -> list[slice]:
 def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     """P t: the kept coefficients along the tokens.
 
-    t: (*lead, C) as given to `layout`. Returns (lay.rows, C) in t's dtype: the tiles' rows, sample after sample,
-    then the dense tokens. `key` chooses the drawn rows; x and g_y must be projected with the same.
+    Args:
+        t: (*lead, C), with the lead that was given to `layout`.
+        lay: of t.
+        key: of the drawn rows; x and g_y must be projected with the same.
+
+    Returns:
+        (`lay.rows`, C), in t's dtype: the tiles' rows, sample after sample, then the dense tokens.
     """
     channels = t.shape[-1]
     t = t.reshape(lay.samples, lay.tokens, channels)
@@ -265,7 +293,7 @@ def project(t: Tensor, lay: Layout, key: int) -> Tensor:
 
 
 def lift(z: Tensor, lay: Layout, key: int) -> Tensor:
-    """Pᵀ z: coefficients back to tokens, the transpose of `project`. (lay.rows, C) to (samples·tokens, C)."""
+    """Pᵀ z, the transpose of `project`: (`lay.rows`, C) to (samples·tokens, C)."""
     tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
     if tile == 1:
         return z
