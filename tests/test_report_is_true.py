@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from zoo import Entry, call, timm_model
+from zoo import SWIN, Entry, call, timm_model
 
 import hotrain
 from hotrain.activations.partitioner import partition
@@ -65,7 +65,7 @@ _SEGFORMER = {
 MODELS: dict[str, Entry] = {
     "vit": _wide(timm_model("vit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
     "deit": _wide(timm_model("deit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
-    "swin": _wide(timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, embed_dim=32, depths=(2, 2), num_heads=(2, 4)), 8),
+    "swin": _wide(timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, **SWIN), 8),
     "resnet": _wide(timm_model("resnet18", 64), 8),
     "convnext": _wide(timm_model("convnext_atto", 64), 8),
     "efficientnet": _wide(timm_model("test_efficientnet", 64), 8),
@@ -97,7 +97,7 @@ def test_eager(name: str) -> None:
     for row in alive.rows:
         if row["operator"] in ("hotrain linear", "hotrain conv2d"):
             own[row["module"]] += row["bytes"]
-    said = {row.name: row.ran.own_bytes for row in report.converted}
+    said = {row.name: row.saved_bytes for row in report.converted}
     assert said, "nothing was converted"
     assert {layer: own[layer] for layer in said} == said
     assert any(row.ran.source for row in report.converted) or name in ("mobilenet", "efficientnet"), "nothing is shared"
@@ -130,7 +130,7 @@ def _nothing(graph: torch.fx.GraphModule, _: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled(name: str) -> None:
-    """The operators of a compiled step write down what they do while they run, and the cut of the graph what crosses."""
+    """A compiled step's operators write down what they do while they run, and the cut of the graph what crosses."""
     entry = MODELS[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_compiled(name: str) -> None:
     run = torch.compile(model, backend=backend)
     _step(run, inputs)
     alive = Counter(_kept(run, model, inputs))
-    said = Counter(kept for row in report.converted for kept in row.ran.shapes)
+    said = Counter(kept for row in report.converted for kept in row.saved)
     assert report.converted
     assert said <= alive, f"said to be kept, but not alive: {said - alive}"
     assert report.buffers is not None

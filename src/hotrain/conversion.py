@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .activations.checkpointing import keep_all
 from .activations.interpose import unwrap, wrap
 from .activations.mode import Buffers, serve_layer
-from .activations.rematerialize import describe
+from .activations.rematerialize import describe, saved_by_reader
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
@@ -58,13 +58,26 @@ class ConvertedRow:
     method: Method
     ran: Ran = field(compare=False)
 
+    @property
+    def saved(self) -> list[tuple[str, int]]:
+        """(dtype, bytes) of each tensor that one call of the layer alone keeps alive until backward: codes and scales
+        of its input, and the key of its draws. Empty before the first training step."""
+        if self.ran.method is None:
+            return []
+        key = [("int64", 8)] if self.ran.method.draws else []
+        return [*self.ran.shapes, *saved_by_reader(self.ran.source, self.ran.elements), *key]
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of `saved`."""
+        return sum(size for _, size in self.saved)
+
     def __str__(self) -> str:
         if self.ran.method is None:
             return str(self.method)
         g_x, g_w, x = formats(self.ran)
-        kept = "" if not self.ran.shapes else f", {bytes_text(self.ran.own_bytes)}"
         of = "" if not self.ran.exact_bytes or self.ran.frozen else f" of {bytes_text(self.ran.exact_bytes)}"
-        return f"{self.method.name}  g_x:{g_x}  g_w:{g_w}  x:{x}{kept or ', 0 B'}{of}"
+        return f"{self.method.name}  g_x:{g_x}  g_w:{g_w}  x:{x}, {bytes_text(self.saved_bytes)}{of}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,7 @@ class ConversionReport:
                 what = (row.method.name, None, None, None, False)
             else:
                 what = (row.method.name, *formats(row.ran), row.ran.kernels)
-                sizes = row.ran.own_bytes, row.ran.exact_bytes
+                sizes = row.saved_bytes, row.ran.exact_bytes
             names = ("method", "g_x", "g_w", "x", "kernels")
             first: dict[str, Any] = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None}
             group = groups.setdefault(what, {**first, "exact_bytes": None})

@@ -22,6 +22,7 @@ class Ran:
             (`hotrain.activations.rematerialize`), "" where the layer saves it.
         frozen: whether the weight requires no gradient, so that nothing of the input is saved.
         exact_bytes: of the input as exact training saves it, for one call.
+        elements: of the input.
     """
 
     method: Method | None = None
@@ -30,19 +31,16 @@ class Ran:
     source: str = ""
     frozen: bool = False
     exact_bytes: int = 0
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes that the layer itself saves of its input, for one call."""
-        return sum(size for _, size in self.shapes)
+    elements: int = 0
 
     def kept(self, x: Tensor, *tensors: Tensor) -> None:
         """Record in forward the tensors that are saved of x."""
-        self.exact_bytes = x.nbytes
+        self.exact_bytes, self.elements = x.nbytes, x.numel()
         self.shapes = [(str(t.dtype).removeprefix("torch."), t.nbytes) for t in tensors]
 
     def step(self, method: Method, kernels: bool, source: str, frozen: bool) -> None:
         """Record how the step is computed: called in forward in eager mode, in backward in compiled code."""
-        self.method, self.kernels, self.source, self.frozen = method, kernels, source, frozen
+        self.method, self.kernels, self.frozen = method, kernels, frozen
+        self.source = "" if frozen else source
         if source or frozen:
             self.shapes = []

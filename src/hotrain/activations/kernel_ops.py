@@ -374,7 +374,7 @@ def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
     if normed:
         parts = parts[1]
     # The kernel has a table for f; it takes 4-bit codes, whatever their rounding.
-    if parts[0] != "values" or name not in FUNCTIONS:
+    if parts[0] not in ("values", "output") or name not in FUNCTIONS:
         return None
     spec, columns = GROUPED[parts[1]], parts[2]
     if spec.bits != 4 or columns % group_size(columns, spec.whole):

@@ -659,7 +659,7 @@ def _attention(
         q, k, v, mask, dropout_p, is_causal, scale, kind, FORMATS["query_key"], FORMATS["value_output"]
     )
     # Models transpose heads and tokens next, which gives the memory layout of the codes: `_turned` notes that.
-    scope.origins.note(y, rematerialize.heads(FORMATS["value_output"], _columns(y, False)), *codes)
+    scope.origins.note(y, rematerialize.heads(FORMATS["value_output"], _columns(y, False), dropout_p > 0), *codes)
     return y
 
 

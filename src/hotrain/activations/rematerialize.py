@@ -4,6 +4,7 @@ A recipe is JSON, a string so that it can be an operator's argument. It takes it
 
     ["values", form, C]           codes and scales of rows of C elements
     ["values", form, C, "image"]  the same of (N, C, H, W), rows along its channels
+    ["output", form, C]           attention's result, whose codes are saved for the reader alone
     ["heads", form, C]            codes of (B, T, H, C), for attention's (B, H, T, C): its transpose alone can be made
     ["norm", values, cast]        values as above, then γ and β or None: γ x̂ + β; cast: x̂ is rounded first
     ["of", name, inner]           an activation's result
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import backward
-from ..saved import Bits, Grouped, Levels
+from ..saved import Bits, Grouped, Levels, group_size
 from .format_policy import GROUPED
 from .slopes import ACTIVATIONS
 
@@ -77,7 +78,7 @@ def wide(t: Tensor) -> Tensor:
 
 # ---- recipes ----
 
-_IMAGE = ', "image"'
+_IMAGE, _SAVED = ', "image"', ', "saved"'
 
 
 def values(form: str, columns: int, image: bool = False) -> str:
@@ -100,9 +101,12 @@ def product(a: str, b: str) -> str:
     return f'["product", {a}, {b}]'
 
 
-def heads(form: str, columns: int) -> str:
-    """The recipe of attention's result (B, H, T, D), with codes of (B, T, H, D): its transpose alone can be made."""
-    return f'["heads", "{form}", {operator.index(columns)}]'
+def heads(form: str, columns: int, saved: bool) -> str:
+    """The recipe of attention's result (B, H, T, D), with codes of (B, T, H, D): its transpose alone can be made.
+
+    saved: whether attention's backward reads these codes too; else they are there for the layer behind alone.
+    """
+    return f'["heads", "{form}", {operator.index(columns)}{_SAVED if saved else ""}]'
 
 
 def is_by_heads(recipe: str) -> bool:
@@ -112,7 +116,8 @@ def is_by_heads(recipe: str) -> bool:
 
 def by_tokens(recipe: str) -> str:
     """The recipe of the transpose (B, T, H, D), from that of `heads`."""
-    return recipe.replace("heads", "values", 1)
+    kind = "values" if _SAVED in recipe else "output"
+    return recipe.replace("heads", kind, 1).replace(_SAVED, "", 1)
 
 
 def is_in_order(recipe: str) -> bool:
@@ -132,6 +137,8 @@ def describe(recipe: str) -> str:
 
 def _described(recipe: Any) -> str:
     kind, *rest = recipe
+    if kind == "output":
+        return f"attention's output ({rest[0]})"
     if kind in ("values", "heads"):
         return f"operator before ({rest[0]})"
     if kind == "norm":
@@ -143,6 +150,20 @@ def _described(recipe: Any) -> str:
             else f"{rest[0]} of {_described(rest[1])}"
         )
     return " × ".join(map(_described, rest))
+
+
+def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
+    """(dtype, bytes) of the tensors of a recipe that nobody saves but the layer that reads it.
+
+    elements: of the tensor that is made.
+    """
+    if not recipe.startswith('["output"'):
+        return []
+    _, form, columns = parsed(recipe)
+    spec = GROUPED[form]
+    size = group_size(columns, spec.whole)
+    groups = elements // columns * -(-columns // size)
+    return [("uint8", groups * size * spec.bits // 8), ("bfloat16", groups * torch.bfloat16.itemsize)]
 
 
 def is_recipe(form: str) -> bool:
@@ -173,7 +194,7 @@ def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dt
 
 def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     kind, *rest = recipe
-    if kind == "values":
+    if kind in ("values", "output"):
         return _values(rest, supply, shape, dtype)
     if kind == "of":
         return ACTIVATIONS[rest[0]].f(_made(rest[1], supply, shape, dtype))
