@@ -163,7 +163,9 @@ class Norm(torch.autograd.Function):
             y, mean, r = torch.native_group_norm(_dense(x), w, b, shape[0], shape[1], count, dims, eps)
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
         else:
-            y, mean, r = torch.native_batch_norm(x, w, b, running_mean, running_var, True, momentum, eps)
+            # Of an x in another layout PyTorch promises a tracer a result in that layout, and returns one that is not.
+            dense = x if kernel_ops.is_eager(x) else _dense(x)
+            y, mean, r = torch.native_batch_norm(dense, w, b, running_mean, running_var, True, momentum, eps)
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
 
@@ -454,7 +456,7 @@ class Matmul(torch.autograd.Function):
         ctx.split = len(kept[0])
         ctx.save_for_backward(*kept[0], *kept[1])
         ctx.shapes, ctx.lying, ctx.dtype = (a.shape, b.shape), [t.shape for t in lying], a.dtype
-        return torch.matmul(a, b)
+        return _unviewed(torch.matmul(a, b))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,66 @@
+"""What a compiler is told of an operator's results, and what they are, for inputs in every memory layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import hotrain  # noqa: F401  # defines the operators
+
+KERNELS = torch.ops.hotrain
+IMAGE = (2, 16, 6, 4)
+
+
+def layouts(*shape: int) -> Iterator[Tensor]:
+    """Tensors of that shape: with their axes in each order of memory, a slice of each axis, and an expanded one."""
+    for order in itertools.permutations(range(len(shape))):
+        yield torch.randn([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(shape))])
+    yield torch.randn([2 * size for size in shape])[tuple(slice(0, 2 * size, 2) for size in shape)]
+    yield torch.randn(1, *shape[1:]).expand(shape)
+
+
+def _promised(operator: Any, args: Sequence[Any]) -> list[Tensor]:
+    with FakeTensorMode() as mode:
+        found = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _as_promised(operator: Any, *args: Any) -> list[Tensor]:
+    found = operator(*args)
+    found = [found] if isinstance(found, Tensor) else list(found)
+    for real, fake in zip(found, _promised(operator, args), strict=True):
+        assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
+        assert not real.numel() or real.stride() == fake.stride(), f"of {[a.stride() for a in args if isinstance(a, Tensor)]}"
+    return found
+
+
+@pytest.mark.parametrize("form", ["int4 nearest", "int8"])
+def test_codes(form: str) -> None:
+    for t in layouts(4, 6, 32):
+        _as_promised(KERNELS.keep_codes, t, form)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "hardswish"])
+def test_functions(name: str) -> None:
+    """Of contiguous tensors alone: of others their caller makes none."""
+    for shape in ((8, 32), (4, 6, 32), IMAGE):
+        _as_promised(KERNELS.activate, torch.randn(shape), name)
+
+
+@pytest.mark.parametrize("name", ["", "relu", "silu"])
+def test_batch_norm(name: str) -> None:
+    """Results in channels-last, whatever comes in."""
+    mean, r, w, b = (torch.rand(IMAGE[1]) for _ in range(4))
+    x = torch.randn(IMAGE).contiguous(memory_format=torch.channels_last)
+    for shortcut in (None, *layouts(*IMAGE)):
+        _, *kept = _as_promised(KERNELS.normalize, x, mean, r, w, b, shortcut, name)
+    for t in layouts(*IMAGE):
+        _as_promised(KERNELS.normalize, t, mean, r, w, b, None, name)
+        for passes_on in (False, True):
+            _as_promised(KERNELS.norm_gradient, t, *kept, r, w, name, passes_on)
