@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 
-import hotrain  # noqa: F401  # defines the operators
+import hotrain
+from hotrain.activations import mode
 
 KERNELS = torch.ops.hotrain
 IMAGE = (2, 16, 6, 4)
@@ -36,7 +38,9 @@ def _as_promised(operator: Any, *args: Any) -> list[Tensor]:
     found = [found] if isinstance(found, Tensor) else list(found)
     for real, fake in zip(found, _promised(operator, args), strict=True):
         assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
-        assert not real.numel() or real.stride() == fake.stride(), f"of {[a.stride() for a in args if isinstance(a, Tensor)]}"
+        assert not real.numel() or real.stride() == fake.stride(), (
+            f"of {[a.stride() for a in args if isinstance(a, Tensor)]}"
+        )
     return found
 
 
@@ -64,3 +68,38 @@ def test_batch_norm(name: str) -> None:
         _as_promised(KERNELS.normalize, t, mean, r, w, b, None, name)
         for passes_on in (False, True):
             _as_promised(KERNELS.norm_gradient, t, *kept, r, w, name, passes_on)
+
+
+class _Turned(nn.Module):
+    """Batch norm behind a transposition, of which PyTorch returns another layout than it tells a tracer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(x.transpose(1, 2))).mean(-1)
+
+
+class _Written(nn.Module):
+    """A product of matrices that is written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ x.mT) @ x
+        y[..., :4] *= 2
+        return y
+
+
+@pytest.mark.parametrize("kind", [_Turned, _Written])
+def test_compiled_without_decompositions(kind: type[nn.Module]) -> None:
+    """As compiled by a backend that runs PyTorch's own operators: the result of eager mode, and a gradient."""
+    torch._dynamo.reset()
+    model, x = kind(), torch.randn(4, 36, 48, requires_grad=True)
+    hotrain.convert(model, "exact", memory="block")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mode, "SMALL", 100)
+        want = model(x)
+        got = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        got.sum().backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert x.grad is not None
