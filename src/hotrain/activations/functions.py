@@ -164,7 +164,7 @@ class Norm(torch.autograd.Function):
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
         else:
             # Of an x in another layout PyTorch promises a tracer a result in that layout, and returns one that is not.
-            dense = x if kernel_ops.is_eager(x) else _dense(x)
+            dense = x if kernel_ops.is_eager(x) else x.contiguous(memory_format=suggest_memory_format(x))
             y, mean, r = torch.native_batch_norm(dense, w, b, running_mean, running_var, True, momentum, eps)
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
