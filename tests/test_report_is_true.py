@@ -100,7 +100,6 @@ def test_eager(name: str) -> None:
     said = {row.name: row.saved_bytes for row in report.converted}
     assert said, "nothing was converted"
     assert {layer: own[layer] for layer in said} == said
-    assert any(row.ran.source for row in report.converted) or name in ("mobilenet", "efficientnet"), "nothing is shared"
     assert report.totals() == (alive.total, hotrain.saved_bytes(exact.train(), *args, **kwargs).total)
     assert sum(group["bytes"] or 0 for group in report.ran()) == sum(said.values())
 

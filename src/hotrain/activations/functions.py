@@ -163,7 +163,9 @@ class Norm(torch.autograd.Function):
             y, mean, r = torch.native_group_norm(_dense(x), w, b, shape[0], shape[1], count, dims, eps)
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
         else:
-            y, mean, r = torch.native_batch_norm(x, w, b, running_mean, running_var, True, momentum, eps)
+            # Of an x in another layout PyTorch promises a tracer a result in that layout, and returns one that is not.
+            dense = x if kernel_ops.is_eager(x) else x.contiguous(memory_format=suggest_memory_format(x))
+            y, mean, r = torch.native_batch_norm(dense, w, b, running_mean, running_var, True, momentum, eps)
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
 
@@ -451,7 +453,7 @@ class Matmul(torch.autograd.Function):
         ctx.split = len(kept[0])
         ctx.save_for_backward(*kept[0], *kept[1])
         ctx.shapes, ctx.packed_shapes, ctx.dtype = (a.shape, b.shape), [t.shape for t in ordered], a.dtype
-        return torch.matmul(a, b)
+        return _unviewed(torch.matmul(a, b))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -45,14 +45,14 @@ def _has_kernel(form: str, columns: int) -> bool:
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # operator of this file → its Python function
 
 
-def _is_eager(t: Tensor) -> bool:
+def is_eager(t: Tensor) -> bool:
     """Whether t is a plain tensor in eager mode, not traced or fake."""
     return type(t) is Tensor and not torch.compiler.is_compiling()
 
 
 def _on(t: Tensor, name: str) -> Callable[..., Any]:
     """The operator of that name for t; its Python function where dispatch would change nothing."""
-    if _is_eager(t) and not torch._C._len_torch_dispatch_stack():
+    if is_eager(t) and not torch._C._len_torch_dispatch_stack():
         return _IMPLEMENTATIONS[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]
 
@@ -82,8 +82,10 @@ def _keep_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     spec = GROUPED[form]
     kernels = autograd.kernels_for(t.device)
     if kernels is None:
-        return spec.keep(t)
-    codes, scale = kernels.keep_codes(t, group_size(t.shape[-1], spec.whole), spec.bits, lambda: spec.keep(t))
+        return spec.keep(t.contiguous())
+    codes, scale = kernels.keep_codes(
+        t, group_size(t.shape[-1], spec.whole), spec.bits, lambda: spec.keep(t.contiguous())
+    )
     return codes, scale
 
 
@@ -102,7 +104,7 @@ _ROW = 8192  # the most elements of a row that one program loads
 
 def _unfused(t: Tensor, dtype: torch.dtype | None = None) -> Any:
     """The kernels if they support t in eager mode, else None; ``dtype`` is that of the values if t holds codes."""
-    return autograd.kernels_for(t.device) if _is_eager(t) and runs(t.device, dtype or t.dtype) else None
+    return autograd.kernels_for(t.device) if is_eager(t) and runs(t.device, dtype or t.dtype) else None
 
 
 def _nothing() -> None:
@@ -436,8 +438,8 @@ def _levels(name: str) -> tuple[int, int] | None:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """(N, C, H, W) in channels-last as (N H W, C)."""
-    return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1])
+    """(N, C, H, W) as (N H W, C), contiguous: what is made of it is then in channels-last."""
+    return t.permute(0, 2, 3, 1).reshape(-1, t.shape[1]).contiguous()
 
 
 def _image(rows: Tensor, like: Tensor) -> Tensor:

@@ -283,7 +283,8 @@ def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     p = matrices(lay, key, t.dtype, t.device).view(lay.samples, lay.tiles, rank, tile)
     buffer = t.new_empty(0)
     for part in _parts(t, lay.tiles * tile * channels):
-        body = torch.index_select(t[part], 1, places.tokens, out=buffer.resize_(0))
+        out = buffer.resize_(0) if type(t) is Tensor else None  # a fake tensor cannot be written to at another size
+        body = torch.index_select(t[part], 1, places.tokens, out=out)
         if places.filled is not None:
             body = t.new_zeros(len(body), lay.tiles * tile, channels).index_copy_(1, places.filled, body)
         torch.bmm(p[part].flatten(0, 1), body.view(-1, tile, channels), out=tiles[part].flatten(0, 1))
