@@ -165,7 +165,7 @@ class Step:
     def note(self, x: Tensor, kept: tuple[Tensor, ...], trained: bool) -> None:
         """Record what this forward does and saves of x, for the report; `trained`: whether w requires a gradient."""
         if self.ran is not None:
-            self.ran.kept(x, *kept[self.method.draws :])
+            self.ran.kept(x, kept[self.method.draws :], draws.in_backward())
             source = "" if self.origin is None or not trained else self.origin.recipe
             self.ran.step(self.method, self.served, source, not trained)
 

@@ -235,6 +235,8 @@ def formats(ran: Ran) -> tuple[str, str, str]:
         g_x = g_x.replace("/auto", f"/{method.grad_input.scale_axis}")
     g_w = "none: the weight is frozen" if ran.frozen else str(method.grad_weight).removeprefix("g_w:")
     x = "nothing" if ran.frozen else str(method.saved).removeprefix("saved:")
+    if ran.recomputed:
+        return g_x, g_w, f"{x}, made in backward"
     return g_x, g_w, f"shared: {describe(ran.source)}" if ran.source else x
 
 

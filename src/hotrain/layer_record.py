@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,6 +24,8 @@ class Ran:
         frozen: whether the weight requires no gradient, so that nothing of the input is saved.
         exact_bytes: of the input as exact training saves it, for one call.
         elements: of the input.
+        recomputed: whether backward made the codes: of a checkpointed block's input, or where a compiler keeps the
+            input itself, for another reader.
     """
 
     method: Method | None = None
@@ -32,15 +35,17 @@ class Ran:
     frozen: bool = False
     exact_bytes: int = 0
     elements: int = 0
+    recomputed: bool = False
 
-    def kept(self, x: Tensor, *tensors: Tensor) -> None:
-        """Record in forward the tensors that are saved of x."""
-        self.exact_bytes, self.elements = x.nbytes, x.numel()
+    def kept(self, x: Tensor, tensors: Sequence[Tensor], in_backward: bool) -> None:
+        """Record the tensors that are saved of x, in forward, or in backward where that makes them again."""
+        self.exact_bytes, self.elements, self.recomputed = x.nbytes, x.numel(), in_backward
         self.shapes = [(str(t.dtype).removeprefix("torch."), t.nbytes) for t in tensors]
 
     def step(self, method: Method, kernels: bool, source: str, frozen: bool) -> None:
         """Record how the step is computed: called in forward in eager mode, in backward in compiled code."""
         self.method, self.kernels, self.frozen = method, kernels, frozen
         self.source = "" if frozen else source
-        if source or frozen:
+        self.recomputed = self.recomputed and not (source or frozen)
+        if source or frozen or self.recomputed:
             self.shapes = []

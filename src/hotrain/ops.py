@@ -29,7 +29,7 @@ from .activations.sharing import Origin
 from .autograd import Grads, Needs, Step
 from .backward import wide
 from .convolution import Geometry
-from .draws import Draws, handle_of, next_key, ran_of
+from .draws import Draws, handle_of, in_backward, next_key, ran_of
 from .method import GradInput, GradWeight, Method, Saved
 from .saved import Format
 from .transform.tokens import Grid, Layout
@@ -311,7 +311,7 @@ def _keep(x: Tensor, key: Tensor | None, tag: Tensor, spec: str, served: bool) -
     step = _runtime_step(key, tag, spec, served)
     kept = step.keep(x, step.layout(x.shape[:-1]))
     kept = kept if key is None else kept[1:]
-    ran_of(tag).kept(x, *kept)
+    ran_of(tag).kept(x, kept, in_backward())
     return _as_pair(kept, x)
 
 
@@ -340,7 +340,7 @@ def _forward(
     step = _runtime_step(key, tag, spec, served, transposed)
     y, kept = step.forward(x, w, b, step.layout(x.shape[:-1]), keeps)
     kept = kept if key is None else kept[1:]
-    ran_of(tag).kept(x, *kept)
+    ran_of(tag).kept(x, kept, in_backward())
     return (y, *_as_pair(kept, x)) if keeps else (y, x.new_empty(0), x.new_empty(0))
 
 
@@ -377,7 +377,7 @@ def _note(step: Step, tag: Tensor, codes: Tensor | None, source: str, needs: Seq
     """Record what this backward computes, for the report."""
     ran = ran_of(tag)
     if codes is not None and step.method.saved.bits is None and step.method.grad_weight.tile == 1:
-        ran.kept(codes, codes)  # x itself, saved without an op
+        ran.kept(codes, (codes,), False)  # x itself, saved without an op
     ran.step(step.method, step.served, source, not needs[1])
 
 
