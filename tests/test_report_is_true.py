@@ -55,7 +55,7 @@ def _pixels() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(8, 3, 64, 64)}
 
 
-_BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+_BERT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
 _LLAMA = {**_BERT, "num_key_value_heads": 1, "vocab_size": 60}
 _SEGFORMER = {
     "depths": [1, 1], "num_encoder_blocks": 2, "hidden_sizes": [32, 64], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
@@ -63,15 +63,15 @@ _SEGFORMER = {
 }  # fmt: skip
 
 MODELS: dict[str, Entry] = {
-    "vit": _wide(timm_model("vit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
-    "deit": _wide(timm_model("deit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=2), 8),
+    "vit": _wide(timm_model("vit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=1), 8),
+    "deit": _wide(timm_model("deit_tiny_patch16_224", 64, img_size=64, patch_size=8, depth=1), 8),
     "swin": _wide(timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, **SWIN), 8),
     "resnet": _wide(timm_model("resnet18", 64), 8),
     "convnext": _wide(timm_model("convnext_atto", 64), 8),
     "efficientnet": _wide(timm_model("test_efficientnet", 64), 8),
     "mobilenet": _wide(timm_model("mobilenetv3_small_050", 64), 8),
     "bert": Entry(_hf("bert", vocab_size=50, hidden_dropout_prob=0.0, **_BERT), _ids),
-    "gpt2": Entry(_hf("gpt2", vocab_size=60, n_positions=64, n_embd=64, n_layer=2, n_head=2), _ids),
+    "gpt2": Entry(_hf("gpt2", vocab_size=60, n_positions=64, n_embd=64, n_layer=1, n_head=2), _ids),
     "llama": Entry(_hf("llama", **_LLAMA), _ids),
     "hf_vit": Entry(_hf("vit", image_size=64, patch_size=8, **_BERT), _pixels),
     "segformer": Entry(_hf("segformer", **_SEGFORMER), _pixels),
