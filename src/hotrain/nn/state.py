@@ -247,11 +247,9 @@ class LayerState:
         if self.fallback is not None:
             return None
         dtype: torch.dtype = facts[1]
-        if self._without_kernel(device, dtype, place) is not None:
-            return False
         if question is not None:
-            planning.rehearse(question)
-        return True
+            planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
+        return self._without_kernel(device, dtype, place) is None
 
     _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
