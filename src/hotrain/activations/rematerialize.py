@@ -104,7 +104,10 @@ def product(a: str, b: str) -> str:
 def heads(form: str, columns: int, saved: bool) -> str:
     """The recipe of attention's result (B, H, T, D), with codes of (B, T, H, D): its transpose alone can be made.
 
-    saved: whether attention's backward reads these codes too; else they are there for the layer behind alone.
+    Args:
+        form: a name in `GROUPED`.
+        columns: D.
+        saved: whether attention's backward reads these codes too; else they are there for the layer behind alone.
     """
     return f'["heads", "{form}", {operator.index(columns)}{_SAVED if saved else ""}]'
 
@@ -155,7 +158,9 @@ def _described(recipe: Any) -> str:
 def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
     """(dtype, bytes) of the tensors of a recipe that nobody saves but the layer that reads it.
 
-    elements: of the tensor that is made.
+    Args:
+        recipe: of a layer's input, "" where it is its own.
+        elements: of the tensor that is made.
     """
     if not recipe.startswith('["output"'):
         return []
