@@ -43,7 +43,6 @@ class LayerState:
         spec, random, low_rank: what Dynamo reads of the running method and the grid, and so guards on.
         origins: the producers of saved activations, for activation sharing (``memory="block"``).
         verdicts: cached decisions of the plan for the current method, grid and plan.
-        given: the plan's decision from outside (a resumed run): why the layer stays exact, "" where it does not.
         running: the method with its number format chosen for the device of the last forward, or of the weight.
     """
 
@@ -60,7 +59,6 @@ class LayerState:
     low_rank: bool = field(init=False, repr=False, default=False)
     origins: Origins | None = field(repr=False, compare=False, default=None)
     verdicts: dict[Any, str | None] = field(init=False, repr=False, compare=False, default_factory=dict)
-    given: str | None = field(init=False, repr=False, compare=False, default=None)
     running: Method = field(init=False, repr=False, compare=False, default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -137,8 +135,6 @@ class LayerState:
 
     def _planned(self, module: Any, x: Tensor, transposed: bool) -> str | None:
         """Why the layer stays exact by the plan, cached for each shape."""
-        if self.given is not None:
-            return self.given or None
         if self.plan == "memory":
             return None
         w, dtype = module.weight, autograd.autocast_dtype(x)
@@ -190,8 +186,6 @@ class LayerState:
 
     def _plan(self, question: planning.Question | None) -> str | None:
         """Why the layer stays exact on a GPU, or None."""
-        if self.given is not None:
-            return self.given or None
         if question is None or self.plan == "memory":
             return None
         why = self._without_kernel(question.device, question.dtype, question.geometry)
