@@ -813,7 +813,9 @@ def examine_compiled(p: Program) -> list[str] | None:
     for what, a, b in (("forward", got.y, plain.y), ("input", got.input, plain.input)):
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, atol=1e-5 * (1 + float(b.abs().max()))):
             wrong.append(f"{what}: differs by {_distance(a, b):.2g}")
-    if _lies(got.y) != _lies(plain.y):
+    # Decompositions may give other strides than the kernels (batch norm of a transposed tensor on a CPU): those
+    # of eager mode are right too.
+    if _lies(got.y) not in (_lies(plain.y), _lies(exact.y)):
         wrong.append(f"strides: of the result {got.y.stride()}, not {plain.y.stride()}")
     near = dataclasses.replace(exact, gradients=plain.gradients)
     return wrong + _gradients(p, near, got, rounding=1e-3)  # a sign of an entry near zero, where results are near alone
