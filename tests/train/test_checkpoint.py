@@ -167,7 +167,11 @@ UNTIDY: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ),
     ("a-foreign-run", lambda s: s["run"].update(epoch=3), "'run' cannot be restored .*did you mean 'epochs'"),
     ("a-run-of-nonsense", lambda s: s["run"].update(lora={"rang": 3}), "'run' cannot be restored .*lora"),
-    ("an-absolute-run_id", lambda s: s.update(run_id="/elsewhere/victim"), "run_id is '/elsewhere/victim', .* plain folder name"),
+    (
+        "an-absolute-run_id",
+        lambda s: s.update(run_id="/elsewhere/victim"),
+        "run_id is '/elsewhere/victim', .* plain folder name",
+    ),
     ("a-run_id-above", lambda s: s.update(run_id="../victim"), "run_id is '../victim'"),
     ("a-run_id-of-dots", lambda s: s.update(run_id=".."), r"run_id is '\.\.'"),
     ("an-update-to-come", lambda s: s.update(update=10**9), "is of update 1000000000, the run has 10"),
