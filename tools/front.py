@@ -45,11 +45,12 @@ def headline(folder: Path = records.RESULTS) -> str:
     headers = ["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"]
     headers += [f"accuracy, {LABELS[model]}" for model in compared]
     text = records._markdown(headers, lines) + f"\n\nSteps: {_where(run[0])}."
-    layers = [row["layers"] for row in run if row["variant"] == DEFAULT_VARIANT and row.get("layers")]
+    default = [row for row in run if (row["subject"], row["variant"]) == (SUBJECT, DEFAULT_VARIANT)]
+    layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
         text += f" The default ran {records.ran(layers[-1])}."
     if compared:
-        return text + f" Accuracy in %, {_seeds(compared)}: [results](docs/results.md)."
+        return text + f" Accuracy in %, {_seeds(compared)}: [results](docs/results.md).{_converted(compared)}"
     return text + " Accuracy of exactly this configuration is not recorded yet; what is: [results](docs/results.md)."
 
 
@@ -86,6 +87,21 @@ def _comparisons(folder: Path) -> dict[str, list[dict[str, Any]]]:
             if "_default_h200_" in path.name and records.paired_gaps(rows, model, DEFAULT):
                 found[model] = rows
     return found
+
+
+def _converted(compared: dict[str, list[dict[str, Any]]]) -> str:
+    """Where the default's plan left every layer of a network exact: its accuracy with all layers converted."""
+    gaps = []
+    for model, rows in compared.items():
+        ran = [row["layers"] for row in rows if (row["model"], row["method"]) == (model, DEFAULT) and row.get("layers")]
+        if not ran or any(group["g_w"] != "exact" for group in ran[-1]):
+            continue
+        all_converted = records.paired_gaps(rows, model, f"{DEFAULT}@memory")
+        gap = records._mean(all_converted, sign="+") if all_converted else "not measured"
+        gaps.append(f"{LABELS[model]}: {gap}")
+    if not gaps:
+        return ""
+    return f" In these small networks its plan left every layer exact; with all of them converted, {', '.join(gaps)}."
 
 
 def _accuracy(rows: list[dict[str, Any]], model: str, method: str | None) -> str:
