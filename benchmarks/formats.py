@@ -1,4 +1,4 @@
-"""Gradient errors of activation formats, for every operator of `hotrain.activations`, on trained models.
+"""Gradient errors of activation formats, for every operator of `hotrain.compress`, on trained models.
 
     python benchmarks/formats.py --data cifar10.npz [--models small_vit,small_resnet18] [--out FILE]
 
@@ -34,13 +34,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import hotrain
-from hotrain.activations import format_policy, functions, mode
 from hotrain.bench.conditions import conditions, write
+from hotrain.compress import formats as policy
+from hotrain.compress import functions, mode
 from hotrain.saved import Grouped, Levels
 from hotrain.train.data import ArrayData, load_data
 from hotrain.train.models import create_model
 
-EXACT = dict.fromkeys(format_policy.FORMATS, "exact")
+EXACT = dict.fromkeys(policy.FORMATS, "exact")
 MULTIPLICATIONS = (torch.mul, Tensor.mul, Tensor.__mul__)
 
 # ---- formats: those of the policy, and candidates that exist only in this file ----
@@ -126,7 +127,7 @@ VALUES |= {
 OF_NORMS = (*EVERYWHERE, "int4/row", "int4 nearest/row", "int2/row")
 OF_HEADS = ("int8", "int6", "int4", "int4 nearest", "int3", "int2")
 SLOPES: dict[str, Levels | Grouped] = {
-    "slope 4 bits": format_policy.SLOPES,
+    "slope 4 bits": policy.SLOPES,
     "slope 3 bits": Levels(3, first=-1, per_one=5),
     "slope 2 bits, -1 to 2": Levels(2, first=-1, per_one=1),
     "slope 2 bits, 0 to 1": Levels(2, first=0, per_one=3),
@@ -136,9 +137,9 @@ SLOPES: dict[str, Levels | Grouped] = {
     "input int3": VALUES["int3"],
 }
 DERIVED = Of(F.gelu, VALUES["int4"])
-format_policy.GROUPED.update(VALUES)
-format_policy.GROUPED["exact"] = Exact()  # type: ignore[assignment]
-format_policy.GROUPED["derived"] = DERIVED  # type: ignore[assignment]
+policy.GROUPED.update(VALUES)
+policy.GROUPED["exact"] = Exact()  # type: ignore[assignment]
+policy.GROUPED["derived"] = DERIVED  # type: ignore[assignment]
 
 # ---- operators ----
 
@@ -181,14 +182,14 @@ OPERATORS = (
     Operator("conv2d", (F.conv2d,), "conv", {1: "g_w"}, channels=1),
 )
 for _name in ATTENTION_OUTPUT:
-    format_policy.GROUPED[_name] = Either(*(format_policy.GROUPED[part] for part in _name.split(" / ")))  # type: ignore[assignment]
+    policy.GROUPED[_name] = Either(*(policy.GROUPED[part] for part in _name.split(" / ")))  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
 def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     """Context: the policy with these formats, all other entries exact; ``slope``: derivative of GELU and SiLU."""
-    before, slopes = dict(format_policy.FORMATS), dict(functions.ACTIVATIONS)
-    format_policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
+    before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
+    policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
     for name in ("gelu", "silu"):
         form, kind = SLOPES[formats.get("slope", "slope 4 bits")], slopes[name]
         # Formats that are not of derivatives pack x, and backward computes the derivative.
@@ -197,7 +198,7 @@ def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        format_policy.FORMATS.update(before)
+        policy.FORMATS.update(before)
         functions.ACTIVATIONS.update(slopes)
 
 

@@ -37,8 +37,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.activations import composed_norms, eager_fallback, format_policy, mode, partitioner, sharing
-from hotrain.activations.slopes import ACTIVATIONS
+from hotrain.compress import compiled, composed_norms, eager, formats, mode, sharing
+from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.method import GradWeight, Method, Saved
 from hotrain.saved import Levels
 
@@ -66,9 +66,9 @@ def small_and_fine() -> Iterator[None]:
         if a.levels is not None
     }
     with contextlib.ExitStack() as stack:
-        for module in (mode, composed_norms, sharing, partitioner, eager_fallback):
+        for module in (mode, composed_norms, sharing, compiled, eager):
             stack.enter_context(mock.patch.object(module, "SMALL", THRESHOLD))
-        stack.enter_context(mock.patch.dict(format_policy.FORMATS, dict.fromkeys(format_policy.FORMATS, "int8")))
+        stack.enter_context(mock.patch.dict(formats.FORMATS, dict.fromkeys(formats.FORMATS, "int8")))
         stack.enter_context(mock.patch.dict(ACTIVATIONS, eight))
         yield
 
@@ -784,7 +784,7 @@ def _description(model: nn.Module) -> dict[str, Any]:
 # As Inductor cuts and decomposes, without a C++ compiler behind.
 _BACKENDS = [
     aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=cut, decompositions=select_decomp_table())
-    for cut in (min_cut_rematerialization_partition, partitioner.partition)
+    for cut in (min_cut_rematerialization_partition, compiled.partition)
 ]
 
 

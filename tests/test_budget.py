@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.activations.checkpointing import Recomputed, blocks, keep_all, recompute
+from hotrain.compress.checkpointing import Recomputed, blocks, keep_all, recompute
 
 
 class Block(nn.Module):

@@ -186,7 +186,7 @@ def test_every_module_says_what_it_is_and_every_folder_is_in_the_map(docs: Any) 
 
 
 def test_packages_that_list_their_modules_list_all() -> None:
-    for package in ("activations", "transform"):
+    for package in ("compress", "transform"):
         folder = ROOT / "src/hotrain" / package
         said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
         missing = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hotrain.activations import format_policy
+from hotrain.compress import formats
 
 TOOLS = str(Path(__file__).resolve().parents[1] / "tools")
 
@@ -60,11 +60,11 @@ def test_an_operator_s_line_has_bytes_errors_and_the_share_of_a_batch_s_noise(
 
 
 def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp_path: Path) -> None:
-    slope = f"slope {format_policy.SLOPES.bits} bits"
+    slope = f"slope {formats.SLOPES.bits} bits"
     entries = {"gelu": slope} | {
-        operator: format_policy.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items() if entry != "slope"
+        operator: formats.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items() if entry != "slope"
     }
-    entries["silu"] = f"input {format_policy.FORMATS['curve']}"
+    entries["silu"] = f"input {formats.FORMATS['curve']}"
     rows = [measured(f"m/{name}", form) for name, today in entries.items() for form in (today, "another")]
     write(tmp_path, *rows)
     text = formats_table.operators(tmp_path)
@@ -73,7 +73,7 @@ def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp
 
 
 def test_every_entry_of_the_policy_is_an_operator_s(formats_table: ModuleType) -> None:
-    assert set(format_policy.FORMATS) | {"slope"} == set(formats_table.ENTRIES.values())
+    assert set(formats.FORMATS) | {"slope"} == set(formats_table.ENTRIES.values())
 
 
 def test_an_operator_is_shown_of_the_first_model_that_has_it(formats_table: ModuleType, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ ORDER = [
     ("hotrain.convolution", "hotrain.forward"),
     ("hotrain.kernels",),
     ("hotrain.autograd",),
-    ("hotrain.ops", "hotrain.planning", "hotrain.activations"),
+    ("hotrain.ops", "hotrain.planning", "hotrain.compress"),
     ("hotrain.functional",),
     ("hotrain.nn",),
     ("hotrain.grids",),

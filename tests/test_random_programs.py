@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrain.activations import functions
+from hotrain.compress import functions
 
 # HOTRAIN_PROGRAMS=123456 for other programs than the usual ones.
 FIRST = int(os.environ.get("HOTRAIN_PROGRAMS", "0"))

@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from zoo import SWIN, Entry, call, timm_model
 
 import hotrain
-from hotrain.activations.partitioner import partition
+from hotrain.compress.compiled import partition
 
 
 def _wide(entry: Entry, batch: int) -> Entry:

@@ -7,7 +7,7 @@ from typing import Any
 
 import records
 
-from hotrain.activations import format_policy
+from hotrain.compress import formats
 
 # operator → what the policy calls its entry
 ENTRIES = {
@@ -106,8 +106,8 @@ def _model(row: dict[str, Any]) -> str:
 def _today(operator: str) -> str:
     entry = ENTRIES[operator]
     if entry == "slope":
-        return f"slope {format_policy.SLOPES.bits} bits"
-    return f"input {format_policy.FORMATS[entry]}" if entry == "curve" else format_policy.FORMATS[entry]
+        return f"slope {formats.SLOPES.bits} bits"
+    return f"input {formats.FORMATS[entry]}" if entry == "curve" else formats.FORMATS[entry]
 
 
 def _conditions(rows: list[dict[str, Any]]) -> str:

@@ -51,9 +51,9 @@ class Origin(Protocol):
     """The producer of a layer's input: backward rematerializes the input, and the layer saves nothing of it.
 
     Attributes:
-        recipe: how (`hotrain.activations.rematerialize`).
+        recipe: how (`hotrain.compress.rematerialize`).
         tensors: of which; a preceding op saves them.
-        remake: (saved tensors, shape, dtype) → the input (`hotrain.activations.sharing`).
+        remake: (saved tensors, shape, dtype) → the input (`hotrain.compress.sharing`).
     """
 
     @property

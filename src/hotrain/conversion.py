@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .activations.checkpointing import keep_all
-from .activations.interpose import unwrap, wrap
-from .activations.mode import Buffers, serve_layer
-from .activations.rematerialize import describe, saved_by_reader
+from .compress.checkpointing import keep_all
+from .compress.interpose import unwrap, wrap
+from .compress.mode import Buffers, serve_layer
+from .compress.rematerialize import describe, saved_by_reader
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
@@ -281,7 +281,7 @@ def convert(
             converted.
         memory: which saved activations are compressed: ``"linear"``, those of converted layers; ``"block"``, those of
             activation functions, norms, attention, dropout, products, pooling and exact layers as well
-            (`hotrain.activations`): everything that is called while the model runs forward. None is the method's own.
+            (`hotrain.compress`): everything that is called while the model runs forward. None is the method's own.
 
     Returns:
         A report with one row per layer.

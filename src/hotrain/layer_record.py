@@ -20,7 +20,7 @@ class Ran:
         shapes: (dtype, bytes) of each tensor that the layer itself saves of its input, for one call; empty where the
             input is shared, and where the weight is frozen.
         source: the op whose saved activation backward rematerializes the input from
-            (`hotrain.activations.rematerialize`), "" where the layer saves it.
+            (`hotrain.compress.rematerialize`), "" where the layer saves it.
         frozen: whether the weight requires no gradient, so that nothing of the input is saved.
         exact_bytes: of the input as exact training saves it, for one call.
         elements: of the input.

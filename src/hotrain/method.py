@@ -251,7 +251,7 @@ class Method:
         knobs: names of the overrides that this method accepts.
         forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
         memory: which activations are compressed: ``"linear"``, the inputs that converted layers save, or ``"block"``,
-            all other saved activations as well (`hotrain.activations`).
+            all other saved activations as well (`hotrain.compress`).
         automatic: whether the number format follows the device: e4m3 where it has fp8 matrix units, else the given
             integers (`on_device`). Only our own methods do; published methods stay as published.
 

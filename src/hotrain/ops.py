@@ -25,9 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autograd
 from ._version import __version__
-from .activations.sharing import Origin
 from .autograd import Grads, Needs, Step
 from .backward import wide
+from .compress.sharing import Origin
 from .convolution import Geometry
 from .draws import Draws, handle_of, in_backward, next_key, ran_of
 from .method import GradInput, GradWeight, Method, Saved
@@ -155,7 +155,7 @@ def linear(
 ) -> Tensor:
     """`hotrain.functional.linear` under Dynamo.
 
-    The origin of x is filled in by `activations.mode`, which intercepts the call.
+    The origin of x is filled in by `compress.mode`, which intercepts the call.
 
     Args:
         x: (*, I).

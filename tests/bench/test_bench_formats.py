@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hotrain.activations import format_policy, functions, mode
+from hotrain.compress import formats as policy
+from hotrain.compress import functions, mode
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
 
 @pytest.fixture(scope="module")
 def formats() -> Iterator[ModuleType]:
-    before = dict(format_policy.GROUPED)
+    before = dict(policy.GROUPED)
     sys.path.insert(0, BENCHMARKS)
     try:
         yield importlib.import_module("formats")
     finally:
         sys.path.remove(BENCHMARKS)
         sys.modules.pop("formats", None)
-        format_policy.GROUPED.clear()
-        format_policy.GROUPED.update(before)
+        policy.GROUPED.clear()
+        policy.GROUPED.update(before)
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -69,19 +70,19 @@ def test_noise_is_what_two_batches_do_not_share(formats: ModuleType) -> None:
 
 def test_chosen_formats_hold_within_and_the_policy_comes_back(formats: ModuleType) -> None:
     x = draw(0, 64, 256).requires_grad_()
-    before, slopes = dict(format_policy.FORMATS), dict(functions.ACTIVATIONS)
+    before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
     (exact,) = torch.autograd.grad(F.gelu(x).sum(), x)
     errors = []
     for form in ("slope 4 bits", "slope 3 bits", "input int8"):
         with formats.chosen({"slope": form}), formats.Only([F.gelu]) as only:
             y = F.gelu(x)
             (found,) = torch.autograd.grad(y.sum(), x)
-            assert set(format_policy.FORMATS.values()) == {"exact"}
+            assert set(policy.FORMATS.values()) == {"exact"}
         assert only.buffers.served
         errors.append(((found - exact).norm() / exact.norm()).item())
     # Steps of 1/11, of 1/5 and of 1/127 of the largest entry.
     assert errors[2] < errors[0] < errors[1]
-    assert (before, slopes) == (format_policy.FORMATS, functions.ACTIVATIONS)
+    assert (before, slopes) == (policy.FORMATS, functions.ACTIVATIONS)
 
 
 def test_only_what_is_named_is_served(formats: ModuleType) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import autograd
-from hotrain.activations import kernel_ops
-from hotrain.activations.slopes import ACTIVATIONS
+from hotrain.compress import kernel_ops
+from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS
 from hotrain.kernels import activation_kernels as B
 from hotrain.saved import Bits, Grouped, group_size, in_pieces

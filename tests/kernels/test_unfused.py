@@ -13,11 +13,11 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.activations import kernel_ops, mode
-from hotrain.activations.format_policy import BITS, GROUPED
-from hotrain.activations.functions import Norm, Slope
-from hotrain.activations.mode import Buffers
-from hotrain.activations.slopes import ACTIVATIONS
+from hotrain.compress import kernel_ops, mode
+from hotrain.compress.formats import BITS, GROUPED
+from hotrain.compress.functions import Norm, Slope
+from hotrain.compress.mode import Buffers
+from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import activation_kernels as B
 from hotrain.kernels import dispatch
 from hotrain.kernels import eager_kernels as U

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..activations.checkpointing import Recomputed, blocks, keep_all, recompute
-from ..activations.interpose import Wrapped
 from ..audit.saved_bytes import bytes_inside, saved_bytes, tensors
 from ..audit.unchanged import as_found
+from ..compress.checkpointing import Recomputed, blocks, keep_all, recompute
+from ..compress.interpose import Wrapped
 from ..conversion import convert, revert
 from ..method import Method
 from ..nn.state import layer_states

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..activations.format_policy import SMALL
 from ..audit.saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
+from ..compress.formats import SMALL
 from ..conversion import ConversionReport
 from ..tables import bytes_text, table
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from ..activations.mode import Example
 from ..autograd import autocast_to
+from ..compress.mode import Example
 from .saved_bytes import SavedBytes, saved_bytes
 
 

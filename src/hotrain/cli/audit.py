@@ -158,8 +158,8 @@ def _measured(
 def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any) -> FitReport:
     """`hotrain.fit` with the run's method and optimizer; shows every batch that it tries, and what it found."""
     import hotrain
-    from hotrain.activations.checkpointing import blocks
     from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
+    from hotrain.compress.checkpointing import blocks
     from hotrain.train.optimization import create_optimizer
     from hotrain.train.setup import autocast
 

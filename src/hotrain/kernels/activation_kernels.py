@@ -4,7 +4,7 @@
 
     keep       x               ──►  codes and scales of its groups            `saved.Grouped.keep`, int4 and int8
     activate   x               ──►  f(x), and codes of f's derivative         `saved.Levels.keep`
-    restore    codes, scales   ──►  x, or γ x + β, or f of these, or a product of two   `activations.rematerialize.make`
+    restore    codes, scales   ──►  x, or γ x + β, or f of these, or a product of two   `compress.rematerialize.make`
     normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f   BatchNorm forward
     sums       g_y             ──►  Σ g and Σ g x̂ per channel, g = g_y f'     the first half of its backward
     gradient   g               ──►  g_x                                       the second half

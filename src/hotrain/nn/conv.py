@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional, ops
-from ..activations.mode_stack import aside
+from ..compress.mode_stack import aside
 from ..convolution import Geometry
 from ..method import Method
 from ..presets import DEFAULT

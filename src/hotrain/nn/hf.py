@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional, ops
-from ..activations.mode_stack import aside
+from ..compress.mode_stack import aside
 from .state import LayerState
 
 

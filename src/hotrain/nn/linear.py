@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional, ops
-from ..activations.mode_stack import aside
+from ..compress.mode_stack import aside
 from ..method import Method
 from ..presets import DEFAULT
 from ..transform.tokens import Grid

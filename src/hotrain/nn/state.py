@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd, ops, planning
-from ..activations.sharing import Origin, Origins
 from ..autograd import Step
+from ..compress.sharing import Origin, Origins
 from ..convolution import Geometry
 from ..draws import Draws, place_all
 from ..layer_record import Ran

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hotrain.activations import attention, mode
-from hotrain.activations.format_policy import FORMATS, GROUPED
-from hotrain.activations.mode import Buffers, Compressed
+from hotrain.compress import attention, mode
+from hotrain.compress.formats import FORMATS, GROUPED
+from hotrain.compress.mode import Buffers, Compressed
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 

@@ -9,8 +9,8 @@ import torch
 from served_cases import CASES, Case, Whole, differentiate, nbytes, saving, served
 from torch import Tensor
 
-from hotrain.activations import functions
-from hotrain.activations.format_policy import FORMATS, GROUPED
+from hotrain.compress import functions
+from hotrain.compress.formats import FORMATS, GROUPED
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 

@@ -27,9 +27,9 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.activations import functions, kernel_ops, rematerialize, sharing
-from hotrain.activations.format_policy import GROUPED
-from hotrain.activations.slopes import ACTIVATIONS
+from hotrain.compress import functions, kernel_ops, rematerialize, sharing
+from hotrain.compress.formats import GROUPED
+from hotrain.compress.slopes import ACTIVATIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST = torch.channels_last

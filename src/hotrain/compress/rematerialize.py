@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import backward
 from ..saved import Bits, Grouped, Levels, group_size
-from .format_policy import GROUPED
+from .formats import GROUPED
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hotrain
 from hotrain import products
-from hotrain.activations import interpose
-from hotrain.activations.checkpointing import keep_all, recompute
-from hotrain.activations.mixins import Mixin
+from hotrain.compress import interpose
+from hotrain.compress.checkpointing import keep_all, recompute
+from hotrain.compress.mixins import Mixin
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -474,7 +474,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
     try:
         from torch.distributed.fsdp import fully_shard
 
-        from hotrain.activations import mode
+        from hotrain.compress import mode
 
         mode.SMALL = 2
         found: dict[str, Any] = {}

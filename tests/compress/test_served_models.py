@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import SWIN, call, timm_model
 
 import hotrain
-from hotrain.activations import composed_norms, mode
+from hotrain.compress import composed_norms, mode
 
 SMALL = 2048
 # Of all gradients together, against their size: 0.03 to 0.12 were measured; twice the largest.

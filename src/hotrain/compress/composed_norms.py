@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import autograd
-from .format_policy import FORMATS, SMALL
+from .formats import FORMATS, SMALL
 from .mode import ATTRIBUTE, Buffers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..saved import Levels
-from .format_policy import SLOPES
+from .formats import SLOPES
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Activation:
         f: the function.
         slope: its derivative at x in float32.
         levels: the format of the derivative; None for a derivative of two values, in 1 bit per element.
-        by_input: whether x is saved instead, in the format of `format_policy.FORMATS`; backward makes from it the
+        by_input: whether x is saved instead, in the format of `formats.FORMATS`; backward makes from it the
             derivative, and f(x) for the next layer. This halves the bytes, but backward computes f twice: not for GELU,
             whose 4-bit derivative is read at memory bandwidth (docs/memory.md).
     """

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.activations import graph_uses, partitioner
-from hotrain.activations.interpose import wrap
-from hotrain.activations.mode import EAGER, UNCUT, Buffers
+from hotrain.compress import compiled, graph_uses
+from hotrain.compress.interpose import wrap
+from hotrain.compress.mode import EAGER, UNCUT, Buffers
 
 X = (4, 8, 48)
 # As in `test_rest`: int8 is 0.7 % of a normal entry, a derivative's share up to twice that, the rest for luck; bfloat16
@@ -38,13 +38,13 @@ def _backend(cut: Callable[..., Any]) -> Any:
     return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=cut, decompositions=select_decomp_table())
 
 
-BACKEND, PLAIN = _backend(partitioner.partition), _backend(min_cut_rematerialization_partition)
+BACKEND, PLAIN = _backend(compiled.partition), _backend(min_cut_rematerialization_partition)
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr(partitioner, "SMALL", 100)
+    monkeypatch.setattr(compiled, "SMALL", 100)
     yield
     torch._inductor.config.custom_partitioner_fn = None
 
@@ -343,7 +343,7 @@ def test_a_graph_without_a_converted_model_is_cut_as_pytorch_cuts_it() -> None:
 
     def both(gm: Any, joint_inputs: Any, **options: Any) -> Any:
         theirs = min_cut_rematerialization_partition(copy.deepcopy(gm), joint_inputs, **options)
-        ours = partitioner.partition(gm, joint_inputs, **options)
+        ours = compiled.partition(gm, joint_inputs, **options)
         cuts.append([(half.code, other.code) for half, other in zip(ours, theirs, strict=True)])
         return ours
 
@@ -382,7 +382,7 @@ class Gated(nn.Module):
 @contextlib.contextmanager
 def _operators_for(size: int) -> Iterator[None]:
     """Operators that serve from that many entries on."""
-    from hotrain.activations import composed_norms, mode
+    from hotrain.compress import composed_norms, mode
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mode, "SMALL", size)
@@ -444,7 +444,7 @@ def test_scales_and_statistics_of_codes_stay() -> None:
     report = hotrain.convert(model, "exact", memory="block")
     assert report.buffers is not None
     with _operators_for(2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partitioner, "SMALL", 2)
+        patch.setattr(compiled, "SMALL", 2)
         got = step_of(torch.compile(copy.deepcopy(model), backend=BACKEND), x)
         torch._dynamo.reset()
         want = step_of(torch.compile(model, backend=PLAIN), x)
@@ -466,7 +466,7 @@ def test_the_report_says_that_a_gpu_waits_for_eager_mode(monkeypatch: pytest.Mon
     model, buffers = calling(torch.square, X)
     gradients(model, [rand(*X)])
     assert EAGER not in str(buffers)
-    monkeypatch.setattr(sys.modules["hotrain.activations.interpose"], "_is_on_gpu", lambda *_: True)
+    monkeypatch.setattr(sys.modules["hotrain.compress.interpose"], "_is_on_gpu", lambda *_: True)
     model.eval()
     model(rand(*X))
     assert EAGER not in str(buffers)
@@ -497,7 +497,7 @@ def test_another_partitioner_stays_in_charge_of_the_cut() -> None:
     buffers.region()
     buffers.region()  # once is enough
     ours = torch._inductor.config.custom_partitioner_fn
-    assert isinstance(ours, partitioner.Partitioner)
+    assert isinstance(ours, compiled.Partitioner)
     assert ours.inner is theirs
     gradients(torch.compile(model, backend=_backend(ours)), [rand(*X)])
     assert theirs.calls == 1
@@ -506,10 +506,10 @@ def test_another_partitioner_stays_in_charge_of_the_cut() -> None:
 
 def test_the_key_in_a_cache() -> None:
     """Of these files and of the other partitioner; None, which is for "not to be cached", stays None."""
-    alone, other = partitioner.Partitioner().uuid(), partitioner.Partitioner(Theirs()).uuid()
-    assert alone == partitioner.Partitioner().uuid()
+    alone, other = compiled.Partitioner().uuid(), compiled.Partitioner(Theirs()).uuid()
+    assert alone == compiled.Partitioner().uuid()
     assert alone != other
-    assert partitioner.Partitioner(Theirs(None)).uuid() is None
+    assert compiled.Partitioner(Theirs(None)).uuid() is None
 
 
 def test_a_graph_of_a_converted_model_has_a_name_of_its_own() -> None:
@@ -532,11 +532,11 @@ def test_a_report_outlives_nothing() -> None:
     model, buffers = calling(torch.square, X)
     gradients(torch.compile(model, backend=BACKEND), [rand(*X)])
     name = buffers.name
-    assert name in partitioner._regions
+    assert name in compiled._regions
     del model, buffers
     torch._dynamo.reset()
     gc.collect()
-    assert name not in partitioner._regions
+    assert name not in compiled._regions
 
 
 @pytest.mark.slow
@@ -574,7 +574,7 @@ def test_codes_are_made_where_the_tensor_is(f: Callable[[Tensor], Tensor]) -> No
             return x.sum()
 
     def look(gm: Any, joint_inputs: Any, **options: Any) -> Any:
-        halves = partitioner.partition(gm, joint_inputs, **options)
+        halves = compiled.partition(gm, joint_inputs, **options)
         orders.append([node.name for node in halves[0].graph.nodes])
         return halves
 

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from .. import autograd, backward
 from ..saved import memory_order
-from . import eager_fallback, kernel_ops, ops, rematerialize, sharing
+from . import eager, kernel_ops, ops, rematerialize, sharing
 from .attention import backend, prepared_mask
-from .format_policy import FORMATS, GROUPED, SMALL
+from .formats import FORMATS, GROUPED, SMALL
 from .functions import InPlace
 from .mode_stack import Mode, aside
 from .sharing import Origins, Unfinished, current_checkpoint
@@ -81,9 +81,9 @@ class Buffers:
     Attributes:
         full: operator → why its tensors are kept in full precision.
         origins: tensors of the forward that runs whose producer's saved tensors can be shared.
-        looked_at: functions without an operator of which `eager_fallback` knows what they save.
+        looked_at: functions without an operator of which `eager` knows what they save.
         passing: functions with neither an operator nor a rule.
-        uncut: whether the model was traced, and `partitioner` has seen no graph of it.
+        uncut: whether the model was traced, and `compiled` has seen no graph of it.
         waits: whether the model ran in eager mode on a GPU.
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
@@ -145,10 +145,10 @@ class Buffers:
 
     def region(self) -> str:
         """The mark that Dynamo writes to the metadata of this model's nodes."""
-        from . import partitioner
+        from . import compiled
 
         self.waits = False
-        return partitioner.region(self)
+        return compiled.region(self)
 
     # Dynamo runs them once and traces nothing.
     serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -207,15 +207,15 @@ class Compressed(Mode):
                 return y
         if compiling or not differentiates:
             return func(*args, **kwargs)
-        rule = eager_fallback.rule_of(self.buffers.looked_at, func, args, kwargs)
+        rule = eager.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None:
-            if handler is None and eager_fallback.passes(self.buffers.looked_at, func):
+            if handler is None and eager.passes(self.buffers.looked_at, func):
                 self.buffers.passing.add(func)
             return func(*args, **kwargs)
         if not self._may_compress():
             return func(*args, **kwargs)
         with aside():
-            return eager_fallback.call(self.buffers, rule, func, args, kwargs)
+            return eager.call(self.buffers, rule, func, args, kwargs)
 
     def stands_for(self, buffers: Buffers) -> bool:
         """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
@@ -700,7 +700,7 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 def _full(what: str, why: str) -> Callable[..., None]:
     """A handler that replaces nothing and records, for large tensors, why they are kept in full precision.
 
-    Compiled, the compiler decides what is kept, and `partitioner` in which form.
+    Compiled, the compiler decides what is kept, and `compiled` in which form.
     """
 
     def run(scope: Scope, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
 """How a compiled backward graph uses each saved tensor, and so which rounding the tensor may have.
 
-`eager_fallback` has a rule for each of PyTorch's functions, since in eager mode only the function is seen. A compiled
+`eager` has a rule for each of PyTorch's functions, since in eager mode only the function is seen. A compiled
 backward is there in full, so the rules are for uses: the tensor multiplies a gradient, is divided by, is compared.
 Functions with a bounded, continuous derivative are recognized by the name that PyTorch leaves on what it decomposed
-(``original_aten``). As in `eager_fallback` the table lists what may be rounded: any other use is exact.
+(``original_aten``). As in `eager` the table lists what may be rounded: any other use is exact.
 
 Words: *kept* is a tensor that forward passes to backward; a *gradient* is a node that depends on the gradient of the
 result; the other nodes are made in backward from kept tensors alone.

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.activations import eager_fallback
-from hotrain.activations.format_policy import GROUPED
-from hotrain.activations.mode import Buffers, Compressed
+from hotrain.compress import eager
+from hotrain.compress.formats import GROUPED
+from hotrain.compress.mode import Buffers, Compressed
 
 INT8 = GROUPED["int8"]
 X = (4, 8, 48)
@@ -33,7 +33,7 @@ BFLOAT16_ERROR = 3 * 2**-8
 
 @pytest.fixture(autouse=True)
 def _small_tensors_too(small_tensors_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager_fallback, "SMALL", 100)
+    monkeypatch.setattr(eager, "SMALL", 100)
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -201,7 +201,7 @@ def test_the_report_says_which_functions_keep_codes_and_how_much_others_keep() -
         y = y / torch.sin(y)
     assert buffers.served == {"glu (saved)": "int8", "div (saved)": "bfloat16, int8"}
     assert buffers.full == {"sin": "1.0 MiB per call, no rounding rule for it"}  # 64 · 64 · 64 · 4 bytes
-    assert eager_fallback.rule_of(buffers.looked_at, torch.sin, (x,), {}) is None  # known now
+    assert eager.rule_of(buffers.looked_at, torch.sin, (x,), {}) is None  # known now
 
 
 def test_parameters_and_inputs_and_what_is_made_of_them_alone_stay() -> None:

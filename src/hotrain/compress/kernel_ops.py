@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import autograd
 from ..kernels import FUNCTIONS
 from ..saved import Bits, Grouped, Levels, group_size
-from .format_policy import FORMATS, GROUPED
+from .formats import FORMATS, GROUPED
 from .rematerialize import in_backward, is_image, make, parsed, restore, wide
 from .slopes import ACTIVATIONS
 
@@ -65,7 +65,7 @@ def keep(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
     Args:
         t: (..., C), quantized in groups along its last axis.
-        form: a format of `format_policy.GROUPED`.
+        form: a format of `formats.GROUPED`.
 
     Returns:
         Codes and scales.
@@ -115,7 +115,7 @@ def restored(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: tor
     """Unpack what `keep` returned.
 
     Args:
-        form: a format of `format_policy.GROUPED`.
+        form: a format of `formats.GROUPED`.
         kept: codes and scales.
         shape: of the result.
         dtype: of the result.
@@ -200,7 +200,7 @@ def keep_normal(
         r: 1/σ.
         kind: of `functions.Norm`.
         dims: of `functions.Norm`.
-        form: a format of `format_policy.GROUPED`.
+        form: a format of `formats.GROUPED`.
         definition: computes x̂ with channels last: the reference.
 
     Returns:

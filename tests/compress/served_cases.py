@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotrain.activations import functions
-from hotrain.activations.format_policy import BITS, FORMATS, GROUPED
-from hotrain.activations.mode import Buffers, Compressed
+from hotrain.compress import functions
+from hotrain.compress.formats import BITS, FORMATS, GROUPED
+from hotrain.compress.mode import Buffers, Compressed
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format_policy import SMALL
+from .formats import SMALL
 from .kernel_ops import whole
 from .rematerialize import is_by_heads
 

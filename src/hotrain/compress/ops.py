@@ -2,7 +2,7 @@
 
 The mode calls them in eager mode and under Dynamo, which sees one node each; AOTAutograd then traces the autograd
 function inside, so that Inductor fuses packing and unpacking with their neighbours. Tensors are cast here as autocast
-casts them for the same operator of PyTorch. Format arguments (``form``) are names of `format_policy.GROUPED`, or
+casts them for the same operator of PyTorch. Format arguments (``form``) are names of `formats.GROUPED`, or
 recipes of `rematerialize`.
 """
 
@@ -57,7 +57,7 @@ _lib.define("region() -> ()")
 
 @torch.library.impl(_lib, "region", "CompositeExplicitAutograd")
 def region() -> None:
-    """Do nothing; the node gives graphs that `partitioner` changes another key in the compiler's cache."""
+    """Do nothing; the node gives graphs that `compiled` changes another key in the compiler's cache."""
 
 
 @_operator("slope(Tensor x, str name) -> Tensor")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..autograd import once
 from ..saved import as_it_was, memory_order
 from . import kernel_ops
-from .format_policy import BITS, GROUPED
+from .formats import BITS, GROUPED
 from .rematerialize import is_recipe, make, restore, values, wide
 from .slopes import ACTIVATIONS, ELSE, FACTOR
 

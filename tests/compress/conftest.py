@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrain.activations import composed_norms, mode
+from hotrain.compress import composed_norms, mode
 
 
 @pytest.fixture

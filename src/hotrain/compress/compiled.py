@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from ..saved import as_it_was, memory_order
 from . import graph_uses
-from .eager_fallback import FORMS
-from .format_policy import BITS, SMALL
+from .eager import FORMS
+from .formats import BITS, SMALL
 from .mode import KEY
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hotrain
-from hotrain.activations import mode
+from hotrain.compress import mode
 
 KERNELS = torch.ops.hotrain
 IMAGE = (2, 16, 6, 4)

@@ -9,7 +9,7 @@ hooks.
 it with its bytes. There are rules for
 
 * products: the derivative is a polynomial of the saved tensor, so that an error stays in proportion to the largest
-  element of its group: int8, as `format_policy` has it for matrices;
+  element of its group: int8, as `formats` has it for matrices;
 * smooth functions whose derivative is bounded and continuous (softplus, GLU, erf …): int8;
 * poles and exponentials: the derivative divides by the saved tensor, or the saved tensor spans orders of magnitude, and
   int8 would flush small elements to zero. bfloat16 keeps their exponent and halves float32; 16-bit tensors stay as
@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from ..saved import as_it_was, memory_order
-from .format_policy import GROUPED, SMALL
+from .formats import GROUPED, SMALL
 
 _COLUMNS = 16  # the least elements of a row that is quantized in groups
 

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrain
 from hotrain import autograd
-from hotrain.activations import mode, sharing
-from hotrain.activations.format_policy import BITS, FORMATS, GROUPED
-from hotrain.activations.mode import Buffers, Compressed
-from hotrain.activations.sharing import Origins
+from hotrain.compress import mode, sharing
+from hotrain.compress.formats import BITS, FORMATS, GROUPED
+from hotrain.compress.mode import Buffers, Compressed
+from hotrain.compress.sharing import Origins
 from hotrain.nn.state import LayerState
 
 BACKEND = "aot_eager_decomp_partition"
