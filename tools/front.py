@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ SUBJECT = "vit_base_patch16_224/b128"
 DEFAULT_VARIANT = "hotrain-default"
 # Exact training that the default is compared with: as CUDA graphs, which the default runs as, where that was measured.
 BASELINES = ("exact+graphs", "exact+compile")
-# variant → what the README calls it, and the method whose accuracy it has ("exact": it computes the same)
+# variant → what the README calls it
 SHOWN = {
-    "exact+graphs": ("exact, as CUDA graphs", "exact"),
-    "exact+compile": ("exact, compiled", "exact"),
-    "exact+compile+checkpoint": ("exact, every block checkpointed", "exact"),
-    "torchao-float8-tensorwise": ("torchao float8 (tensorwise)", None),
-    "exact-block": (f"exact products, `{DEFAULT}`'s buffers", "exact:memory=block"),
-    DEFAULT_VARIANT: (f"**hotrain, the default** (`{DEFAULT}`)", DEFAULT),
+    "exact+graphs": "exact, as CUDA graphs",
+    "exact+compile": "exact, compiled",
+    "exact+compile+checkpoint": "exact, every block checkpointed",
+    "torchao-float8-tensorwise": "torchao float8 (tensorwise)",
+    "exact-block": f"exact products, `{DEFAULT}`'s buffers",
+    DEFAULT_VARIANT: f"**hotrain, the default** (`{DEFAULT}`)",
 }
 
 
@@ -33,28 +32,36 @@ def headline(folder: Path = records.RESULTS) -> str:
         return records._none_yet("step")
     base = _baseline(run, SUBJECT)
     assert base is not None
-    compared = _comparisons(folder)
     lines = []
-    for variant, (name, method) in SHOWN.items():
+    for variant, name in SHOWN.items():
         ms = records._step_mean(run, SUBJECT, variant)
         peak = records._step_mean(run, SUBJECT, variant, "peak_bytes")
         if ms is None or peak is None or (variant in BASELINES and variant != base[0]):
             continue
-        accuracy = [_accuracy(rows, model, method) for model, rows in compared.items()]
-        lines.append([name, f"{ms:.1f}", f"{ms / base[1]:.2f}", f"{peak / records.GIB:.2f}", *accuracy])
-    headers = ["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"]
-    headers += [f"accuracy, {LABELS[model]}" for model in compared]
-    text = records._markdown(headers, lines) + f"\n\nSteps: {_where(run[0])}."
+        lines.append([name, f"{ms:.1f}", f"{ms / base[1]:.2f}", f"{peak / records.GIB:.2f}"])
+    text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], lines)
+    text += f"\n\nOne run on {_where(run[0])}"
     default = [row for row in run if (row["subject"], row["variant"]) == (SUBJECT, DEFAULT_VARIANT)]
     layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
-        text += f" The default ran {records.ran(layers[-1])}."
-    if compared:
-        return text + f" Accuracy in %, {_seeds(compared)}: [results](docs/results.md).{_converted(compared)}"
-    return text + " Accuracy of exactly this configuration is not recorded yet; what is: [results](docs/results.md)."
+        text += f"; the default ran {_counted(layers[-1])}"
+    return f"{text}. {_accuracies(_comparisons(folder))}"
 
 
-LABELS = {"small_vit": "small ViT, CIFAR-10", "small_resnet18": "ResNet-18, CIFAR-10"}
+def _counted(groups: list[dict[str, Any]]) -> str:
+    """How many layers ran in which number format."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        number = group["g_w"].rpartition("·")[2]
+        counts[number] = counts.get(number, 0) + group["layers"]
+    converted = [
+        f"{count} layers with gradient products in {number}" for number, count in counts.items() if number != "exact"
+    ]
+    exact = [f"{counts['exact']} exact"] if "exact" in counts else []
+    return ", ".join([*converted, *exact])
+
+
+LABELS = {"small_vit": "small ViT", "small_resnet18": "ResNet-18"}
 
 
 def _where(row: dict[str, Any]) -> str:
@@ -89,35 +96,29 @@ def _comparisons(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _converted(compared: dict[str, list[dict[str, Any]]]) -> str:
-    """Where the default's plan left every layer of a network exact: its accuracy with all layers converted."""
+def _accuracies(compared: dict[str, list[dict[str, Any]]]) -> str:
+    """The default's accuracy against exact, of each network: as `convert` gives it, and with every layer converted."""
+    if not compared:
+        return "Accuracy of exactly this configuration is not recorded yet; what is: [results](docs/results.md)."
     gaps = []
     for model, rows in compared.items():
         ran = [row["layers"] for row in rows if (row["model"], row["method"]) == (model, DEFAULT) and row.get("layers")]
-        if not ran or any(group["g_w"] != "exact" for group in ran[-1]):
-            continue
-        all_converted = records.paired_gaps(rows, model, f"{DEFAULT}@memory")
-        gap = records._mean(all_converted, sign="+") if all_converted else "not measured"
-        gaps.append(f"{LABELS[model]}: {gap}")
-    if not gaps:
-        return ""
-    return f" In these small networks its plan left every layer exact; with all of them converted, {', '.join(gaps)}."
-
-
-def _accuracy(rows: list[dict[str, Any]], model: str, method: str | None) -> str:
-    if method is None:
-        return "–"
-    values = [row["accuracy"] for row in rows if (row["model"], row["method"]) == (model, method)]
-    if not values:
-        return "–"
-    if method == records.CONTROL:
-        return f"{statistics.fmean(values):.2f}"
-    return f"{statistics.fmean(values):.2f} ({records._mean(records.paired_gaps(rows, model, method), sign='+')})"
-
-
-def _seeds(compared: dict[str, list[dict[str, Any]]]) -> str:
+        gap = _gap(rows, model, DEFAULT)
+        if ran and all(group["g_w"] == "exact" for group in ran[-1]):
+            everything = _gap(rows, model, f"{DEFAULT}@memory")
+            gap = f"{everything} with every layer converted, {gap} where the plan leaves these small layers exact"
+        gaps.append(f"{LABELS[model]} {gap}")
     counts = {len(records.paired_gaps(rows, model, DEFAULT)) for model, rows in compared.items()}
-    return f"in brackets the gap to exact, mean ± deviation over {' and '.join(map(str, sorted(counts)))} paired seeds"
+    seeds = " and ".join(map(str, sorted(counts)))
+    return (
+        f"Accuracy against exact on CIFAR-10, in points, mean ± deviation over {seeds} paired seeds: "
+        f"{'; '.join(gaps)} ([results](docs/results.md))."
+    )
+
+
+def _gap(rows: list[dict[str, Any]], model: str, method: str) -> str:
+    gaps = records.paired_gaps(rows, model, method)
+    return records._mean(gaps, sign="+") if gaps else "not measured"
 
 
 def pays(folder: Path = records.RESULTS) -> str:
