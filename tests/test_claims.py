@@ -107,7 +107,6 @@ FREE = {
     "8.0": lambda: "the compute capability of the kernels: likewise",
     "3.11": lambda: "Python: test_docs checks it against pyproject",
     "2.11": lambda: "PyTorch: test_docs checks it against pyproject",
-    "128": lambda: "a batch of the headline's subject",
     "1.00": lambda: "where time is equal",
     "1": lambda: "of 1-D convolutions",
     "3": lambda: "of 3-D convolutions",
