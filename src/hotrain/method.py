@@ -114,6 +114,11 @@ class GradInput:
         return self.bits is None and self.transform != "lowpass"
 
     @property
+    def multiplies_codes(self) -> bool:
+        """Whether the product is one of integer or fp8 codes."""
+        return self.bits is not None and self.number != "luq"
+
+    @property
     def scale_axis(self) -> str:
         """The scale in force: without a calibration, ``"auto"`` is per token (fp8: per tensor)."""
         if self.scale == "auto":
@@ -183,6 +188,11 @@ class GradWeight:
     def fixed(self) -> int:
         """How many of the rows are the same in every block."""
         return self.rank - self.sampled
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """As in `GradInput`."""
+        return self.bits is not None and self.number != "luq"
 
     @property
     def is_exact(self) -> bool:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import draws
+from . import draws, published
 from .method import Saved
-from .quantize import floating, published
-from .quantize.integer import Quantized, quantize
+from .quantize import encode
+from .quantize.integer import Quantized
+from .quantize.rounding import wide
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -52,12 +53,11 @@ class Format:
         spec = self.spec
         if spec.bits is None:
             return (rows.to(self.dtype),)
-        if spec.number == "e4m3":
-            kept = floating.quantize(rows, "e4m3")
-            return kept.codes, kept.scale
-        step = published.sawb_step(rows, spec.bits) if spec.number == "sawb" else None
-        axis = "token" if spec.scale == "row" else "tensor"
-        kept = quantize(rows, spec.bits, axis, spec.rounding, key, draws.SAVED, step=step).pack()
+        if spec.number == "sawb":
+            kept = published.sawb(rows, spec.rounding, key).pack()
+        else:
+            axis = "token" if spec.scale == "row" else "tensor"
+            kept = encode(rows, spec.number, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
         return kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
@@ -208,7 +208,7 @@ class Grouped:
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns)
-        rows = rows if rows.dtype == torch.float64 else rows.float()
+        rows = rows.to(wide(rows.dtype))
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
@@ -233,8 +233,8 @@ class Grouped:
         """Dequantize what `keep` returned to a shape and a dtype."""
         packed, scale = kept
         codes = in_pieces(packed, self.bits)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rows = ((codes.to(wide) - self.top) * scale.unsqueeze(-1).to(wide)).flatten(-3)
+        accurate = wide(dtype)
+        rows = ((codes.to(accurate) - self.top) * scale.unsqueeze(-1).to(accurate)).flatten(-3)
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -285,8 +285,7 @@ class Levels:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""
         codes = in_pieces(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return ((codes.to(wide) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
+        return ((codes.to(wide(dtype)) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import draws
 from . import packing
-from .rounding import round_
+from .rounding import round_, wide
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
@@ -97,9 +97,8 @@ def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
         low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2
     else:
         raise ValueError(f"scale axis {axis!r} is not one of tensor, token, column")
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-    largest = torch.maximum(low.neg(), high).to(wide)
-    return largest.div_(largest_code(bits)).clamp_(min=torch.finfo(wide).tiny)
+    largest = torch.maximum(low.neg(), high).to(wide(t.dtype))
+    return largest.div_(largest_code(bits)).clamp_(min=torch.finfo(largest.dtype).tiny)
 
 
 def quantize(
@@ -133,13 +132,9 @@ def quantize(
     limit = largest_code(bits)
     codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
     inverse = step.reciprocal()
-
-    def block(rows: slice) -> None:
+    for rows in row_blocks(t):
         per_row = inverse[rows] if inverse.dim() == 2 and inverse.shape[0] == t.shape[0] else inverse
         v = t[rows].to(step.dtype) * per_row
-        round_(v, rounding, key or 0, stream, start=(rows.start or 0) * t.shape[1])
+        round_(v, rounding, key or 0, stream, start=rows.start * t.shape[1])
         codes[rows].copy_(v.clamp_(-limit, limit))
-
-    for rows in row_blocks(t):
-        block(rows)
     return Quantized(codes, step, bits, t.shape[1])
