@@ -54,11 +54,6 @@ class Quantized:
         value = self.unpacked().to(self.scale.dtype) * self.scale
         return value if dtype is None else value.to(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scale.nbytes
-
     def pack(self) -> Quantized:
         """The same values with two 4-bit codes per byte; 8-bit codes unchanged."""
         if self.bits != 4 or self.packed:
