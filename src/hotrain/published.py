@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import draws
 from .method import GradInput
-from .quantize.integer import Quantized, largest_code, quantize
+from .quantize.integer import Quantized, amax, largest_code, quantize
 from .quantize.rounding import wide
 from .transform.tokens import Layout, lift, project
 
@@ -60,8 +60,7 @@ def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
         Codes, floating point, shaped as t, in {0, ±1, ±2, ..., ±128}, and alpha = max|t|/128, ().
     """
     t = t.to(wide(t.dtype))
-    largest = t.abs().amax() if t.numel() else t.new_zeros(())
-    alpha = (largest / 2 ** (LUQ_LEVELS - 1)).clamp(min=torch.finfo(t.dtype).tiny)
+    alpha = (amax(t) / 2 ** (LUQ_LEVELS - 1)).clamp(min=torch.finfo(t.dtype).tiny)
     y = t.abs() / alpha
     noise = draws.noise16(t.numel(), key, stream, t.device).view(t.shape)
     u = noise.to(t.dtype).add_(0.5 + 2**15).mul_(2.0**-16)  # in (0, 1)
@@ -94,8 +93,7 @@ def sawb_scale(t: Tensor) -> Tensor:
     smallest = torch.finfo(t.dtype).tiny
     if not t.numel():
         return t.new_full((), smallest)
-    magnitude = t.abs()
-    largest = magnitude.amax()
-    clip = 12.1 * t.square().mean().sqrt() - 12.2 * magnitude.mean()
+    largest = amax(t)
+    clip = 12.1 * t.square().mean().sqrt() - 12.2 * t.abs().mean()
     clip = torch.where((clip > 0) & (clip < largest), clip, largest)
     return (clip / largest_code(4)).clamp(min=smallest)

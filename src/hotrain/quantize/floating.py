@@ -13,8 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .integer import Quantized, row_blocks
-from .rounding import wide
+from .integer import Quantized, amax, row_blocks
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SMALLEST = -126  # exponent of float32's smallest normal number
@@ -37,8 +36,7 @@ def scale_of(t: Tensor, number: str) -> Tensor:
     Returns:
         float32 (float64 for float64), ().
     """
-    low, high = torch.aminmax(t.nan_to_num(0.0, 0.0, 0.0)) if t.numel() else (t.new_zeros(()),) * 2
-    largest = torch.maximum(low.neg(), high).to(wide(t.dtype))
+    largest = amax(t.nan_to_num(0.0, 0.0, 0.0))
     (mantissa, exponent), (top, top_exponent) = torch.frexp(largest), math.frexp(largest_code(number))
     exponent = exponent - top_exponent + (mantissa > top).to(exponent.dtype)
     exponent = torch.where(largest > 0, exponent.clamp(min=_SMALLEST), _SMALLEST)

@@ -16,11 +16,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def nearest(v: Tensor) -> Tensor:
-    """Round to the nearest integer, halves to even. In place."""
-    return v.round_()
-
-
 def stochastic(v: Tensor, key: int, stream: int, start: int = 0) -> Tensor:
     """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step. In place.
 
@@ -49,7 +44,7 @@ def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> T
 
     Args:
         v: floating point.
-        rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+        rounding: ``"stochastic"``, ``"nearest"`` (halves to even) or ``"pseudo"``.
         key: of the draws, for stochastic rounding.
         stream: of the draws.
         start: index of v's first element, for stochastic rounding.
@@ -60,7 +55,7 @@ def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> T
     if rounding == "stochastic":
         return stochastic(v, key, stream, start)
     if rounding == "nearest":
-        return nearest(v)
+        return v.round_()
     if rounding == "pseudo":
         return pseudo(v)
     raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")
