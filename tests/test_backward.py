@@ -10,7 +10,7 @@ from oracle import codes, dropped, grad_input, grad_weight, keep, luq, projectio
 from torch import Tensor
 
 import hotrain
-from hotrain import backward, functional
+from hotrain import backward, functional, published
 from hotrain.autograd import Step
 from hotrain.transform.tokens import Grid, layout
 
@@ -593,11 +593,11 @@ def test_one_outlier_in_g_y(method: hotrain.Method) -> None:
 def test_dropped_share() -> None:
     """Each entry by itself with probability ½; n = 2¹⁸: 5σ = 0.005."""
     g = torch.ones(512, 512)
-    kept = backward.dropped(g, 0.5, 1)
+    kept = published.dropped(g, 0.5, 1)
     assert set(kept.flatten().tolist()) == {0.0, 1.0}
     assert abs(float(kept.mean()) - 0.5) < 5 * 0.5 / 512
     t = torch.randn(9, 7, dtype=F64)
-    assert torch.equal(backward.dropped(t, 0.25, 3), dropped(t, 0.25, 3))
+    assert torch.equal(published.dropped(t, 0.25, 3), dropped(t, 0.25, 3))
 
 
 def test_luq_prediction_is_about_its_codes() -> None:

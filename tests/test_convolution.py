@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import hotrain
 from hotrain import convolution, functional
 from hotrain.autograd import Step
-from hotrain.convolution import Geometry
+from hotrain.geometry import Geometry, fold, unfold
 
 # PyTorch's own remark on even kernels, once a process
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -387,11 +387,11 @@ def test_any_geometry(case: tuple[Geometry, int, int], batch: int, channels: int
     table = unfolding(geometry, height, width, geometry.output_size(height, width))
     padded = geometry.pad(x)
     image = padded.detach().permute(0, 2, 3, 1)
-    windows = convolution.unfold(image, geometry, geometry.output_size(height, width))
+    windows = unfold(image, geometry, geometry.output_size(height, width))
     flat = windows.flatten(0, 2).transpose(1, 2).flatten(1)
     assert torch.equal(flat[None], unfold_oracle(x.detach().flatten(2), table, 1))
     z = torch.randn_like(windows)
-    back = convolution.fold(z, geometry, (image.shape[1], image.shape[2]))
+    back = fold(z, geometry, (image.shape[1], image.shape[2]))
     torch.testing.assert_close((windows * z).sum(), (image * back).sum(), rtol=1e-10, atol=1e-10)
     g = torch.randn_like(padded)
     (want,) = torch.autograd.grad(padded, x, g) if padded is not x else (g,)
@@ -410,7 +410,7 @@ def test_unfold_is_pytorchs(dtype: torch.dtype) -> None:
     x = torch.randint(-100, 100, (2, 4, 7, 8)).to(dtype)
     geometry = Geometry((3, 2), (2, 1), (0, 0), (1, 2))
     want = F.unfold(x.float(), (3, 2), (1, 2), 0, (2, 1)).transpose(1, 2).flatten(0, 1)
-    got = convolution.unfold(x.permute(0, 2, 3, 1), geometry, geometry.output_size(7, 8))
+    got = unfold(x.permute(0, 2, 3, 1), geometry, geometry.output_size(7, 8))
     assert got.dtype == dtype
     assert torch.equal(got.flatten(0, 2).transpose(1, 2).flatten(1).float(), want)
 

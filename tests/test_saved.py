@@ -14,7 +14,9 @@ import hotrain
 from hotrain import functional
 from hotrain.autograd import Step
 from hotrain.method import Saved
-from hotrain.saved import Bits, Format, Grouped, Levels, group_size, in_pieces, pack, thresholds, values
+from hotrain.quantize.packing import pack_parts, unpack_parts
+from hotrain.quantize.rounding import dither
+from hotrain.saved import Bits, Format, Grouped, Levels, group_size, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED
@@ -243,7 +245,7 @@ def test_what_is_not_finite_spoils_its_group_alone(form: Grouped, bad: float) ->
 def test_thresholds_are_equally_distributed() -> None:
     """Along rows, along columns and over all: of n numbers a share p ± 4/n·log n lies below p (a lattice's discrepancy;
     random ones would miss by 1/√n), and a value on a level stays on it."""
-    t = thresholds(1024, 768, torch.device("cpu"))
+    t = dither(1024, 768, torch.device("cpu"))
     assert t.min() >= 0
     assert t.max() < 1
     for axis, count in ((0, 1024), (1, 768)):
@@ -325,9 +327,9 @@ def test_packed_codes_are_neighbours_still(bits: int) -> None:
     """The first piece of a row is the lowest bits of its bytes, the next one the bits above."""
     each = 8 // bits
     codes = torch.randint(0, 2**bits, (5, 12 * each))
-    packed = pack(codes.chunk(each, -1), bits)
+    packed = pack_parts(codes.chunk(each, -1), bits)
     assert packed.shape == (5, 12)
-    assert torch.equal(in_pieces(packed, bits).flatten(-2).long(), codes)
+    assert torch.equal(unpack_parts(packed, bits).flatten(-2).long(), codes)
     by_hand = sum(codes[:, 12 * i : 12 * (i + 1)] << (bits * i) for i in range(each))
     assert torch.equal(packed.long(), by_hand)
 

@@ -9,21 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .backward import wide
 from .products import code_matmul
-from .quantize import floating
-from .quantize.integer import Quantized, largest_code, quantize
-
-
-def codes_of(t: Tensor, number: str) -> Quantized:
-    """Codes of an operand of the product.
-
-    Args:
-        t: (R, C), floating point.
-        number: ``"fp8"`` or ``"int8"``.
-    """
-    t = t.to(wide(t.dtype))
-    return floating.quantize(t, "e4m3") if number == "fp8" else quantize(t, 8, "token", "nearest")
+from .quantize import encode
+from .quantize.integer import largest_code
+from .quantize.rounding import wide
 
 
 def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
@@ -38,7 +27,8 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
     Returns:
         (T, O), in x's dtype.
     """
-    left, right = codes_of(x, number), codes_of(w, number)
+    form, axis = ("e4m3", "tensor") if number == "fp8" else ("int", "token")
+    left, right = (encode(t.to(wide(t.dtype)), form, 8, axis) for t in (x, w))
     limit = largest_code(8) ** 2
     y = code_matmul(left.codes, right.codes.T, limit, left.scale.dtype) * left.scale
     y = y * (right.scale.T if right.scale.dim() else right.scale)

@@ -114,6 +114,11 @@ class GradInput:
         return self.bits is None and self.transform != "lowpass"
 
     @property
+    def multiplies_codes(self) -> bool:
+        """Whether the product is one of integer or fp8 codes."""
+        return self.bits is not None and self.number != "luq"
+
+    @property
     def scale_axis(self) -> str:
         """The scale in force: without a calibration, ``"auto"`` is per token (fp8: per tensor)."""
         if self.scale == "auto":
@@ -183,6 +188,11 @@ class GradWeight:
     def fixed(self) -> int:
         """How many of the rows are the same in every block."""
         return self.rank - self.sampled
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """As in `GradInput`."""
+        return self.bits is not None and self.number != "luq"
 
     @property
     def is_exact(self) -> bool:
@@ -383,30 +393,19 @@ class Method:
             g_w = replace(g_w, rank=rank, sampled=0 if "sampled" in overrides else drawn)
         if "sampled" in overrides:
             _require_int(self.name, "sampled", overrides["sampled"], 0, g_w.rank)
-            g_w = replace(g_w, sampled=overrides["sampled"])
-        if "order" in overrides:
-            _require(self.name, "order", overrides["order"], ORDERS)
-            g_w = replace(g_w, order=overrides["order"])
-        if "grad_input_bits" in overrides:
-            _require(self.name, "grad_input_bits", overrides["grad_input_bits"], BITS)
-            g_x = replace(g_x, bits=overrides["grad_input_bits"])
-        if "grad_weight_bits" in overrides:
-            _require(self.name, "grad_weight_bits", overrides["grad_weight_bits"], BITS)
-            g_w = replace(g_w, bits=overrides["grad_weight_bits"])
-        if "saved_bits" in overrides:
-            bits = overrides["saved_bits"]
-            _require(self.name, "saved_bits", bits, BITS)
+        for name, accepted in ACCEPTED.items():
+            if name in overrides:
+                _require(self.name, name, overrides[name], accepted)
+        if overrides.get("saved_bits") == 4 and saved.bits != 4 and saved.number == "int":
             # With 4 bits, rows of unequal size need per-row scales and unbiased rounding (docs/maths.md).
-            newly_four = bits == 4 and saved.bits != 4 and saved.number == "int"
-            saved = replace(saved, bits=bits, **({"scale": "row", "rounding": "stochastic"} if newly_four else {}))
-        if "scale" in overrides:
-            _require(self.name, "scale", overrides["scale"], SCALES)
-            g_x = replace(g_x, scale=overrides["scale"])
-        if "rounding" in overrides:
-            rounding = overrides["rounding"]
-            _require(self.name, "rounding", rounding, ROUNDINGS)
-            g_x, g_w = replace(g_x, rounding=rounding), replace(g_w, rounding=rounding)
-            saved = replace(saved, rounding=rounding)
+            saved = replace(saved, bits=4, scale="row", rounding="stochastic")
+
+        def set_in(part: Any, fields: Mapping[str, str]) -> Any:
+            return replace(part, **{fields[name]: overrides[name] for name in fields.keys() & overrides.keys()})
+
+        g_x = set_in(g_x, {"grad_input_bits": "bits", "scale": "scale", "rounding": "rounding"})
+        g_w = set_in(g_w, {"sampled": "sampled", "order": "order", "grad_weight_bits": "bits", "rounding": "rounding"})
+        saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding"})
         # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
         automatic = self.automatic and (unchanged or (FP8_KNOBS | {"scale"}).issuperset(overrides))
@@ -445,7 +444,13 @@ class Method:
         return f"{self.name}  {forward}{self.grad_input}  {self.grad_weight}  {self.saved}{block}{number}"
 
 
-KNOBS = frozenset(
-    {"rank", "sampled", "order", "grad_input_bits", "grad_weight_bits", "saved_bits", "scale", "rounding", "number"}
-)
+ACCEPTED = {
+    "order": ORDERS,
+    "grad_input_bits": BITS,
+    "grad_weight_bits": BITS,
+    "saved_bits": BITS,
+    "scale": SCALES,
+    "rounding": ROUNDINGS,
+}
+KNOBS = frozenset({"rank", "sampled", "number", *ACCEPTED})
 FP8_KNOBS = frozenset({"rank", "sampled", "order", "number"})

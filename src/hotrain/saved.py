@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import draws
+from . import draws, published
 from .method import Saved
-from .quantize import floating, published
-from .quantize.integer import Quantized, quantize
+from .quantize import encode
+from .quantize.integer import Quantized
+from .quantize.packing import pack_parts, parts, unpack_parts
+from .quantize.rounding import dither, wide
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -52,12 +54,11 @@ class Format:
         spec = self.spec
         if spec.bits is None:
             return (rows.to(self.dtype),)
-        if spec.number == "e4m3":
-            kept = floating.quantize(rows, "e4m3")
-            return kept.codes, kept.scale
-        step = published.sawb_step(rows, spec.bits) if spec.number == "sawb" else None
-        axis = "token" if spec.scale == "row" else "tensor"
-        kept = quantize(rows, spec.bits, axis, spec.rounding, key, draws.SAVED, step=step).pack()
+        if spec.number == "sawb":
+            kept = published.sawb(rows, spec.rounding, key).pack()
+        else:
+            axis = "token" if spec.scale == "row" else "tensor"
+            kept = encode(rows, spec.number, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
         return kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
@@ -108,27 +109,6 @@ def group_size(columns: int, whole: bool = False) -> int:
     return next((size for size in range(min(columns, 128), 15, -1) if columns % size == 0 and size % 4 == 0), _CHUNK)
 
 
-def thresholds(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
-    """Dither thresholds in [0, 1), equally distributed along rows and columns.
-
-    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. They have
-    20 bits, so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
-
-    Args:
-        rows: of the result.
-        columns: of the result.
-        device: of the result.
-        first: index of its first column.
-
-    Returns:
-        float32, (rows, columns).
-    """
-    # `| 0`: else a compiler takes the products for index arithmetic, which must not wrap.
-    down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
-    across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
-    return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
-
-
 def memory_order(t: Tensor) -> list[int]:
     """The axes of t in the order of its memory layout, the densest last; 0, 1, … where t is not dense."""
     if t.is_contiguous():
@@ -142,37 +122,6 @@ def memory_order(t: Tensor) -> list[int]:
 def as_it_was(t: Tensor, order: Sequence[int]) -> Tensor:
     """The inverse of ``t.permute(order)``."""
     return t.permute([order.index(axis) for axis in range(t.dim())])
-
-
-def pack(pieces: Sequence[Tensor], bits: int) -> Tensor:
-    """Pack 8/bits tensors of codes in 0 … 2^bits − 1, each (..., n), into one: uint8, (..., n), lowest bits first."""
-    packed = pieces[0].to(torch.uint8)
-    for place, piece in enumerate(pieces[1:], 1):
-        packed = packed | (piece.to(torch.uint8) << (bits * place))
-    return packed
-
-
-def in_pieces(packed: Tensor, bits: int) -> Tensor:
-    """The pieces that `pack` took: uint8, (..., 8/bits, n).
-
-    The caller flattens them, once and at the end: after two steps a compiler makes the index to read from a remainder
-    of a remainder, and then reads byte by byte.
-    """
-    if bits == 8:
-        return packed.unsqueeze(-2)
-    # Not cached: a compiler that traces this needs its own tensor.
-    shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
-    return (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
-
-
-def _pieces(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
-    """The parts of the last axis that `pack` packs into one, each with its first index.
-
-    They are cut before they are quantized: a compiler would write codes that several pieces are cut from to memory.
-    """
-    each = 8 // bits
-    n = t.shape[-1] // each
-    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(each)]
 
 
 @dataclass(frozen=True)
@@ -208,22 +157,21 @@ class Grouped:
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns)
-        rows = rows if rows.dtype == torch.float64 else rows.float()
+        rows = rows.to(wide(rows.dtype))
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
         # Rounding the scale to bfloat16 must not make it smaller: the largest element would be clipped.
         scale = (groups.abs().amax(-1, keepdim=True) * ((1 + 2.0**-8) / self.top)).to(_SCALE)
         divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
-        return pack(
-            [self._codes(piece / divisor, first) for first, piece in _pieces(groups, self.bits)], self.bits
-        ), scale
+        codes = [self._codes(part / divisor, first) for first, part in parts(groups, self.bits)]
+        return pack_parts(codes, self.bits), scale
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
         """Codes, from 0, of values divided by their scale, (rows, groups, n), each group from its element `first`."""
         if self.dithered:
             rows, groups, n = steps.shape
-            noise = thresholds(rows, groups * n, steps.device, first).view(steps.shape)
+            noise = dither(rows, groups * n, steps.device, first).view(steps.shape)
             steps = (steps + noise).floor()
         else:
             steps = steps.round()
@@ -232,9 +180,9 @@ class Grouped:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""
         packed, scale = kept
-        codes = in_pieces(packed, self.bits)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rows = ((codes.to(wide) - self.top) * scale.unsqueeze(-1).to(wide)).flatten(-3)
+        codes = unpack_parts(packed, self.bits)
+        accurate = wide(dtype)
+        rows = ((codes.to(accurate) - self.top) * scale.unsqueeze(-1).to(accurate)).flatten(-3)
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -275,18 +223,18 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        return (pack([self._codes(slope(piece), first) for first, piece in _pieces(rows, self.bits)], self.bits),)
+        codes = [self._codes(slope(part), first) for first, part in parts(rows, self.bits)]
+        return (pack_parts(codes, self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:
         steps = slopes * self.per_one - self.first
-        codes = (steps + thresholds(slopes.shape[0], slopes.shape[1], slopes.device, first)).floor()
+        codes = (steps + dither(slopes.shape[0], slopes.shape[1], slopes.device, first)).floor()
         return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""
-        codes = in_pieces(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return ((codes.to(wide) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
+        codes = unpack_parts(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
+        return ((codes.to(wide(dtype)) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""
@@ -307,17 +255,17 @@ class Bits:
     def keep(self, flags: Tensor) -> tuple[Tensor]:
         """Pack booleans: uint8, eight elements per byte, (⌈elements/8⌉,), or (..., C/8) of neighbours."""
         if self.neighbours:
-            return (pack(flags.unflatten(-1, (-1, 8)).unbind(-1), 1),)
+            return (pack_parts(flags.unflatten(-1, (-1, 8)).unbind(-1), 1),)
         flat = flags.flatten()
         if flat.numel() % 8:
             flat = F.pad(flat, (0, -flat.numel() % 8))
-        return (pack([piece for _, piece in _pieces(flat, 1)], 1),)
+        return (pack_parts([part for _, part in parts(flat, 1)], 1),)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
         """Unpack what `keep` returned to a shape."""
         if self.neighbours:
-            return in_pieces(kept[0], 1).movedim(-2, -1).ne(0).reshape(tuple(shape))
-        return in_pieces(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
+            return unpack_parts(kept[0], 1).movedim(-2, -1).ne(0).reshape(tuple(shape))
+        return unpack_parts(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""

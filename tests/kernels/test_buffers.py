@@ -19,7 +19,8 @@ from hotrain.compress import kernel_ops
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS
 from hotrain.kernels import activation_kernels as B
-from hotrain.saved import Bits, Grouped, group_size, in_pieces
+from hotrain.quantize.packing import unpack_parts
+from hotrain.saved import Bits, Grouped, group_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BITS = Bits(neighbours=True)
@@ -72,7 +73,7 @@ def rounding(dtype: torch.dtype, t: Tensor) -> Tensor:
 
 def numbers(codes: Tensor, bits: int) -> Tensor:
     """Codes one by one: (rows, groups, entries)."""
-    return in_pieces(codes, bits).flatten(-2).int()
+    return unpack_parts(codes, bits).flatten(-2).int()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

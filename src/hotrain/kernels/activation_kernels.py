@@ -11,7 +11,7 @@
 
 Inductor, given these formulas, reads a tensor once for a group's amax and once for its codes, and loads a scale, γ and
 β for every element of a matrix instead of once per row or column. Codes are packed in halves of a group
-(`saved.pack`), so a program loads both halves and writes a byte for each pair.
+(`packing.pack_parts`), so a program loads both halves and writes a byte for each pair.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
 @triton.jit
 def _slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
     """`saved.Levels` of a derivative, in 4 bits."""
-    # `saved.thresholds` plus one, built in the mantissa.
+    # `rounding.dither` plus one, built in the mantissa.
     word = (((row * -0x3EC05657 + at * -0x6E1EF25B) >> 9) & 0x7FFFF8) | 0x3F800000
     steps = slope * PER_ONE + (word.to(tl.float32, bitcast=True) - (1.0 + FIRST))
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), PER_ONE - FIRST)

@@ -13,7 +13,7 @@
 
 Each is one pass over its inputs and outputs, where the reference in plain PyTorch has twenty. Compiled graphs do not
 use them: Inductor fuses the reference with the operations around it. Codes are packed in halves of a row
-(`saved.pack`), so that a program loads both.
+(`packing.pack_parts`), so that a program loads both.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .launch import cdiv, is_current, multiprocessors
 @triton.jit
 def _product_kernel(
     a, b, out, scale_a, scale_b, M, N, K, a_pitch, b_pitch, out_pitch, steps,
-    INTEGER: tl.constexpr, EACH_A: tl.constexpr, EACH_B: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+    EACH_A: tl.constexpr, EACH_B: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     pid, part = tl.program_id(0), tl.program_id(1)
@@ -33,7 +33,7 @@ def _product_kernel(
     k = part * steps * BK + tl.arange(0, BK)
     a_at = a + (m % M).to(tl.int64)[:, None] * a_pitch + k[None, :]
     b_at = b + (n % N).to(tl.int64)[:, None] * b_pitch + k[None, :]
-    total = tl.zeros((BM, BN), tl.int32 if INTEGER else tl.float32)
+    total = tl.zeros((BM, BN), tl.int32)
     for step in range(tl.minimum(steps, tl.cdiv(K - part * steps * BK, BK))):
         if WHOLE:
             x, y = tl.load(a_at), tl.load(b_at)
@@ -41,7 +41,7 @@ def _product_kernel(
             left = K - (part * steps + step) * BK
             x = tl.load(a_at, mask=(tl.arange(0, BK) < left)[None, :], other=0)
             y = tl.load(b_at, mask=(tl.arange(0, BK) < left)[None, :], other=0)
-        total = tl.dot(x, tl.trans(y), total, out_dtype=tl.int32 if INTEGER else tl.float32)
+        total = tl.dot(x, tl.trans(y), total, out_dtype=tl.int32)
         a_at += BK
         b_at += BK
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -64,12 +64,12 @@ def _scaled(total, scale_a, scale_b, m, n, M, N, EACH_A: tl.constexpr, EACH_B: t
 
 @triton.jit
 def _sum_kernel(
-    parts, out, scale_a, scale_b, M, N, PARTS: tl.constexpr, INTEGER: tl.constexpr,
-    EACH_A: tl.constexpr, EACH_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    parts, out, scale_a, scale_b, M, N, PARTS: tl.constexpr, EACH_A: tl.constexpr,
+    EACH_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     m, n = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    total = tl.zeros((BM, BN), tl.int32 if INTEGER else tl.float32)
+    total = tl.zeros((BM, BN), tl.int32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * M + m).to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0)
     tl.store(
@@ -125,12 +125,8 @@ def int8_product(
     each = cdiv(steps, split)
     split = cdiv(steps, each)
     out = torch.empty(m, n, dtype=dtype, device=a.device)
-    to = (
-        out
-        if split == 1
-        else torch.empty(split, m, n, dtype=torch.int32 if a.dtype == torch.int8 else torch.float32, device=a.device)
-    )
-    flags = {"INTEGER": a.dtype == torch.int8, "EACH_A": scale_a.dim() == 1, "EACH_B": scale_b.dim() == 1}
+    to = out if split == 1 else torch.empty(split, m, n, dtype=torch.int32, device=a.device)
+    flags = {"EACH_A": scale_a.dim() == 1, "EACH_B": scale_b.dim() == 1}
     _product_kernel[(across, split)](
         a, b, to, scale_a, scale_b, m, n, k, a.stride(0), b.stride(0), n, each, SPLIT=split > 1,
         WHOLE=k % blocks.k == 0,

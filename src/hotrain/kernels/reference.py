@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..products import int_matmul
-from ..quantize import floating
-from ..quantize.integer import quantize
+from ..quantize import encode
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
-from .quantize_kernels import COPY, E4M3, INT, NONE, NOTHING, Output, padded
+from .quantize_kernels import COPY, E4M3, E5M2, INT, NONE, NOTHING, Output, padded
+
+NUMBERS = {INT: "int", E4M3: "e4m3", E5M2: "e5m2"}
 
 
 def _host(key: Tensor) -> int:
@@ -24,12 +25,8 @@ def _host(key: Tensor) -> int:
 
 def _codes(t: Tensor, output: Output, axis: str, key: int) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
-    if output.number == INT:
-        bits = 8 if output.limit > 7 else 4
-        rounding = "stochastic" if output.stochastic else "nearest"
-        found = quantize(t, bits, axis if output.each else "tensor", rounding, key, output.stream)
-    else:
-        found = floating.quantize(t, "e4m3" if output.number == E4M3 else "e5m2")
+    bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
+    found = encode(t, NUMBERS[output.number], bits, axis if output.each else "tensor", rounding, key, output.stream)
     return found.codes, found.scale.flatten() if output.each else found.scale
 
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .integer import Quantized, row_blocks
+from .integer import Quantized, amax, row_blocks
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SMALLEST = -126  # exponent of float32's smallest normal number
@@ -36,16 +36,14 @@ def scale_of(t: Tensor, number: str) -> Tensor:
     Returns:
         float32 (float64 for float64), ().
     """
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-    low, high = torch.aminmax(t.nan_to_num(0.0, 0.0, 0.0)) if t.numel() else (t.new_zeros(()),) * 2
-    largest = torch.maximum(low.neg(), high).to(wide)
+    largest = amax(t.nan_to_num(0.0, 0.0, 0.0))
     (mantissa, exponent), (top, top_exponent) = torch.frexp(largest), math.frexp(largest_code(number))
     exponent = exponent - top_exponent + (mantissa > top).to(exponent.dtype)
     exponent = torch.where(largest > 0, exponent.clamp(min=_SMALLEST), _SMALLEST)
     # Built from its bits: a power function need not be exact.
-    if wide == torch.float64:
-        return ((exponent.to(torch.int64) + 1023) << 52).view(wide)
-    return ((exponent.to(torch.int32) + 127) << 23).view(wide)
+    if largest.dtype == torch.float64:
+        return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def quantize(t: Tensor, number: str, scale: Tensor | None = None) -> Quantized:

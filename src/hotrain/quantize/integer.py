@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .. import draws
 from . import packing
-from .rounding import round_
+from .rounding import round_, wide
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
+_DIMS = {"tensor": None, "token": 1, "column": 0}
 
 
 def largest_code(bits: int) -> int:
@@ -54,11 +55,6 @@ class Quantized:
         value = self.unpacked().to(self.scale.dtype) * self.scale
         return value if dtype is None else value.to(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scale.nbytes
-
     def pack(self) -> Quantized:
         """The same values with two 4-bit codes per byte; 8-bit codes unchanged."""
         if self.bits != 4 or self.packed:
@@ -75,6 +71,15 @@ def row_blocks(t: Tensor) -> Iterator[slice]:
     return (slice(first, min(first + height, t.shape[0])) for first in range(0, t.shape[0], height))
 
 
+def amax(t: Tensor, dim: int | None = None) -> Tensor:
+    """max|t|, zero of nothing: float32 (float64 for float64), (), or along one axis, which stays with size 1."""
+    if dim is None:
+        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2
+    else:
+        low, high = torch.aminmax(t, dim=dim, keepdim=True) if t.shape[dim] else (t.sum(dim, keepdim=True),) * 2
+    return torch.maximum(low.neg(), high).to(wide(t.dtype))
+
+
 def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
     """The scale that maps amax to the largest code.
 
@@ -89,17 +94,10 @@ def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
     Raises:
         ValueError: another axis.
     """
-    if axis == "token":
-        low, high = torch.aminmax(t, dim=1, keepdim=True) if t.shape[1] else (t.new_zeros(t.shape[0], 1),) * 2
-    elif axis == "column":
-        low, high = torch.aminmax(t, dim=0, keepdim=True) if t.shape[0] else (t.new_zeros(1, t.shape[1]),) * 2
-    elif axis == "tensor":
-        low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2
-    else:
-        raise ValueError(f"scale axis {axis!r} is not one of tensor, token, column")
-    wide = torch.float64 if t.dtype == torch.float64 else torch.float32
-    largest = torch.maximum(low.neg(), high).to(wide)
-    return largest.div_(largest_code(bits)).clamp_(min=torch.finfo(wide).tiny)
+    if axis not in _DIMS:
+        raise ValueError(f"scale axis {axis!r} is not one of {', '.join(_DIMS)}")
+    largest = amax(t, _DIMS[axis])
+    return largest.div_(largest_code(bits)).clamp_(min=torch.finfo(largest.dtype).tiny)
 
 
 def quantize(
@@ -133,13 +131,9 @@ def quantize(
     limit = largest_code(bits)
     codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
     inverse = step.reciprocal()
-
-    def block(rows: slice) -> None:
+    for rows in row_blocks(t):
         per_row = inverse[rows] if inverse.dim() == 2 and inverse.shape[0] == t.shape[0] else inverse
         v = t[rows].to(step.dtype) * per_row
-        round_(v, rounding, key or 0, stream, start=(rows.start or 0) * t.shape[1])
+        round_(v, rounding, key or 0, stream, start=rows.start * t.shape[1])
         codes[rows].copy_(v.clamp_(-limit, limit))
-
-    for rows in row_blocks(t):
-        block(rows)
     return Quantized(codes, step, bits, t.shape[1])

@@ -1,4 +1,4 @@
-"""Rounding to integers: nearest, stochastic, pseudo-stochastic."""
+"""Rounding to integers: nearest, stochastic, pseudo-stochastic; and dither."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
 
 
-def nearest(v: Tensor) -> Tensor:
-    """Round to the nearest integer, halves to even. In place."""
-    return v.round_()
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the computation before rounding: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def stochastic(v: Tensor, key: int, stream: int, start: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> T
 
     Args:
         v: floating point.
-        rounding: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
+        rounding: ``"stochastic"``, ``"nearest"`` (halves to even) or ``"pseudo"``.
         key: of the draws, for stochastic rounding.
         stream: of the draws.
         start: index of v's first element, for stochastic rounding.
@@ -55,7 +55,28 @@ def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> T
     if rounding == "stochastic":
         return stochastic(v, key, stream, start)
     if rounding == "nearest":
-        return nearest(v)
+        return v.round_()
     if rounding == "pseudo":
         return pseudo(v)
     raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")
+
+
+def dither(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
+    """Thresholds in [0, 1) for ⌊v + threshold⌋, equally distributed along rows and columns.
+
+    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. They have
+    20 bits, so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        device: of the result.
+        first: index of its first column.
+
+    Returns:
+        float32, (rows, columns).
+    """
+    # `| 0`: else a compiler takes the products for index arithmetic, which must not wrap.
+    down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
+    across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
+    return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -40,14 +41,23 @@ def sequency(n: int) -> tuple[int, ...]:
     return tuple(sum(a != b for a, b in itertools.pairwise(row)) for row in signs(n))
 
 
+def cached(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A cache for a function that makes a constant tensor: do not write to it.
+
+    Under a tracer nothing is cached: its tensors belong to the trace.
+    """
+    keep = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def get(*args: Hashable) -> Tensor:
+        return keep(*args) if _get_current_dispatch_mode() is None else make(*args)
+
+    return get
+
+
+@cached
 def matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The orthonormal H_n/√n, shape (n, n); symmetric. Cached: do not write to it."""
-    # Under a tracer nothing is cached: its tensors belong to the trace.
-    return (_kept_matrix if _get_current_dispatch_mode() is None else _kept_matrix.__wrapped__)(n, dtype, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal H_n/√n, shape (n, n); symmetric."""
     return torch.tensor(signs(n), dtype=torch.float64, device="cpu").div_(n**0.5).to(device, dtype)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import draws
 from . import hadamard
@@ -50,15 +49,9 @@ def order(n: int, kind: str) -> tuple[int, ...]:
     return tuple(sorted(range(n), key=key))
 
 
+@hadamard.cached
 def _order_on(n: int, kind: str, device: torch.device) -> Tensor:
-    """`order` as int64 (n,) on a device; do not write to it."""
-    # Under a tracer nothing is cached: its tensors belong to the trace.
-    return (_kept_order if _get_current_dispatch_mode() is None else _kept_order.__wrapped__)(n, kind, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_order(n: int, kind: str, device: torch.device) -> Tensor:
-    """Cached, since making it synchronizes with a GPU."""
+    """`order` as int64 (n,) on a device; making it synchronizes with a GPU."""
     return torch.tensor(order(n, kind), dtype=torch.int64, device=device)
 
 

@@ -109,18 +109,18 @@ class Layout:
             return torch.cat((squares, padded, rest[line:], prefix))
 
     @functools.cached_property
-    def _on(self) -> dict[torch.device, Places]:
+    def _places(self) -> dict[torch.device, Places]:
         return {}
 
     def places(self, device: torch.device) -> Places:
         """The slots as index tensors on that device, made once."""
         if _get_current_dispatch_mode() is not None:
             return Places.of(self, device)  # not cached: tensors of a tracer belong to the trace
-        if device not in self._on:
-            self._on[device] = Places.of(self, device)
+        if device not in self._places:
+            self._places[device] = Places.of(self, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured[self, device] = self._on[device]
-        return self._on[device]
+            _captured[self, device] = self._places[device]
+        return self._places[device]
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,16 @@ class Places:
                 tokens = tokens[filled]
         square, line = lay.squares.fixed_rows(device), lay.lines.fixed_rows(device)
         fixed = torch.cat((square.expand(lay.square, -1), line.expand(lay.line, -1)))
-        return cls(_on(tokens, device), None if filled is None else _on(filled, device), _on(singles, device), fixed)
+        return cls(
+            _moved(tokens, device), None if filled is None else _moved(filled, device), _moved(singles, device), fixed
+        )
 
 
 # Of captured CUDA graphs, which read them at their address: kept alive here.
 _captured: dict[tuple[Layout, torch.device], Places] = {}
 
 
-def _on(t: Tensor, device: torch.device) -> Tensor:
+def _moved(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device; under a tracer, as a tensor of the trace."""
     return t.to(device) if _get_current_dispatch_mode() is None else torch.tensor(t.tolist(), device=device)
 

@@ -10,7 +10,7 @@ from oracle import luq as luq_oracle
 from oracle import sawb
 
 from hotrain import draws
-from hotrain.quantize.published import luq, sawb_step
+from hotrain.published import luq, sawb_scale
 
 LEVELS = {0.0} | {s * 2.0**k for s in (-1, 1) for k in range(8)}
 
@@ -78,7 +78,7 @@ def test_luq_of_zeros_denormals_and_nothing() -> None:
 
 def test_sawb_is_the_formula() -> None:
     t = torch.randn(30, 40, dtype=torch.float64)
-    assert float(sawb_step(t)) == pytest.approx(float(sawb(t)[1]), rel=1e-12)
+    assert float(sawb_scale(t)) == pytest.approx(float(sawb(t)[1]), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,22 @@ def test_sawb_clips_inside_the_largest(name: str, clip_over_rms: float) -> None:
     """n = 2²⁰: E|t| is known to 0.6/√n of itself, times 12.2: 0.01 at 1.4 σ; within 0.03."""
     draw = torch.Generator().manual_seed(0)
     t = torch.randn(1 << 20, generator=draw) if name == "normal" else torch.rand(1 << 20, generator=draw) * 2 - 1
-    got = 7 * float(sawb_step(t.view(512, -1))) / float(t.square().mean().sqrt())
+    got = 7 * float(sawb_scale(t.view(512, -1))) / float(t.square().mean().sqrt())
     assert abs(got - clip_over_rms) < 0.03
 
 
 def test_sawb_never_turns_negative_or_beyond_the_largest() -> None:
     """Equal magnitudes make the published clip negative (−0.1); one outlier would make it exceed max|t|."""
     equal = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    assert float(sawb_step(equal)) == pytest.approx(1 / 7)
+    assert float(sawb_scale(equal)) == pytest.approx(1 / 7)
     outlier = torch.zeros(1, 100)
     outlier[0, 0] = 2.0  # rms 0.2, mean 0.02: a clip of 2.18
-    assert float(sawb_step(outlier)) == pytest.approx(2 / 7)
+    assert float(sawb_scale(outlier)) == pytest.approx(2 / 7)
 
 
 def test_sawb_edges() -> None:
     tiny = torch.finfo(torch.float32).tiny
-    assert float(sawb_step(torch.zeros(2, 2))) == tiny
-    assert float(sawb_step(torch.zeros(0, 2))) == tiny
-    assert math.isnan(sawb_step(torch.tensor([[1.0, math.nan]])))
-    assert not math.isfinite(sawb_step(torch.tensor([[1.0, math.inf]])))
-    with pytest.raises(ValueError, match="4 bits, got 8"):
-        sawb_step(torch.ones(1, 1), 8)
+    assert float(sawb_scale(torch.zeros(2, 2))) == tiny
+    assert float(sawb_scale(torch.zeros(0, 2))) == tiny
+    assert math.isnan(sawb_scale(torch.tensor([[1.0, math.nan]])))
+    assert not math.isfinite(sawb_scale(torch.tensor([[1.0, math.inf]])))

@@ -1,0 +1,163 @@
+"""The geometry of convolutions: sizes, padding, patches, unfolding and its transpose, memory layout. No arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Pair = tuple[int, int]
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The arguments of `torch.nn.Conv2d` besides its channels.
+
+    Attributes:
+        kernel: (height, width).
+        stride: (vertical, horizontal).
+        padding: a pair, ``"same"`` or ``"valid"``.
+        dilation: (vertical, horizontal).
+        groups: divides both numbers of channels.
+        padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+    """
+
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair | str = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    padding_mode: str = "zeros"
+
+    @property
+    def pads(self) -> tuple[int, int, int, int]:
+        """(left, right, top, bottom), the order of `torch.nn.functional.pad`; 'same' puts the odd one last."""
+        if self.padding == "valid":
+            return 0, 0, 0, 0
+        if isinstance(self.padding, str):
+            (vertical, horizontal) = (d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
+            return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
+        (vertical, horizontal) = self.padding
+        return horizontal, horizontal, vertical, vertical
+
+    @property
+    def is_patches(self) -> bool:
+        """Whether every pixel belongs to at most one patch: the convolution is a Linear layer on patches."""
+        return (
+            self.groups == 1
+            and not any(self.pads)
+            and (self.kernel == (1, 1) or (self.kernel == self.stride and self.dilation == (1, 1)))
+        )
+
+    def output_size(self, height: int, width: int) -> Pair:
+        """(height, width) of the output for an input of that size."""
+        sizes = self.padded((1, 1, height, width))[2:]
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+        down, across = ((n - span) // s + 1 for n, span, s in zip(sizes, spans, self.stride, strict=True))
+        return down, across
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """The output of `torch.nn.Conv2d`, bit for bit."""
+        if self.padding_mode != "zeros":
+            x = F.pad(x, self.pads, mode=self.padding_mode)
+            return F.conv2d(x, w, b, self.stride, 0, self.dilation, self.groups)
+        return F.conv2d(x, w, b, self.stride, self.padding, self.dilation, self.groups)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """An image, (B, C, H, W), padded as the convolution pads it."""
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(x, self.pads, mode=mode) if any(self.pads) else x
+
+    def pad_codes(self, codes: Tensor) -> Tensor:
+        """`pad` of an image of int8 codes, channels last, (B, H, W, C)."""
+        if not any(self.pads):
+            return codes
+        if self.padding_mode == "zeros":
+            return F.pad(codes, (0, 0, *self.pads))
+        # PyTorch's other modes support neither int8 nor channels-last; codes are exact in float32.
+        return channels_last(self.pad(codes.permute(0, 3, 1, 2).to(torch.float32)).to(torch.int8))
+
+    def padded(self, shape: Shape) -> Shape:
+        """The shape of a padded image."""
+        left, right, top, bottom = self.pads
+        return shape[0], shape[1], shape[2] + top + bottom, shape[3] + left + right
+
+    def pad_transposed(self, g: Tensor, height: int, width: int) -> Tensor:
+        """The transpose of `pad`: gradients of the padded image to gradients of the image."""
+        if not any(self.pads):
+            return g
+        if self.padding_mode == "zeros":
+            left, _, top, _ = self.pads
+            return g[:, :, top : top + height, left : left + width]
+        with torch.enable_grad():
+            image = torch.zeros(*g.shape[:2], height, width, dtype=g.dtype, device=g.device, requires_grad=True)
+            return torch.autograd.grad(self.pad(image), image, g)[0]
+
+
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """The patches of a convolution whose patches do not overlap: (B, C, H, W) to (B, H', W', C·kh·kw)."""
+    (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
+    down, across = geometry.output_size(*x.shape[2:])
+    if (kh, kw) == (1, 1):
+        return x[:, :, ::sh, ::sw].permute(0, 2, 3, 1)
+    x = x[:, :, : down * kh, : across * kw].unflatten(3, (across, kw)).unflatten(2, (down, kh))
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3)
+
+
+def patches_transposed(g: Tensor, shape: Shape, geometry: Geometry) -> Tensor:
+    """The transpose of `patches`: (B, H', W', C·kh·kw) to (B, C, H, W); pixels of no patch get zero."""
+    (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
+    batch, down, across, _ = g.shape
+    if (kh, kw) == (1, 1) == (sh, sw):
+        return g.permute(0, 3, 1, 2)
+    out = g.new_zeros(shape)
+    if (kh, kw) == (1, 1):
+        out[:, :, ::sh, ::sw] = g.permute(0, 3, 1, 2)
+    else:
+        blocks = g.view(batch, down, across, shape[1], kh, kw).permute(0, 3, 1, 4, 2, 5)
+        out[:, :, : down * kh, : across * kw] = blocks.reshape(batch, shape[1], down * kh, across * kw)
+    return out
+
+
+def _taps(geometry: Geometry, down: int, across: int) -> Iterator[tuple[slice, slice]]:
+    """For every element of the kernel, row by row, the pixels of a padded image that it is multiplied with."""
+    (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
+    for i in range(kh):
+        for j in range(kw):
+            top, left = i * dh, j * dw
+            yield slice(top, top + (down - 1) * sh + 1, sh), slice(left, left + (across - 1) * sw + 1, sw)
+
+
+def unfold(image: Tensor, geometry: Geometry, size: Pair) -> Tensor:
+    """Patches of a padded image of any dtype: (B, H, W, C) to (B, H', W', kh·kw, C), `size` = (H', W')."""
+    columns = image.new_empty(image.shape[0], *size, geometry.kernel[0] * geometry.kernel[1], image.shape[3])
+    for tap, (rows, cols) in enumerate(_taps(geometry, *size)):
+        columns[..., tap, :] = image[:, rows, cols]
+    return columns
+
+
+def fold(columns: Tensor, geometry: Geometry, size: Pair) -> Tensor:
+    """The transpose of `unfold`: (B, H', W', kh·kw, C) to a padded image (B, H, W, C), `size` = (H, W)."""
+    image = columns.new_zeros(columns.shape[0], *size, columns.shape[4])
+    for tap, (rows, cols) in enumerate(_taps(geometry, *columns.shape[1:3])):
+        image[:, rows, cols] += columns[..., tap, :]
+    return image
+
+
+def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A weight's gradient with the weight's own strides, where they differ in axes of size 1 only.
+
+    PyTorch does not correct such strides, and DDP and foreach optimizers require equal ones.
+    """
+    pairs = zip(g_w.shape, g_w.stride(), strides, strict=True)
+    differs = [size for size, own, asked in pairs if own != asked]
+    return g_w.as_strided(g_w.shape, strides) if differs and all(size == 1 for size in differs) else g_w
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """(B, C, H, W) as a view (B, H, W, C): positions are tokens."""
+    return t.permute(0, 2, 3, 1)

@@ -1,0 +1,99 @@
+"""What other papers do differently: LBP-WHT's low-pass g_x, LUQ's logarithmic g_y and SAWB's clip, dropout of g_y."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import draws
+from .method import GradInput
+from .quantize.integer import Quantized, amax, largest_code, quantize
+from .quantize.rounding import wide
+from .transform.tokens import Layout, lift, project
+
+LUQ_LEVELS = 8  # powers of two 2⁰..2⁷, a sign and zero: 4 bits
+
+
+def grad_input(g_y: Tensor, w: Tensor, path: GradInput, key: int, lay: Layout | None) -> Tensor:
+    """g_x of LBP-WHT, PᵀP g_y w, and of LUQ; arguments and result as in `hotrain.backward.grad_input`."""
+    if path.transform == "lowpass":
+        assert lay is not None
+        return lift(project(g_y, lay, key) @ w.to(g_y.dtype), lay, key)
+    codes, weight, scale = luq_operands(g_y, w, key)
+    return ((codes @ weight) * scale).to(g_y.dtype)
+
+
+def grad_weight(g_y: Tensor, x: Tensor, lay: Layout, key: int) -> Tensor:
+    """g_w of LUQ: of (..., O), and the dequantized P x, (`lay.rows`, I), to (O, I), in x's dtype."""
+    codes, alpha = luq(project(g_y.to(x.dtype), lay, key), key, draws.GRAD_WEIGHT)
+    return (codes.T @ x) * alpha
+
+
+def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
+    """g_y with that share of its elements set to zero, drawn independently; not rescaled."""
+    noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
+    # A product, so that a NaN or infinity stays one where it is dropped.
+    return g_y * (noise >= round(share * 2**16) - 2**15).to(g_y.dtype)
+
+
+def luq_operands(g_y: Tensor, w: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
+    """LUQ's codes of g_y and SAWB's of w (O, ...), both floating point, and the scale of their product, ()."""
+    codes, alpha = luq(g_y, key, draws.GRAD_INPUT)
+    weight = sawb(w.flatten(1))
+    return codes, weight.codes.view(w.shape).to(codes.dtype), alpha * weight.scale
+
+
+def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
+    """Logarithmic unbiased quantization to 4 bits: (codes, alpha) with t ≈ alpha × codes.
+
+    Below alpha a value becomes alpha with probability |t|/alpha, else 0; above, it becomes one of the two neighbouring
+    powers of two so that the mean is t. Unlike the published code this takes the largest magnitude, not the largest
+    value, and rounds between neighbouring powers by an exact Bernoulli draw (theirs is unbiased to about 1 %;
+    docs/maths.md).
+
+    Args:
+        t: floating point, any shape.
+        key: of the draws.
+        stream: of the draws.
+
+    Returns:
+        Codes, floating point, shaped as t, in {0, ±1, ±2, ..., ±128}, and alpha = max|t|/128, ().
+    """
+    t = t.to(wide(t.dtype))
+    alpha = (amax(t) / 2 ** (LUQ_LEVELS - 1)).clamp(min=torch.finfo(t.dtype).tiny)
+    y = t.abs() / alpha
+    noise = draws.noise16(t.numel(), key, stream, t.device).view(t.shape)
+    u = noise.to(t.dtype).add_(0.5 + 2**15).mul_(2.0**-16)  # in (0, 1)
+    floor = torch.exp2(torch.floor(torch.log2(y.clamp(min=1.0))))
+    below, above = torch.where(y < 1, 0.0, floor), torch.where(y < 1, 1.0, 2 * floor)
+    codes = torch.where(u * (above - below) < y - below, above, below)
+    codes = codes.clamp(max=2.0 ** (LUQ_LEVELS - 1)).copysign(t)
+    # A NaN compares false everywhere; alpha carries it, as it carries an infinity.
+    return codes, alpha
+
+
+def sawb(t: Tensor, rounding: str = "nearest", key: int | None = None) -> Quantized:
+    """int4 codes of a matrix with the scale of `sawb_scale`, beyond which they are clamped."""
+    return quantize(t, 4, "tensor", rounding, key, draws.SAVED, step=sawb_scale(t))
+
+
+def sawb_scale(t: Tensor) -> Tensor:
+    """The scale of SAWB ("statistics-aware weight binning") for 4 bits: clip/7, clip = 12.1·rms − 12.2·mean|t|.
+
+    Coefficients of LUQ. The clip is negative where the magnitudes are nearly equal, and may exceed the
+    largest one: both are replaced by max|t|.
+
+    Args:
+        t: floating point, any shape.
+
+    Returns:
+        float32 (float64 for float64), ().
+    """
+    t = t.to(wide(t.dtype))
+    smallest = torch.finfo(t.dtype).tiny
+    if not t.numel():
+        return t.new_full((), smallest)
+    largest = amax(t)
+    clip = 12.1 * t.square().mean().sqrt() - 12.2 * t.abs().mean()
+    clip = torch.where((clip > 0) & (clip < largest), clip, largest)
+    return (clip / largest_code(4)).clamp(min=smallest)
