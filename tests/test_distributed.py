@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import found_by_each
 
 import hotrain
 
@@ -44,12 +43,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found: one start of them serves all tests."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_worker, args=(port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return found_by_each(_worker, tmp_path_factory.mktemp("ranks"))
 
 
 def ddp(compiled: bool = False) -> dict[str, Any]:

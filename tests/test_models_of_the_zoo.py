@@ -15,7 +15,7 @@ import hotrain
 # What each model is expected to convert, so that a change of the defaults or of timm is noticed.
 CONVERTED = {
     "vit": 25,
-    "swin": 18,
+    "swin": 14,
     "resnet": 20,
     "efficientformer": 36,
     "convnext": 40,

@@ -16,8 +16,8 @@ from hotrain.compress import functions
 
 # HOTRAIN_PROGRAMS=123456 for other programs than the usual ones.
 FIRST = int(os.environ.get("HOTRAIN_PROGRAMS", "0"))
-COUNT, SECONDS = 600, 40.0
-COMPILED = 36
+COUNT, SECONDS = 300, 40.0
+COMPILED = 24
 
 
 @pytest.fixture(autouse=True)

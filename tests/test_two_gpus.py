@@ -8,7 +8,6 @@ on the same draws without DistributedDataParallel.
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import found_by_each
 
 import hotrain
 
@@ -50,7 +49,7 @@ def vit(device: torch.device) -> nn.Module:
 
 
 def side(device: torch.device) -> int:
-    return 224 if device.type == "cuda" else 128
+    return 224 if device.type == "cuda" else 80
 
 
 def batch(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -172,12 +171,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found: one start of them serves all tests."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_worker, args=(port, str(folder), request.param), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+    return found_by_each(_worker, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 on_two = pytest.mark.parametrize("ranks", [CPUS, GPUS], indirect=True)

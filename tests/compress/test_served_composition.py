@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import pickle
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from served_cases import nbytes, saving
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from two_processes import found_by_each
 
 import hotrain
 from hotrain import products
@@ -497,12 +496,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Codes draw nothing: on equal batches the averaged gradients of DDP and FSDP2 are those of one process."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_worker, args=(port, str(tmp_path)), nprocs=2)
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for found in found_by_each(_worker, tmp_path):
         for way in ("ddp", "fsdp"):
             for got, want in zip(found[way], found["alone"], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter (3.7) without two halves of its time that change no number.
+
+    It computes overflow checks that it only reads with `debug=True`, and it replaces the functions of `triton.language`
+    again whenever a jitted function calls another: once in a launch for each module is enough.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
+    patch_lang: Callable[[Any], Any] = interpreter._patch_lang
+    launch: Callable[..., None] = interpreter.GridExecutor.__call__
+    patched: set[str] = set()
+
+    def patch_once(fn: Any) -> Any:
+        if fn.__globals__["__name__"] in patched:
+            return None
+        patched.add(fn.__globals__["__name__"])
+        return patch_lang(fn)
+
+    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(executor, *args, **kwargs)
+
+    builder = interpreter.interpreter_builder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        yield
 
 
 @pytest.fixture(scope="session")

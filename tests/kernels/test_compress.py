@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import KEY, cases, few, gpu_only, key_on, layout_of
+from kernel_cases import KEY, ON_GPU, cases, few, gpu_only, key_on, layout_of
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -18,14 +18,7 @@ from hotrain.transform.hadamard import rotate
 from hotrain.transform.tokens import project
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CHANNELS = [
-    48,
-    pytest.param(3, marks=gpu_only),
-    pytest.param(100, marks=gpu_only),
-    pytest.param(768, marks=gpu_only),
-    pytest.param(1000, marks=gpu_only),
-    pytest.param(3072, marks=gpu_only),
-]
+CHANNELS = [48, *gpu_only(3, 100, 768, 1000, 3072)]
 # float32 sums of 16 products in another order differ by a few 2⁻²⁴ of the operands; a code moves when that crosses a
 # boundary, about one entry in 2²⁴/(largest code · 16). An int8 code may so move by one.
 MOVED = 1e-4
@@ -58,7 +51,7 @@ def test_drawn_rows_are_those_of_the_layout(lead, grid, rank, sampled, tiling, d
     """Also with several programs for a tile, which must draw alike, and where the last block has fewer tiles."""
     lay = layout_of(lead, grid, rank, sampled)
     t = torch.randn(lay.samples * lay.tokens, 80, device=device)
-    for key in (0, 5, KEY):
+    for key in (0, 5, KEY) if tiling.tiles == 1 or ON_GPU else (KEY,):
         word, output = key_on(device, key), C.Output(C.COPY)
         want = kept_rows(lay, word)
         rows = torch.full_like(want, 255)
@@ -261,7 +254,7 @@ def test_the_tiling_changes_nothing(tiling, device):
         )
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 100), (100, 3), (7, 32), pytest.param(1000, 768, marks=gpu_only)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 100), (100, 3), (7, 32), *gpu_only((1000, 768))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("scale", "rounding"), [("tensor", "nearest"), ("column", "stochastic")])
 def test_weight_codes_are_the_definitions(outputs, inputs, dtype, scale, rounding, device):

@@ -22,8 +22,7 @@ SMALL = Blocks(32, 32, 32, 4, 2)
         (48, 100, 64),
         (17, 3, 300),
         (1, 40, 1000),
-        pytest.param(2304, 768, 12928, marks=gpu_only),
-        pytest.param(197, 1000, 3072, marks=gpu_only),
+        *gpu_only((2304, 768, 12928), (197, 1000, 3072)),
     ],
 )
 @pytest.mark.usefixtures("poison")
