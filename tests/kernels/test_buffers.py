@@ -153,7 +153,7 @@ def test_what_is_not_finite_spoils_its_group_alone(
     assert torch.equal(scale[~spoiled], clean_scale[~spoiled])
 
 
-# name → (a view with C = 64, what `side_by_side` says of it); None is copied first
+# name → (a view with C = 64, what `rows_in_memory` says of it); None is copied first
 VIEWS: dict[str, tuple[Callable[[], Tensor], tuple[int, int] | None]] = {
     "contiguous: all rows": (lambda: torch.randn(3, 5, 64), (15, 960)),
     "a vector: one row": (lambda: torch.randn(64), (1, 64)),

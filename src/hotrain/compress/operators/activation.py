@@ -186,7 +186,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input)
         form = _DERIVATIVE if kind.levels else _BIT
         if before is not None and is_fused(before.x, name):
-            scope.record(name, form)
+            scope.buffers.record(name, form)
             return finished(scope, before, name, input if inplace else None)
         known = scope.origins.of(input)
         if kind.by_input:
@@ -197,7 +197,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         else:
             y = slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        scope.record(name, form)
+        scope.buffers.record(name, form)
         if inplace:
             y = written(input, y)
         if recipe:
@@ -218,7 +218,7 @@ def _gelu(scope: Scope, input: Tensor, approximate: str = "none") -> Tensor | No
 
 def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
     if negative_slope != 0.01:
-        scope.record_full("leaky_relu", f"negative_slope={negative_slope}; only 0.01 is supported")
+        scope.buffers.record_full("leaky_relu", f"negative_slope={negative_slope}; only 0.01 is supported")
         return None
     return _by_name["leaky_relu"](scope, input, inplace)
 

@@ -180,23 +180,14 @@ def _summed(g: Tensor, copies: int) -> Tensor:
 
 
 def _gradients(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    dropped: list[Tensor],
-    dropout: float,
-    causal: bool,
-    scale: float,
-    kind: str,
-    wants_mask: bool,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropped: list[Tensor], *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the mask (empty if not asked for) by a second run of the forward kernel.
 
     q, k and v are dequantized, heads of k and v repeated as `_copies` says; bias is the mask as numbers; dropped are
     the output, seed and offset of forward under dropout, else empty.
     """
+    dropout, causal, scale, kind, wants_mask = args
     out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
     if dropout:
         out, seed, offset = dropped
@@ -225,36 +216,36 @@ def _gradients(
 
 
 @cache
-def _bits_of_kernel(forms: tuple[str, str], columns: int) -> tuple[int, int] | None:
+def _bits_of_kernel(qk_form: str, vo_form: str, columns: int) -> tuple[int, int] | None:
     """Bits of both formats; None if one kernel cannot pack both, with groups of one size."""
-    specs = [GROUPED[form] for form in forms]
-    if any(spec.whole or not has_kernel(form, columns) for form, spec in zip(forms, specs, strict=True)):
+    qk, vo = GROUPED[qk_form], GROUPED[vo_form]
+    if qk.whole or vo.whole or not has_kernel(qk_form, columns) or not has_kernel(vo_form, columns):
         return None
-    return specs[0].bits, specs[1].bits
+    return qk.bits, vo.bits
 
 
-def _pack_four(tensors: Sequence[Tensor], forms: tuple[str, str]) -> list[Tensor]:
+def _pack_four(tensors: Sequence[Tensor], forms: Sequence[str]) -> list[Tensor]:
     """Codes and scales of q, k, v and the output, in order."""
 
     def reference() -> list[Tensor]:
         return [part for place, t in enumerate(tensors) for part in pack(t, forms[place // 2])]
 
     q = tensors[0]
-    bits = _bits_of_kernel(forms, q.shape[-1]) if supported_in_eager(q) else None
+    bits = _bits_of_kernel(*forms, q.shape[-1]) if supported_in_eager(q) else None
     if bits is None or any(rows_in_memory(t) is None for t in tensors):
         return reference()
     return launch(q.device, "attention.pack", reference, tensors, group_size(q.shape[-1]), bits)  # type: ignore[no-any-return]
 
 
 def _unpack_four(
-    forms: tuple[str, str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    forms: Sequence[str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
     """What `_pack_four` packed, or its first three tensors."""
 
     def reference() -> list[Tensor]:
         return [unpack(forms[n // 2], kept[2 * n : 2 * n + 2], shape, dtype) for n, shape in enumerate(shapes)]
 
-    bits = _bits_of_kernel(forms, shapes[0][-1]) if supported_in_eager(kept[0], dtype) else None
+    bits = _bits_of_kernel(*forms, shapes[0][-1]) if supported_in_eager(kept[0], dtype) else None
     if bits is None:
         return reference()
     found = launch(kept[0].device, "attention.unpack", reference, kept, bits, dtype)
@@ -271,38 +262,27 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float,
-        kind: str,
-        qk_form: str,
-        vo_form: str,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        dropout, causal, scale, kind, *forms = args
         copies = _copies(q, k, kind)
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
         bias = _bias(mask, q, k, kind)
         out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
         # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
-        codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], (qk_form, vo_form))
+        codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms)
         # Under dropout backward needs forward's output: a second run would draw another mask.
         ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
-        ctx.args = dropout, causal, scale, kind, qk_form, vo_form
+        ctx.args = args
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
         return out, *with_codes(ctx, *codes[6:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        dropout, causal, scale, kind, qk_form, vo_form = ctx.args
+        dropout, causal, scale, kind, *forms = ctx.args
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]
         shapes = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
-        q, k, v, *out = (t.transpose(1, 2) for t in _unpack_four((qk_form, vo_form), codes, shapes, ctx.dtype))
+        q, k, v, *out = (t.transpose(1, 2) for t in _unpack_four(forms, codes, shapes, ctx.dtype))
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
         # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
@@ -351,10 +331,10 @@ def _attention(
         mask = autocast(mask)
     kind = backend(q, k, v, mask, dropout_p, is_causal)
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
-        scope.record_full("scaled_dot_product_attention", "no fused kernel runs it here")
+        scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")
         return None
     forms = _formats()
-    scope.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
+    scope.buffers.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -86,14 +86,6 @@ class Scope:
         self.buffers = buffers
         self.origins = Origins() if torch.compiler.is_dynamo_compiling() else buffers.origins
 
-    def record(self, what: str, form: str) -> None:
-        """As `Buffers.record`."""
-        self.buffers.record(what, form)
-
-    def record_full(self, what: str, why: str) -> None:
-        """As `Buffers.record_full`."""
-        self.buffers.record_full(what, why)
-
 
 def is_large(t: Any) -> bool:
     """Whether t is a tensor that is worth compressing."""
@@ -132,7 +124,7 @@ def uncompressed(what: str, why: str) -> Callable[..., None]:
         if torch.compiler.is_dynamo_compiling():
             return
         if tensors and is_large(tensors[0]) and wants_gradient(*tensors):
-            scope.record_full(what, why)
+            scope.buffers.record_full(what, why)
 
     return run
 

@@ -96,10 +96,8 @@ def _image(rows: Tensor, like: Tensor) -> Tensor:
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _normalize_fake(
-    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str
-) -> Four:
-    channels = x.shape[1]
+def _normalize_fake(x: Tensor, *args: Any) -> Four:
+    name, channels = args[-1], x.shape[1]
     rows = x.numel() // channels
     marks = 0 if not name else channels // 8 if _levels(name) is None else channels // 2
     return (
@@ -140,9 +138,8 @@ def _normalize(
     return _image(y, x), kept[0], kept[1], kept[2]
 
 
-def _norm_gradient_fake(
-    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str, passes_on: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_gradient_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, r, _, _, passes_on = args
     g_x = torch.empty_like(g, memory_format=torch.channels_last)
     return g_x, r.new_empty(2, g.shape[1]), torch.empty_like(g_x) if passes_on else g.new_empty(0)
 
@@ -224,16 +221,8 @@ class FusedBatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mean: Tensor,
-        r: Tensor,
-        w: Tensor | None,
-        b: Tensor | None,
-        shortcut: Tensor | None,
-        name: str,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, r: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        w, b, shortcut, name = args
         y, codes, scale, marks = torch.ops.hotrain.normalize(x, mean, r, w, b, shortcut, name)
         ctx.save_for_backward(w, r, codes, scale, marks)
         ctx.name, ctx.b_dtype = name, None if b is None else b.dtype
@@ -307,13 +296,15 @@ def _batch_norm(
     if not (is_large(input) and wants_gradient(input, weight, bias)):
         return None
     if not training:
-        scope.record_full("batch_norm", "normalized with running statistics; only batch statistics are supported")
+        scope.buffers.record_full(
+            "batch_norm", "normalized with running statistics; only batch statistics are supported"
+        )
         return None
     if input.dim() < 2:
         return None
     if input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
         return None
-    scope.record("batch_norm", saved_format())
+    scope.buffers.record("batch_norm", saved_format())
     if torch.compiler.is_dynamo_compiling() and is_fused(input):
         mean, r = batch_statistics(input, running_mean, running_var, momentum, eps)
         what = Unfinished(input, mean, r, weight, bias)

@@ -8,7 +8,7 @@ are hotrain's own operators, share the codes of the operator before in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,18 +55,8 @@ class Conv2d(torch.autograd.Function):
     """Returns y, and codes and scales packed here."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-        form: str,
-        given: Given,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        stride, padding, dilation, groups, form, given = args
         form = form if ctx.needs_input_grad[1] else ""
         kept = pack(x.movedim(1, -1), form, given)
         ctx.save_for_backward(w, *kept)
@@ -119,7 +109,7 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
     if not (is_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
     saved_format, _ = _formats()
-    scope.record("linear (exact product)", saved_format)
+    scope.buffers.record("linear (exact product)", saved_format)
     form, given = shared(scope, input, saved_format)
     y, made = linear(input, weight, bias, form, given)
     if made:
@@ -142,10 +132,10 @@ def _conv2d(
     if input.shape[1] < 16 and weight.requires_grad:
         return None
     if isinstance(padding, str):
-        scope.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
+        scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
     _, saved_format = _formats()
-    scope.record("conv2d (exact product)", saved_format)
+    scope.buffers.record("conv2d (exact product)", saved_format)
     form, given = shared(scope, input, saved_format)
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:

@@ -217,7 +217,7 @@ def note_norm(
 
 
 def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
-    scope.record(f"{kind}_norm", saved_format())
+    scope.buffers.record(f"{kind}_norm", saved_format())
     return note_norm(scope, norm(x, w, b, kind, dims, eps, saved_format()), w, b, image=kind == "group")
 
 

@@ -91,7 +91,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     forms = forms_of(a, b, saved_format)
     if forms is None:
         return None
-    scope.record("mul", saved_format)
+    scope.buffers.record("mul", saved_format)
     saved = [shared(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
     y, made = product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1])
     # Both are saved and of one shape: the next layer can share them and compute the product again.
@@ -164,11 +164,11 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
     if a.dim() > 2 and b.dim() == 2:
         return replace_linear(scope, a, b.mT)  # as PyTorch computes it
     if a.dim() < 3 or b.dim() < 3:
-        scope.record_full(
+        scope.buffers.record_full(
             "matmul", "an operand is a vector, or the first one a matrix; only batches of matrices are supported"
         )
         return None
-    scope.record("matmul", saved_format)
+    scope.buffers.record("matmul", saved_format)
     a_form, given = shared(scope, a, forms[0])
     return matmul(a, b, a_form, forms[1], given)  # type: ignore[no-any-return]
 
