@@ -79,12 +79,11 @@ def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     def reference() -> tuple[Tensor, Tensor]:
         return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
 
-    if not supported(x.device, x.dtype) or not ordered.is_contiguous():
-        pass
-    elif name in _GATES and is_eager(x) and x.numel() % 8 == 0:
+    has_kernel = supported(x.device, x.dtype) and ordered.is_contiguous()
+    if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
         y, marks = launch(x.device, "activation.bits", reference, ordered, name)
         return not_a_view(as_it_was(y, order)), (marks,)
-    elif kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
+    if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
         y, marks = operator_for(ordered, "activate")(ordered, name)
         return not_a_view(as_it_was(y, order)), (marks,)
     y = kind.f(x)
