@@ -36,7 +36,9 @@ from torch.overrides import TorchFunctionMode
 import hotrain
 from hotrain.bench.conditions import conditions, write
 from hotrain.compress import formats as policy
-from hotrain.compress import functions, mode
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.report import Buffers
+from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.saved import Grouped, Levels
 from hotrain.train.data import ArrayData, load_data
 from hotrain.train.models import create_model
@@ -188,25 +190,25 @@ for _name in ATTENTION_OUTPUT:
 @contextlib.contextmanager
 def chosen(formats: Mapping[str, str]) -> Iterator[None]:
     """Context: the policy with these formats, all other entries exact; ``slope``: derivative of GELU and SiLU."""
-    before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
+    before, slopes = dict(policy.FORMATS), dict(ACTIVATIONS)
     policy.FORMATS.update(EXACT | {name: form for name, form in formats.items() if name != "slope"})
     for name in ("gelu", "silu"):
         form, kind = SLOPES[formats.get("slope", "slope 4 bits")], slopes[name]
         # Formats that are not of derivatives pack x, and backward computes the derivative.
         levels: Any = form if isinstance(form, Levels) else Of(kind.slope, form)
-        functions.ACTIVATIONS[name] = replace(kind, levels=levels, by_input=False)
+        ACTIVATIONS[name] = replace(kind, levels=levels, by_input=False)
     try:
         yield
     finally:
         policy.FORMATS.update(before)
-        functions.ACTIVATIONS.update(slopes)
+        ACTIVATIONS.update(slopes)
 
 
-class Only(mode.Compressed):
+class Only(Compressed):
     """The compressing mode for some functions; the others run exactly."""
 
     def __init__(self, wanted: Iterable[Any]) -> None:
-        super().__init__(mode.Buffers())
+        super().__init__(Buffers())
         self.wanted = frozenset(wanted)
 
     def __torch_function__(
@@ -590,7 +592,7 @@ def measured(model: Model, call_batches: int, only: str = "") -> Iterator[dict[s
 
         @contextlib.contextmanager
         def together(formats: dict[str, str] = formats) -> Iterator[None]:
-            with chosen(formats), mode.Compressed(mode.Buffers()):
+            with chosen(formats), Compressed(Buffers()):
                 yield
 
         yield {"subject": f"{model.name}/all", "variant": name, "model": model.errors(together)}

@@ -37,7 +37,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.compress import compiled, composed_norms, eager, formats, mode, sharing
+from hotrain.compress import compiled, eager, formats, sharing
+from hotrain.compress.operators import base
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.method import GradWeight, Method, Saved
 from hotrain.saved import Levels
@@ -66,7 +67,7 @@ def small_and_fine() -> Iterator[None]:
         if a.levels is not None
     }
     with contextlib.ExitStack() as stack:
-        for module in (mode, composed_norms, sharing, compiled, eager):
+        for module in (base, sharing, compiled, eager):
             stack.enter_context(mock.patch.object(module, "SMALL", THRESHOLD))
         stack.enter_context(mock.patch.dict(formats.FORMATS, dict.fromkeys(formats.FORMATS, "int8")))
         stack.enter_context(mock.patch.dict(ACTIVATIONS, eight))

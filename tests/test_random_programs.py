@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotrain.compress import functions
+from hotrain.compress.operators.activation import Slope
 
 # HOTRAIN_PROGRAMS=123456 for other programs than the usual ones.
 FIRST = int(os.environ.get("HOTRAIN_PROGRAMS", "0"))
@@ -59,7 +59,7 @@ def test_programs_run_compiled() -> None:
 @pytest.mark.parametrize("broken", ["gradient", "forward", "in place", "layout", "raises"])
 def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth too much in one gradient, and each of the other findings."""
-    forward, backward = functions.Slope.forward, functions.Slope.backward
+    forward, backward = Slope.forward, Slope.backward
 
     def changed_forward(ctx: object, x: Tensor, name: str) -> Tensor:
         y: Tensor = forward(ctx, x, name)
@@ -76,8 +76,8 @@ def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -
         assert g_x is not None
         return g_x * 1.1 if broken == "gradient" else g_x, none
 
-    monkeypatch.setattr(functions.Slope, "forward", staticmethod(changed_forward))
-    monkeypatch.setattr(functions.Slope, "backward", staticmethod(changed_backward))
+    monkeypatch.setattr(Slope, "forward", staticmethod(changed_forward))
+    monkeypatch.setattr(Slope, "backward", staticmethod(changed_backward))
     lines = [("x = F.relu(x)", programs.EXACT), ("x = self.l(x)", programs.ROUND)]
     p = programs.Program(0, (2, 16, 32), setup=["self.l = nn.Linear(32, 32)"], lines=lines)
     kinds = {"gradient": "error", "in place": "input", "layout": "strides"}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from .compress.checkpointing import keep_all
 from .compress.interpose import unwrap, wrap
-from .compress.mode import Buffers, serve_layer
+from .compress.operators import share_inputs
 from .compress.rematerialize import describe, saved_by_reader
+from .compress.report import Buffers
 from .draws import Draws
 from .functional import FLOATS, as_method
 from .grids import grid_at, token_grids
@@ -31,7 +32,7 @@ from .tables import bytes_text
 from .transform.tokens import Grid
 
 for _operator in (torch.ops.hotrain.linear, torch.ops.hotrain.conv2d):
-    serve_layer(_operator)
+    share_inputs(_operator)
 
 FilterFn = Callable[[nn.Module, str], bool]
 

@@ -155,7 +155,7 @@ def linear(
 ) -> Tensor:
     """`hotrain.functional.linear` under Dynamo.
 
-    The origin of x is filled in by `compress.mode`, which intercepts the call.
+    The origin of x is filled in by `compress.interpose`, which intercepts the call.
 
     Args:
         x: (*, I).

@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from hotrain.compress import formats as policy
-from hotrain.compress import functions, mode
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.report import Buffers
+from hotrain.compress.slopes import ACTIVATIONS
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
@@ -70,7 +72,7 @@ def test_noise_is_what_two_batches_do_not_share(formats: ModuleType) -> None:
 
 def test_chosen_formats_hold_within_and_the_policy_comes_back(formats: ModuleType) -> None:
     x = draw(0, 64, 256).requires_grad_()
-    before, slopes = dict(policy.FORMATS), dict(functions.ACTIVATIONS)
+    before, slopes = dict(policy.FORMATS), dict(ACTIVATIONS)
     (exact,) = torch.autograd.grad(F.gelu(x).sum(), x)
     errors = []
     for form in ("slope 4 bits", "slope 3 bits", "input int8"):
@@ -82,7 +84,7 @@ def test_chosen_formats_hold_within_and_the_policy_comes_back(formats: ModuleTyp
         errors.append(((found - exact).norm() / exact.norm()).item())
     # Steps of 1/11, of 1/5 and of 1/127 of the largest entry.
     assert errors[2] < errors[0] < errors[1]
-    assert (before, slopes) == (policy.FORMATS, functions.ACTIVATIONS)
+    assert (before, slopes) == (policy.FORMATS, ACTIVATIONS)
 
 
 def test_only_what_is_named_is_served(formats: ModuleType) -> None:
@@ -90,6 +92,6 @@ def test_only_what_is_named_is_served(formats: ModuleType) -> None:
     with formats.Only([F.gelu]) as only:
         F.layer_norm(F.gelu(x), (256,))
     assert list(only.buffers.served) == ["gelu"]
-    with mode.Compressed(mode.Buffers()) as everything:
+    with Compressed(Buffers()) as everything:
         F.layer_norm(F.gelu(x), (256,))
     assert list(everything.buffers.served) == ["gelu", "layer_norm"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hotrain.compress import composed_norms, mode
+from hotrain.compress.operators import base
 
 
 @pytest.fixture
 def small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest tensors are compressed too (of two entries and more), so that tests may be small."""
-    monkeypatch.setattr(mode, "SMALL", 2)
-    monkeypatch.setattr(composed_norms, "SMALL", 2)
+    monkeypatch.setattr(base, "SMALL", 2)

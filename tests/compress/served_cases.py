@@ -1,6 +1,6 @@
 """Every operator that ``memory="block"`` serves, called as models call it, and what it is to keep.
 
-A case runs under `mode.Compressed` with `SMALL` lowered (`small_tensors_too`), or plainly as the exact one.
+A case runs under `interpose.Compressed` with `SMALL` lowered (`small_tensors_too`), or plainly as the exact one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotrain.compress import functions
 from hotrain.compress.formats import BITS, FORMATS, GROUPED
-from hotrain.compress.mode import Buffers, Compressed
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.report import Buffers
+from hotrain.compress.slopes import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Case:
 
 
 def _slope(f: Callable[..., Tensor], name: str, shape: tuple[int, ...] = (2, 7, 48)) -> Case:
-    kind = functions.ACTIVATIONS[name]
+    kind = ACTIVATIONS[name]
     return Case(f, (shape,), (("curve" if kind.by_input else kind.levels or BITS, shape),))
 
 

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hotrain
-from hotrain.compress import mode
+from hotrain.compress.operators import base
 
 KERNELS = torch.ops.hotrain
 IMAGE = (2, 16, 6, 4)
@@ -97,7 +97,7 @@ def test_compiled_without_decompositions(kind: type[nn.Module]) -> None:
     model, x = kind(), torch.randn(4, 36, 48, requires_grad=True)
     hotrain.convert(model, "exact", memory="block")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mode, "SMALL", 100)
+        patch.setattr(base, "SMALL", 100)
         want = model(x)
         got = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
         got.sum().backward()

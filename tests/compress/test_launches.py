@@ -27,8 +27,10 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.compress import functions, kernel_ops, rematerialize, sharing
+from hotrain.compress import codes as packing
+from hotrain.compress import rematerialize, sharing
 from hotrain.compress.formats import GROUPED
+from hotrain.compress.operators.activation import Slope
 from hotrain.compress.slopes import ACTIVATIONS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,15 +48,7 @@ MOVED = {"gelu": 0.02, "gelu_tanh": 5e-3, "silu": 5e-3, "hardswish": 5e-3}
 NEAR = 0.26
 
 # The operators, each with the definition inside.
-DEFINITION = SimpleNamespace(
-    buffers_reason=kernels.buffers_reason,
-    lies_in_rows=kernels.lies_in_rows,
-    keep_codes=lambda *args: args[-1](),
-    activate=lambda *args: args[-1](),
-    restore_codes=lambda *args: args[-1](),
-    normalize=lambda *args: args[-1](),
-    norm_gradient=lambda *args: args[-1](),
-)
+DEFINITION = SimpleNamespace(buffers_reason=kernels.buffers_reason, run=lambda name, reference, *args: reference())
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +159,7 @@ def test_what_is_made_by_the_kernel_is_what_the_recipe_makes(name: str, dtype: t
     recipe, given = build()
     want = rematerialize.make(recipe, given, shape, dtype)
     with using(kernels), Calls() as calls:
-        got = kernel_ops.whole(recipe, given, shape, dtype)
+        got = packing.whole(recipe, given, shape, dtype)
     assert calls.names == {"restore_codes": 1}
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert got.is_contiguous(memory_format=LAST if rematerialize.is_image(recipe) else torch.contiguous_format)
@@ -178,7 +172,7 @@ def test_an_unserved_recipe_is_made_as_before(name: str) -> None:
     build, shape = UNSERVED[name]
     recipe, given = build()
     with using(kernels), Calls() as calls:
-        got = kernel_ops.whole(recipe, given, shape, torch.float32)
+        got = packing.whole(recipe, given, shape, torch.float32)
     assert not calls.names
     assert torch.equal(got, rematerialize.make(recipe, given, shape, torch.float32))
 
@@ -190,7 +184,7 @@ def test_what_only_the_tensors_tell_is_made_as_before() -> None:
     vectors = [*given[:2], draw(16, seed=8), None]
     for tensors, dtype in ((given, torch.float32), (vectors, torch.float64)):
         with using(kernels):
-            got = kernel_ops.whole(recipe, tensors, (3, 6, 16), dtype)
+            got = packing.whole(recipe, tensors, (3, 6, 16), dtype)
         assert torch.equal(got, rematerialize.make(recipe, tensors, (3, 6, 16), dtype))
 
 
@@ -209,7 +203,7 @@ def test_codes_are_the_formats_by_whichever_way(form: str, t: Callable[[], Tenso
     """No entry of these is so near to a half that a reciprocal moves it (`test_buffers` has those that may be)."""
     x = t()
     with using(kernels), Calls() as calls:
-        got = kernel_ops.keep(x, form)
+        got = packing.pack(x, form)
     assert calls.names == ({"keep_codes": 1} if serves else {})
     assert all(torch.equal(a, b) for a, b in zip(got, GROUPED[form].keep(x), strict=True))
 
@@ -278,7 +272,7 @@ def test_slopes_of_a_function_in_eager(name: str, how: str, dtype: torch.dtype) 
     x = INPUTS[how]().to(dtype).detach().requires_grad_()
     g = draw(*x.shape, seed=5, dtype=dtype)
     with using(kernels), Calls() as calls:
-        y = functions.Slope.apply(x, name)
+        y = Slope.apply(x, name)
         (got,) = torch.autograd.grad(y, x, g)
     assert calls.names["activate"] == ("odd" not in how)
     exact = x.detach().double().requires_grad_()
@@ -570,12 +564,13 @@ def test_a_checkpointed_block_has_the_same_gradients() -> None:
     """The block's norms are served within, once more in backward, and their statistics move once."""
     behind: list[str] = []
 
-    def normalize(*args: Any) -> Any:
-        behind.append(args[6])
-        return kernels.normalize(*args)
+    def run(name: str, reference: Any, *args: Any) -> Any:
+        if name == "batch_norm.normalize":
+            behind.append(args[6])
+        return kernels.run(name, reference, *args)
 
     counted = SimpleNamespace(**{name: getattr(kernels, name) for name in kernels.__all__})
-    counted.normalize = normalize
+    counted.run = run
 
     def step(checkpointed: bool, found: Any) -> Step:
         return Step(converted(lambda: Around(checkpointed)), found, "aot_eager")

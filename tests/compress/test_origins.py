@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hotrain
 from hotrain import autograd
-from hotrain.compress import mode, sharing
+from hotrain.compress import sharing
 from hotrain.compress.formats import BITS, FORMATS, GROUPED
-from hotrain.compress.mode import Buffers, Compressed
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.report import ATTRIBUTE, Buffers
 from hotrain.compress.sharing import Origins
 from hotrain.nn.state import LayerState
 
@@ -61,7 +62,7 @@ def distance(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def origins(model: nn.Module) -> Origins:
-    return model.__dict__[mode.ATTRIBUTE].origins
+    return model.__dict__[ATTRIBUTE].origins
 
 
 # ---- what is made again ----

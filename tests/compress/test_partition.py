@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import hotrain
 from hotrain.compress import compiled, graph_uses
 from hotrain.compress.interpose import wrap
-from hotrain.compress.mode import EAGER, UNCUT, Buffers
+from hotrain.compress.report import EAGER, UNCUT, Buffers
 
 X = (4, 8, 48)
 # As in `test_rest`: int8 is 0.7 % of a normal entry, a derivative's share up to twice that, the rest for luck; bfloat16
@@ -382,11 +382,10 @@ class Gated(nn.Module):
 @contextlib.contextmanager
 def _operators_for(size: int) -> Iterator[None]:
     """Operators that serve from that many entries on."""
-    from hotrain.compress import composed_norms, mode
+    from hotrain.compress.operators import base
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mode, "SMALL", size)
-        patch.setattr(composed_norms, "SMALL", size)
+        patch.setattr(base, "SMALL", size)
         yield
 
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import hotrain
 from hotrain.compress import eager
 from hotrain.compress.formats import GROUPED
-from hotrain.compress.mode import Buffers, Compressed
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.report import Buffers
 
 INT8 = GROUPED["int8"]
 X = (4, 8, 48)

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hotrain.compress import attention, mode
 from hotrain.compress.formats import FORMATS, GROUPED
-from hotrain.compress.mode import Buffers, Compressed
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.operators import attention, base
+from hotrain.compress.report import Buffers
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -482,7 +483,7 @@ def test_what_was_served_and_what_was_not_is_written_down() -> None:
 def test_a_small_operand_of_a_matmul_is_kept_as_it_is(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Itself, so that the gradient it makes is exact; frozen, it lets PyTorch's own run, which keeps nothing else."""
     a, b = rand(*X), rand(2, 5, 48) if turned else rand(2, 48, 5)
-    monkeypatch.setattr(mode, "SMALL", b.numel() + 1)
+    monkeypatch.setattr(base, "SMALL", b.numel() + 1)
 
     def call(a: Tensor, b: Tensor) -> Tensor:
         return a @ (b.mT if turned else b)

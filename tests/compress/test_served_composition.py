@@ -473,9 +473,9 @@ def _worker(rank: int, port: int, folder: str) -> None:
     try:
         from torch.distributed.fsdp import fully_shard
 
-        from hotrain.compress import mode
+        from hotrain.compress.operators import base
 
-        mode.SMALL = 2
+        base.SMALL = 2
         found: dict[str, Any] = {}
         net = converted("exact", dropout=0.0)
         found["alone"] = step(net)

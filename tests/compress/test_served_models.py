@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo import SWIN, call, timm_model
 
 import hotrain
-from hotrain.compress import composed_norms, mode
+from hotrain.compress.operators import base
 
 SMALL = 2048
 # Of all gradients together, against their size: 0.03 to 0.12 were measured; twice the largest.
@@ -26,8 +26,7 @@ ERROR = 0.25
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mode, "SMALL", SMALL)
-    monkeypatch.setattr(composed_norms, "SMALL", SMALL)
+    monkeypatch.setattr(base, "SMALL", SMALL)
     torch._dynamo.reset()
 
 

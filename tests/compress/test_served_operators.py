@@ -9,8 +9,8 @@ import torch
 from served_cases import CASES, Case, Whole, differentiate, nbytes, saving, served
 from torch import Tensor
 
-from hotrain.compress import functions
-from hotrain.compress.formats import FORMATS, GROUPED
+from hotrain.compress.formats import BITS, FORMATS, GROUPED
+from hotrain.compress.slopes import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
 
@@ -43,9 +43,9 @@ def test_the_formula_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     its tanh form, 0.0009 off at most (`curves`)."""
     for form in GROUPED:
         monkeypatch.setitem(GROUPED, form, Whole())
-    for kind, activation in functions.ACTIVATIONS.items():
+    for kind, activation in ACTIVATIONS.items():
         if activation.levels is not None:
-            monkeypatch.setitem(functions.ACTIVATIONS, kind, dataclasses.replace(activation, levels=Whole()))
+            monkeypatch.setitem(ACTIVATIONS, kind, dataclasses.replace(activation, levels=Whole()))
     got, want = both(CASES[name], torch.float64)
     for g, w in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=(1e-3 if name == "gelu" else 1e-7) * float(w.abs().max()))
@@ -66,7 +66,7 @@ def test_gradients_are_as_close_as_the_format(name: str, dtype: torch.dtype) -> 
     size = torch.cat([w.double().flatten() for w in want[1:]])
     kept = CASES[name].kept
     form = kept[0][0] if kept else None
-    exact = form is None or form == functions.BITS
+    exact = form is None or form == BITS
     kind = min(GROUPED[FORMATS[form]].bits for form, _ in kept) if isinstance(form, str) else "slopes"
     loss = 0.0 if exact else LOSS[kind]
     rounding = 2 * max(torch.finfo(dtype).eps, 2.0**-24)
@@ -112,7 +112,7 @@ def test_a_second_derivative_is_right_or_an_error(name: str) -> None:
         first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), inputs, allow_unused=True)
 
-    exact = not case.kept or case.kept[0][0] == functions.BITS
+    exact = not case.kept or case.kept[0][0] == BITS
     if not exact:
         with pytest.raises(RuntimeError, match="second derivative"):
             second(lambda *t: served(case.call, *t))

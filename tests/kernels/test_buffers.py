@@ -15,10 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import autograd
-from hotrain.compress import kernel_ops
+from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
-from hotrain.kernels import FUNCTIONS
-from hotrain.kernels import activation_kernels as B
+from hotrain.kernels import FUNCTIONS, activation, batch_norm, rows_in_memory
+from hotrain.kernels import codes as B
+from hotrain.kernels.launch import is_wide
 from hotrain.quantize.packing import unpack_parts
 from hotrain.saved import Bits, Grouped, group_size
 
@@ -32,9 +33,9 @@ SHAPES = [(1, 16), (7, 48), (49, 64), (197, 96), (1000, 48), (33, 224), (49, 768
 # float32 in another order, with approximate exponentials: of the magnitudes that are added, and of 1 for f's own.
 CLOSE = 2.0**-20
 # Called with lists of tensors, whose types no checker tells apart.
-activate: Any = B.activate
-normalize: Any = B.normalize
-norm_gradient: Any = B.norm_gradient
+activate: Any = activation.activate
+normalize: Any = batch_norm.normalize
+norm_gradient: Any = batch_norm.gradient
 # numpy, of which the interpreter is made, warns of infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -98,7 +99,7 @@ def assert_codes(got: Tensor, want: Tensor, values: Tensor, scale: Tensor, bits:
 
 def check_keep(x: Tensor, bits: int, whole: bool) -> tuple[Tensor, Tensor]:
     group = group_size(x.shape[-1], whole)
-    codes, scale = B.keep(x, group, bits)
+    codes, scale = B.pack(x, group, bits)
     want, want_scale = Grouped(bits, whole=whole).keep(x)
     assert (codes.shape, codes.dtype) == (want.shape, want.dtype)
     assert same_bits(scale, want_scale)
@@ -130,7 +131,7 @@ def test_codes_at_the_ends_of_float32(exponent: int, device: torch.device) -> No
 def test_a_group_under_float32s_normal_numbers_comes_back_as_small(bits: int, device: torch.device) -> None:
     """The reciprocal of its scale is infinite: codes are any, so that what comes back is some eight (or 128) steps."""
     x = torch.full((2, 64), 1e-38, device=device)
-    back = Grouped(bits, whole=True).restore(B.keep(x, 64, bits), x.shape, x.dtype)
+    back = Grouped(bits, whole=True).restore(B.pack(x, 64, bits), x.shape, x.dtype)
     assert (back.abs() <= 1.2 * 1e-38 * 2 ** (bits - 1) / (2 ** (bits - 1) - 1)).all()
 
 
@@ -142,9 +143,9 @@ def test_what_is_not_finite_spoils_its_group_alone(
 ) -> None:
     """In either half of a group: 70 is in the first of the second group, 200 in the second half of the fourth."""
     x = draw(5, 256, dtype=dtype, device=device)
-    clean, clean_scale = B.keep(x, 64, bits)
+    clean, clean_scale = B.pack(x, 64, bits)
     x[1, 70], x[4, 200 + 32] = bad, bad
-    codes, scale = B.keep(x, 64, bits)
+    codes, scale = B.pack(x, 64, bits)
     back = Grouped(bits).restore((codes, scale), (5, 256), torch.float32).view(5, 4, 64)
     spoiled = torch.zeros(5, 4, dtype=torch.bool, device=device)
     spoiled[1, 1] = spoiled[4, 3] = True
@@ -153,7 +154,7 @@ def test_what_is_not_finite_spoils_its_group_alone(
     assert torch.equal(scale[~spoiled], clean_scale[~spoiled])
 
 
-# name → (a view with C = 64, what `side_by_side` says of it); None is copied first
+# name → (a view with C = 64, what `rows_in_memory` says of it); None is copied first
 VIEWS: dict[str, tuple[Callable[[], Tensor], tuple[int, int] | None]] = {
     "contiguous: all rows": (lambda: torch.randn(3, 5, 64), (15, 960)),
     "a vector: one row": (lambda: torch.randn(64), (1, 64)),
@@ -185,7 +186,7 @@ def test_views_are_read_as_they_lie_or_copied(name: str, device: torch.device) -
     build, lies = VIEWS[name]
     x = build()
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-    assert B.side_by_side(x) == lies
+    assert rows_in_memory(x) == lies
     if lies is not None:  # rows where it says that they are
         run, stride = lies
         row = torch.arange(x.numel() // 64)
@@ -222,7 +223,7 @@ def value(f: B.Factor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def check_restore(factors: list[B.Factor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    got = B.restore(factors, dtype)
+    got = B.make(factors, dtype)
     want = torch.ones((), dtype=torch.float64, device=device)
     size = want
     for f in factors:
@@ -275,13 +276,13 @@ def test_a_spoiled_group_comes_back_without_a_finite_number(bad: float, device: 
     """And no other does; a NaN is one behind ReLU."""
     x = torch.randn(5, 256, device=device)
     x[2, 130] = bad
-    kept = B.keep(x, 64)
-    back = B.restore([B.Factor(*kept)], torch.float32).view(5, 4, 64)
+    kept = B.pack(x, 64)
+    back = B.make([B.Factor(*kept)], torch.float32).view(5, 4, 64)
     spoiled = ~back.isfinite()
     assert spoiled[2, 2].all()
     assert spoiled.sum() == 64
     if bad != bad:
-        assert B.restore([B.Factor(*kept, name="relu")], torch.float32).view(5, 4, 64)[2, 2].isnan().all()
+        assert B.make([B.Factor(*kept, name="relu")], torch.float32).view(5, 4, 64)[2, 2].isnan().all()
 
 
 # ---- a function, and its slopes ----
@@ -412,7 +413,7 @@ def image(t: Tensor | None) -> Tensor | None:
 def norm_definition(monkeypatch: pytest.MonkeyPatch, norm: Norm, name: str) -> list[Tensor]:
     """The definition in float32 throughout, as the kernel computes: it would round what f is of to x's dtype."""
     x, *vectors, shortcut = norm.tensors(torch.float32)
-    y, *kept = defined(monkeypatch, kernel_ops._normalize, image(x), *vectors, image(shortcut), name)
+    y, *kept = defined(monkeypatch, _normalize, image(x), *vectors, image(shortcut), name)
     return [y.permute(0, 2, 3, 1).reshape(norm.x.shape), *kept]
 
 
@@ -578,7 +579,7 @@ def test_a_norms_gradients_without_parameters_and_of_lower_ones(
     _, *kept = normalize(*norm.tensors(), "relu", None)
     g = torch.randn(37, 48, device=device)
     got = norm_gradient(g, *kept, norm.r, norm.w, "relu", None, True)
-    want = defined(monkeypatch, kernel_ops._norm_gradient, image(g), *kept, norm.r, norm.w, "relu", True)
+    want = defined(monkeypatch, _norm_gradient, image(g), *kept, norm.r, norm.w, "relu", True)
     _, (size, *sums, _) = exact_gradient(g, kept, norm, "relu")
     assert ((got[0] - want[0].flatten(1)).abs() <= CLOSE * size).all()
     assert ((got[1] - want[1]).abs() <= CLOSE * torch.stack(sums)).all()
@@ -617,7 +618,7 @@ def test_wide_places_are_the_same_places(
     x = torch.randn(2, 7, 3, 4, 64, device=device).unbind(2)[1]
 
     def everything() -> list[Tensor]:
-        found = [*B.keep(x, 64, 4), *B.keep(x, 64, 8), B.restore(two, torch.float32)]
+        found = [*B.pack(x, 64, 4), *B.pack(x, 64, 8), B.make(two, torch.float32)]
         found += activate(norm.x, "gelu", levels_of("gelu"))
         for name in ("relu", "silu"):
             y, *kept = normalize(*norm.tensors(), name, levels_of(name))
@@ -641,5 +642,5 @@ def test_wide_places_are_the_same_places(
 
 def test_places_are_wide_in_time() -> None:
     """Twice as far as 2³⁰ entries is past int32; a view reaches further than it has entries."""
-    assert not B._is_wide((1 << 30) - 1)
-    assert B._is_wide(1 << 30)
+    assert not is_wide((1 << 30) - 1)
+    assert is_wide(1 << 30)

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ..autograd import autocast_to
-from ..compress.mode import Example
+from ..compress.report import Example
 from .saved_bytes import SavedBytes, saved_bytes
 
 

@@ -1,13 +1,13 @@
 """Compressed activations: norms, activation functions, attention, dropout and products save quantized tensors.
 
-formats, slopes     which number format each operator saves, and the derivatives of activation functions
-functions, attention      autograd functions: forward, what is packed for backward, gradients from what is unpacked
-ops, kernel_ops           a custom operator for each, for eager mode and torch.compile; opaque ones with a Triton kernel
-mode, mode_stack          the TorchFunctionMode that calls these operators in place of PyTorch's, and its place
-interpose, mixins         module classes exchanged for ones whose forward runs under the mode
-composed_norms            RMS norms that a model writes out by hand, recognized by class and result
+formats, slopes           which number format each operator saves, and the derivatives of activation functions
+operators                 one file each: reference, launch of the kernels, autograd function, custom operator, handlers
+codes, launcher           packing and unpacking shared by them, and the fallback of kernels to references
+interpose, mode_stack     the TorchFunctionMode that calls operators in place of PyTorch's functions, and its wrapping
+mixins                    module classes exchanged for ones with another forward
+report                    records of what is saved in which format, and of what is not
 checkpointing             activation checkpointing of blocks, switched on by class
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
-eager            saved-tensor hooks for functions without an operator of their own, in eager mode
-partitioner, graph_uses   the same for compiled graphs, as a pass behind PyTorch's partitioner
+eager                     saved-tensor hooks for functions without an operator of their own, in eager mode
+compiled, graph_uses      the same for compiled graphs, as a pass behind PyTorch's partitioner
 """

@@ -6,7 +6,7 @@ which rounding its uses in backward allow; forward returns codes instead, and ba
 first use. Both are PyTorch's operators, which the compiler fuses with their neighbours. What stays in full precision is
 recorded for the report, with its bytes and the function that needs it.
 
-Dynamo marks the nodes of a converted model while it traces (`mode.Buffers.region`). Graphs without such nodes are not
+Dynamo marks the nodes of a converted model while it traces (`report.Buffers.region`). Graphs without such nodes are not
 changed. Inductor gets the pass by its setting ``custom_partitioner_fn`` when a converted model is first traced; another
 backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rematerialization_partition`.
 """
@@ -32,10 +32,10 @@ from ..saved import as_it_was, memory_order
 from . import graph_uses
 from .eager import FORMS
 from .formats import BITS, SMALL
-from .mode import KEY
+from .graph_uses import KEY
 
 if TYPE_CHECKING:
-    from .mode import Buffers
+    from .report import Buffers
 
 _COLUMNS = 16  # the least elements of a row that is quantized in groups
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -289,9 +289,9 @@ class _Account:
             if where == region:
                 what = ", ".join(names)
                 if form:
-                    buffers.serve(f"{what} (saved)", form)
+                    buffers.record(f"{what} (saved)", form)
                 else:
-                    buffers.leave(what, f"{size / 2**20:.1f} MiB, compiled: {why}")
+                    buffers.record_full(what, f"{size / 2**20:.1f} MiB, compiled: {why}")
 
 
 # ---- forward returns codes, backward dequantizes them ----

@@ -203,7 +203,7 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     quantized values.
 
     Args:
-        buffers: the `mode.Buffers` in which the result is recorded for the report.
+        buffers: the `report.Buffers` in which the result is recorded for the report.
         rule: of `rule_of`.
         func: the function of PyTorch.
         args: its positional arguments.
@@ -226,12 +226,12 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     name = name_of(func)
     buffers.looked_at.add(name)
     if one.forms:
-        buffers.serve(f"{name} (saved)", ", ".join(sorted(one.forms)))
+        buffers.record(f"{name} (saved)", ", ".join(sorted(one.forms)))
     if one.full:
         size = sum(one.full.values()) / 2**20
         why = "no rounding rule for it" if rule is _EXACT else "its derivative needs full precision"
         if name not in buffers.full:
-            buffers.leave(name, f"{size:.1f} MiB per call, {why}")
+            buffers.record_full(name, f"{size:.1f} MiB per call, {why}")
     elif one.forms:
         buffers.full.pop(name, None)  # without an operator of its own, but packed here
     return y

@@ -68,7 +68,8 @@ _WIDE_RESULTS = {
     _aten.prod,
 }  # fmt: skip
 _REDUCED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.std, _aten.logsumexp}
-_PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `ops`
+_PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `operators`
+KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
 
 # The loss: logits are needed in full precision.
 _WANTED_EXACTLY = {"log_softmax", "logsumexp", "nll_loss", "nll_loss2d", "cross_entropy_loss"}

@@ -1,13 +1,16 @@
-"""Wrapping of a model and its blocks, so that forward in training runs under `mode.Compressed`.
+"""Interposition: forward of a converted model in training runs under a TorchFunctionMode with hotrain's operators.
 
 The class of the outermost module, and of each block, is exchanged for one that enters the mode. Blocks have their own
-mode because a checkpointed block is recomputed outside of the model's forward.
+mode because a checkpointed block is recomputed outside of the model's forward. The mode replaces PyTorch's functions by
+the operators of `operators.REGISTRY`. Other functions run unchanged; so do calls with arguments that the operators do
+not support, and the report says why. Nothing here depends on what changes from step to step, so that nothing is
+recompiled.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,10 +20,83 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
-from .composed_norms import ComposedRMSNorm, is_composed
+from . import eager
+from .graph_uses import KEY
 from .mixins import Mixin, mix, unmix
-from .mode import ATTRIBUTE, KEY, Buffers, Compressed
-from .mode_stack import top
+from .mode_stack import Mode, aside, top
+from .operators import REGISTRY
+from .operators.base import Scope
+from .operators.norm import ComposedRMSNorm, is_composed
+from .report import ATTRIBUTE, Buffers
+from .sharing import current_checkpoint
+
+
+class Compressed(Mode):
+    """The mode, with the records that it writes to."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        super().__init__()
+        self.buffers = buffers
+        self.scope = Scope(buffers)
+        self.checkpoint = current_checkpoint()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        compiling = torch.compiler.is_compiling()
+        if not compiling and func in self.buffers.passing:  # nearly every call
+            return func(*args, **kwargs)
+        handler = REGISTRY.get(func)
+        differentiates = torch.is_grad_enabled() and kwargs.get("out") is None
+        if handler is not None and differentiates and self._may_compress():
+            if compiling:
+                y = handler(self.scope, *args, **kwargs)
+            else:
+                with aside():
+                    y = handler(self.scope, *args, **kwargs)
+            if y is not None:
+                return y
+        if compiling or not differentiates:
+            return func(*args, **kwargs)
+        rule = eager.rule_of(self.buffers.looked_at, func, args, kwargs)
+        if rule is None:
+            if handler is None and eager.passes(self.buffers.looked_at, func):
+                self.buffers.passing.add(func)
+            return func(*args, **kwargs)
+        if not self._may_compress():
+            return func(*args, **kwargs)
+        with aside():
+            return eager.call(self.buffers, rule, func, args, kwargs)
+
+    def stands_for(self, buffers: Buffers) -> bool:
+        """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
+        mine = self.buffers is buffers and self.scope.origins is buffers.origins
+        return mine and current_checkpoint() == self.checkpoint
+
+    def _may_compress(self) -> bool:
+        # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
+        return not _transforms() and current_checkpoint() == self.checkpoint
+
+
+def _transforms() -> bool:
+    """Whether `torch.func` transforms this call, which autograd functions with a context do not support."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# Dynamo calls it once and takes the result as a constant.
+_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- module classes ----
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define("region() -> ()")
+
+
+@torch.library.impl(_lib, "region", "CompositeExplicitAutograd")
+def _region() -> None:
+    """Do nothing; the node gives graphs that `compiled` changes another key in the compiler's cache."""
 
 
 class Wrapped(Mixin):
@@ -71,7 +147,7 @@ class WrappedNorm(Mixin, ComposedRMSNorm):
     rank = 2
 
 
-NAMES: dict[type[nn.Module], str] = {nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
+_NAMES: dict[type[nn.Module], str] = {nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
 
 
 class WrappedFunction(Mixin):
@@ -85,7 +161,7 @@ class WrappedFunction(Mixin):
         plain = not torch.compiler.is_dynamo_compiling() or not (self.training and autograd.differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
-        name = NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]
+        name = _NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]
         operator = torch.ops.hotrain.function_ if self.inplace else torch.ops.hotrain.function  # type: ignore[attr-defined]
         return operator(input, name)  # type: ignore[no-any-return]
 
@@ -105,14 +181,14 @@ def wrap(model: nn.Module) -> Buffers:
     buffers.root = weakref.ref(model)
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
-        buffers.leave("what no block calls", why)
+        buffers.record_full("what no block calls", why)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        buffers.leave("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
+        buffers.record_full("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
     # All modules are chosen before any is changed.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     outer = list(_places(model))
     norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
-    functions = [module for module in modules if type(module) in NAMES and "forward" not in module.__dict__]
+    functions = [module for module in modules if type(module) in _NAMES and "forward" not in module.__dict__]
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)

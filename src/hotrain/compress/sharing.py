@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codes import whole
 from .formats import SMALL
-from .kernel_ops import whole
 from .rematerialize import is_by_heads
 
 # ---- what is known of a tensor ----
@@ -38,7 +38,7 @@ class Origin:
 
     @property
     def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]:
-        """`kernel_ops.whole` with this recipe; autograd saves the tensors, and passes them in backward."""
+        """`codes.whole` with this recipe; autograd saves the tensors, and passes them in backward."""
         return functools.partial(whole, self.recipe)
 
 

@@ -605,109 +605,48 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     return next_key(counter, moves)
 
 
-# --- saved activations (the modules `activation_kernels` and `eager_kernels` describe the kernels)
+# --- kernels of compressed activations, launched by `compress.launcher`
 
 
 @functools.cache
-def _module(name: str) -> Any:
-    """A module of this package that imports Triton, imported at its first use."""
-    return importlib.import_module(f"{__package__}.{name}")
-
-
-def _run(label: str, module: str, name: str, *args: Any) -> Any:
-    """Call a kernel with all but the last argument; where it does not compile, call that, the reference."""
-    return _or_definition(label, lambda: getattr(_module(module), name)(*args[:-1]), args[-1])
-
-
-def lies_in_rows(t: Tensor) -> bool:
-    """Whether `keep_codes` supports the memory layout of t."""
-    return _module("activation_kernels").side_by_side(t) is not None
-
-
-def keep_codes(
-    t: Tensor, group: int, bits: int, definition: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """`activation_kernels.keep`, or the reference where it does not compile."""
-    found: tuple[Tensor, Tensor] = _or_definition(
-        "keep of buffers", lambda: _module("activation_kernels").keep(t, group, bits), definition
-    )
+def _kernel(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     return found
 
 
-def activate(
-    x: Tensor, name: str, levels: tuple[int, int], definition: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """`activation_kernels.activate`, or the reference."""
-    found: tuple[Tensor, Tensor] = _or_definition(
-        "activate", lambda: _module("activation_kernels").activate(x, name, levels), definition
-    )
-    return found
+def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
+    """Call a kernel, or the reference from the first time that the kernel cannot be compiled or launched here.
+
+    Args:
+        name: ``"file.function"`` of this package; the file is imported at its first call, since it needs Triton.
+        reference: computes the same in plain PyTorch.
+        *args: of the function.
+    """
+    return _or_definition(name, lambda: _kernel(name)(*args), reference)
 
 
-def restore_codes(factors: list[tuple[Any, ...]], dtype: torch.dtype, definition: Callable[[], Tensor]) -> Tensor:
-    """`activation_kernels.restore` of factors, each the arguments of a `Factor`, or the reference."""
-    module = _module("activation_kernels")
-    found: Tensor = _or_definition(
-        "restore of buffers", lambda: module.restore([module.Factor(*factor) for factor in factors], dtype), definition
-    )
-    return found
+def rows_in_memory(t: Tensor) -> tuple[int, int] | None:
+    """(contiguous rows, stride to the next ones) of t's last axis, as kernels read it; None for another layout."""
+    try:
+        return _rows_in_memory(t.shape, t.stride())
+    except TypeError:  # under Dynamo sizes may be symbolic, which are not hashable
+        return _rows_in_memory.__wrapped__(t.shape, t.stride())
 
 
-def normalize(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`activation_kernels.normalize` of all but the last argument, or the last one, the reference."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _run("normalize", "activation_kernels", "normalize", *args)
-    return found
-
-
-def norm_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`activation_kernels.norm_gradient` of all but the last argument, or the last one, the reference."""
-    found: tuple[Tensor, Tensor, Tensor] = _run("norm gradient", "activation_kernels", "norm_gradient", *args)
-    return found
-
-
-def keep_normal(*args: Any) -> tuple[Tensor, Tensor]:
-    """`eager_kernels.keep_normal` of all but the last argument, or the last one, the reference."""
-    found: tuple[Tensor, Tensor] = _run("keep normal", "eager_kernels", "keep_normal", *args)
-    return found
-
-
-def row_norm_gradient(*args: Any) -> tuple[Tensor, Tensor] | None:
-    """`eager_kernels.norm_gradient` of all but the last argument, or the last one, the reference."""
-    found: tuple[Tensor, Tensor] | None = _run("row norm gradient", "eager_kernels", "norm_gradient", *args)
-    return found
-
-
-def slope_gradient(*args: Any) -> Tensor | None:
-    """`eager_kernels.slope_gradient` of all but the last argument, or the last one, the reference."""
-    found: Tensor | None = _run("slope gradient", "eager_kernels", "slope_gradient", *args)
-    return found
-
-
-def restore_rows(*args: Any) -> Tensor:
-    """`eager_kernels.restore` of all but the last argument, or the last one, the reference."""
-    found: Tensor = _run("restore of rows", "eager_kernels", "restore", *args)
-    return found
-
-
-def keep_four(*args: Any) -> list[Tensor]:
-    """`eager_kernels.keep_four` of all but the last argument, or the last one, the reference."""
-    found: list[Tensor] = _run("keep four", "eager_kernels", "keep_four", *args)
-    return found
-
-
-def restore_four(*args: Any) -> list[Tensor]:
-    """`eager_kernels.restore_four` of all but the last argument, or the last one, the reference."""
-    found: list[Tensor] = _run("restore four", "eager_kernels", "restore_four", *args)
-    return found
-
-
-def open_bits(*args: Any) -> tuple[Tensor, Tensor] | None:
-    """`eager_kernels.open_bits` of all but the last argument, or the last one, the reference."""
-    found: tuple[Tensor, Tensor] | None = _run("open bits", "eager_kernels", "open_bits", *args)
-    return found
-
-
-def bits_gradient(*args: Any) -> Tensor | None:
-    """`eager_kernels.bits_gradient` of all but the last argument, or the last one, the reference."""
-    found: Tensor | None = _run("bits gradient", "eager_kernels", "bits_gradient", *args)
-    return found
+@functools.lru_cache(maxsize=1024)
+def _rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
+    if strides[-1] != 1:
+        return None
+    run, axis = 1, len(shape) - 2
+    while axis >= 0 and (shape[axis] == 1 or strides[axis] == run * shape[-1]):
+        run *= shape[axis]
+        axis -= 1
+    stride = strides[axis] if axis >= 0 else run * shape[-1]
+    reach = stride
+    while axis >= 0:
+        if shape[axis] != 1 and strides[axis] != reach:
+            return None
+        reach = strides[axis] * shape[axis] if shape[axis] != 1 else reach
+        axis -= 1
+    return run, stride

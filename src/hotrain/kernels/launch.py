@@ -30,6 +30,12 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def block_of(half: int) -> int:
+    """Columns at a time: the largest power of two that divides them, from 32 to 512, else all of them."""
+    block = min(half & -half, 512)
+    return block if block >= 32 else power_of_2(half)
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a device; 4 in the interpreter."""
@@ -47,6 +53,11 @@ def overlaps(device: torch.device) -> bool:
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether all tensors are aligned to 16 bytes, as Triton's wide loads require."""
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def is_wide(entries: int) -> bool:
+    """Whether offsets exceed 31 bits."""
+    return entries >= 1 << 30
 
 
 def is_current(device: torch.device) -> bool:

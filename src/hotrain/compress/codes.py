@@ -1,0 +1,142 @@
+"""Packing and unpacking of tensors quantized in groups, by a kernel where one supports the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import FUNCTIONS, rows_in_memory
+from ..saved import group_size
+from .formats import GROUPED
+from .launcher import launch, opaque, operator_for, supported, supported_in_eager
+from .rematerialize import in_backward, is_image, make, parsed, restore
+
+LONGEST_ROW = 8192  # the most elements of a row that one program loads
+
+
+@cache
+def has_kernel(form: str, columns: int) -> bool:
+    """Whether a kernel packs the format: 4 or 8 bits, rounded to nearest, in groups that divide the row."""
+    spec = GROUPED[form]
+    return spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
+
+
+def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`."""
+    if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])) and rows_in_memory(t) is not None:
+        return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
+    return GROUPED[form].keep(t)
+
+
+def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    columns = t.shape[-1]
+    spec = GROUPED[form]
+    size = group_size(int(columns), spec.whole)
+    rows, groups, width = t.numel() // columns, columns // size, size * spec.bits // 8
+    return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
+
+
+@opaque("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", _keep_codes_fake)
+def _keep_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    spec = GROUPED[form]
+
+    def reference() -> tuple[Tensor, Tensor]:
+        return spec.keep(t.contiguous())
+
+    size = group_size(t.shape[-1], spec.whole)
+    codes, scale = launch(t.device, "codes.pack", reference, t, size, spec.bits)
+    return codes, scale
+
+
+def unpack(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor of this shape and dtype, dequantized from what `pack` returned."""
+    spec, columns = GROUPED[form], shape[-1]
+    if not supported_in_eager(kept[0], dtype) or columns > LONGEST_ROW or not has_kernel(form, columns):
+        return restore(spec, kept, shape, dtype)
+
+    def reference() -> Tensor:
+        return spec.restore(kept, shape, dtype).reshape(-1, columns)
+
+    rows: Tensor = launch(kept[0].device, "codes.unpack", reference, *kept, spec.bits, dtype)
+    return rows.view(tuple(shape))
+
+
+# ---- by a recipe: from the codes of the operator before ----
+
+
+def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`rematerialize.make` for a consumer that reads the tensor from memory: a product, a convolution, a kernel."""
+    first = tensors[0]
+    # γ and β of a norm over several axes are a matrix.
+    in_a_row = all(t is None or t.dim() != 2 for t in tensors)
+    if first is None or not in_a_row or not supported(first.device, dtype) or _factors(recipe) is None:
+        return make(recipe, tensors, shape, dtype)
+    run = operator_for(first, "restore_codes")
+    if run is _restore_codes:
+        return _restore_codes(tensors, recipe, shape, dtype)  # type: ignore[no-any-return]
+    with in_backward():
+        return run(list(tensors), recipe, list(shape), dtype)  # type: ignore[no-any-return]
+
+
+@cache
+def _factors(recipe: str) -> tuple[tuple[bool, str], ...] | None:
+    """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
+    parts = parsed(recipe)
+    found = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
+    factors = [factor for factor in found if factor is not None]
+    if len(factors) < len(found) or len({tuple(packing) for packing, _, _ in factors}) > 1:
+        return None
+    return tuple((normed, name) for _, normed, name in factors)
+
+
+def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
+    """(form and columns, whether there are γ and β, f) of a recipe's factor; None if no kernel supports it."""
+    name = ""
+    if parts[0] == "of":
+        _, name, parts = parts
+    normed = parts[0] == "norm"
+    if normed:
+        parts = parts[1]
+    # The kernel has a table for f; it takes 4-bit codes, whatever their rounding.
+    if parts[0] not in ("values", "output") or name not in FUNCTIONS:
+        return None
+    spec, columns = GROUPED[parts[1]], parts[2]
+    if spec.bits != 4 or columns % group_size(columns, spec.whole):
+        return None
+    return parts[1:], normed, name
+
+
+def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    first = given[0]
+    assert first is not None
+    if is_image(recipe):
+        return first.new_empty(channels_last_shape(shape), dtype=dtype).movedim(-1, 1)
+    return first.new_empty(tuple(shape), dtype=dtype)
+
+
+@opaque("restore_codes(Tensor?[] given, str recipe, int[] shape, ScalarType dtype) -> Tensor", _restore_codes_fake)
+def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    first = given[0]
+    assert first is not None
+
+    def reference() -> Tensor:
+        t = make(recipe, given, shape, dtype)
+        return (t.movedim(1, -1) if is_image(recipe) else t).contiguous()
+
+    factors: list[tuple[Any, ...]] = []
+    at = 0
+    for normed, name in _factors(recipe) or ():
+        mine = given[at : at + 4] if normed else (*given[at : at + 2], None, None)
+        factors.append((*mine, normed, name))
+        at += 4 if normed else 2
+    rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
+    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
+
+
+def channels_last_shape(shape: Sequence[int]) -> list[int]:
+    """(N, C, ...) → (N, ..., C)."""
+    return [shape[0], *shape[2:], shape[1]]

@@ -1,0 +1,78 @@
+"""Launch of the kernels of compressed activations (`hotrain.kernels`), with a reference in PyTorch as fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import autograd
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_implementations: dict[str, Callable[..., Any]] = {}  # opaque operator → its Python function
+
+
+def supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels run on this device, for tensors of this dtype."""
+    kernels = autograd.kernels_for(device)
+    return kernels is not None and kernels.buffers_reason(device, dtype) is None
+
+
+supported._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
+
+
+def is_eager(t: Tensor) -> bool:
+    """Whether t is a plain tensor in eager mode, not traced or fake."""
+    return type(t) is Tensor and not torch.compiler.is_compiling()
+
+
+def supported_in_eager(t: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether t is in eager mode and the kernels support it; ``dtype`` is that of the values if t holds codes.
+
+    For kernels of eager mode alone: a compiler fuses their reference with its neighbours.
+    """
+    return is_eager(t) and supported(t.device, dtype or t.dtype)
+
+
+def launch(device: torch.device, name: str, reference: Callable[[], Any], *args: Any) -> Any:
+    """Run a kernel, or its reference where there are no kernels or this one does not compile.
+
+    Args:
+        device: of the tensors.
+        name: ``"file.function"`` within `hotrain.kernels`.
+        reference: computes the same in plain PyTorch.
+        *args: of the kernel's function.
+    """
+    kernels = autograd.kernels_for(device)
+    return reference() if kernels is None else kernels.run(name, reference, *args)
+
+
+def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a custom operator that runs a kernel, and into which Inductor does not trace.
+
+    Where Inductor would fuse the reference itself, it would read a tensor twice to quantize it, and load a scale for
+    every element.
+
+    Args:
+        schema: of the operator.
+        fake: its results for a tracer.
+    """
+
+    def define(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
+        _implementations[name] = implementation
+        _lib.define(schema)
+        _lib.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"hotrain::{name}", fake, lib=_lib)
+        return implementation
+
+    return define
+
+
+def operator_for(t: Tensor, name: str) -> Callable[..., Any]:
+    """The opaque operator of that name for t; its Python function where dispatch would change nothing."""
+    if is_eager(t) and not torch._C._len_torch_dispatch_stack():
+        return _implementations[name]
+    return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]

@@ -1,0 +1,43 @@
+"""Operators that save quantized tensors, one file each, and the registry of PyTorch's functions that they replace.
+
+Such a file holds, in this order: the mathematics and what backward needs of it, in which format; the reference in plain
+PyTorch; the launch of its kernels (`hotrain.kernels`, the file of the same name); the autograd function; the custom
+operator, which AOTAutograd traces into; and the handlers of PyTorch's functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import activation, attention, batch_norm, dropout, linear, norm, pooling, product, softmax, views
+from .base import Handlers, Scope
+
+REGISTRY: Handlers = {
+    **norm.HANDLERS,
+    **batch_norm.HANDLERS,
+    **activation.HANDLERS,
+    **attention.HANDLERS,
+    **softmax.HANDLERS,
+    **dropout.HANDLERS,
+    **pooling.HANDLERS,
+    **product.HANDLERS,
+    **linear.HANDLERS,
+    **views.HANDLERS,
+}
+
+
+def share_inputs(op: Callable[..., Tensor]) -> None:
+    """Let a converted layer share its producer's saved tensors when compiled.
+
+    Args:
+        op: the layer's operator; its arguments seven and eight are the recipe of its input and the tensors for it.
+    """
+
+    def run(scope: Scope, *args: Any) -> Tensor | None:
+        known = None if args[7] else scope.origins.of(args[0])
+        return None if known is None else op(*args[:7], known.recipe, list(known.tensors), *args[9:])
+
+    REGISTRY[op] = run

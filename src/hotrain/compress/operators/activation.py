@@ -1,0 +1,245 @@
+"""Activation functions: y = f(x), g_x = g_y f'(x).
+
+Backward needs f'(x), which is saved in 4 bits per element, or in 1 bit where it has two values. Functions with
+``by_input`` save x quantized instead, along its last axis or along the channels of an image; the next layer's input is
+rematerialized from the same codes. f, f' and these formats are in `slopes.ACTIVATIONS`: a function added there is
+compressed under its name in `torch.nn.functional`, `torch` and `Tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...autograd import once
+from ...kernels import FUNCTIONS
+from ...saved import Levels, as_it_was, memory_order
+from .. import rematerialize
+from ..codes import pack, unpack
+from ..formats import BITS, FORMATS
+from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
+from ..rematerialize import restore, wide
+from ..slopes import ACTIVATIONS, ELSE, FACTOR
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    is_channels_last,
+    is_large,
+    not_a_view,
+    uncompressed,
+    values,
+    with_codes,
+    without_autocast,
+    written,
+)
+from .batch_norm import finished, is_fused
+
+_DERIVATIVE, _BIT = "4-bit derivative", "1 bit per element"  # formats in the report
+_GATES = ("relu", "relu6")  # functions with a 1-bit derivative that the kernels support
+
+
+def _input_format() -> str:
+    """The format of x, where it is saved."""
+    return FORMATS["curve"]
+
+
+# ---- f and its derivative; tensors have their axes in the order of their memory layout ----
+
+
+def _activate_fake(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    columns = t.shape[-1]
+    return torch.empty_like(t), t.new_empty(t.numel() // columns, columns // 2, dtype=torch.uint8)
+
+
+@opaque("activate(Tensor t, str name) -> (Tensor, Tensor)", _activate_fake)
+def _activate(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """f(t), and its 4-bit derivative."""
+    kind = ACTIVATIONS[name]
+    levels = kind.levels
+    assert levels is not None
+
+    def reference() -> tuple[Tensor, Tensor]:
+        return kind.f(t), levels.keep(t, lambda piece: kind.slope(wide(piece)))[0]
+
+    rows = t.view(-1, t.shape[-1])
+    y, marks = launch(t.device, "activation.activate", reference, rows, name, (levels.first, levels.per_one))
+    return y.view(t.shape), marks
+
+
+def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """f(x), and the codes of its derivative."""
+    kind, order = ACTIVATIONS[name], memory_order(x)
+    ordered = x.permute(order)
+
+    def reference() -> tuple[Tensor, Tensor]:
+        return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
+
+    has_kernel = supported(x.device, x.dtype) and ordered.is_contiguous()
+    if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
+        y, marks = launch(x.device, "activation.bits", reference, ordered, name)
+        return not_a_view(as_it_was(y, order)), (marks,)
+    if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
+        y, marks = operator_for(ordered, "activate")(ordered, name)
+        return not_a_view(as_it_was(y, order)), (marks,)
+    y = kind.f(x)
+    if kind.levels is None:
+        return y, BITS.keep(kind.slope(ordered))
+    return y, kind.levels.keep(ordered, lambda piece: kind.slope(wide(piece)))
+
+
+def _gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels, factor: float) -> Tensor:
+    """g f'(x) from the 4-bit derivative."""
+
+    def reference() -> Tensor:
+        slope = restore(levels, kept, g.shape, g.dtype)
+        return g * slope if factor == 1.0 else g * (slope * factor)
+
+    columns = g.shape[-1] if g.dim() else 1
+    has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0
+    if not has_kernel or not supported_in_eager(g) or not g.is_contiguous():
+        return reference()
+    args = (g.view(-1, columns), *kept, (levels.first, levels.per_one), factor)
+    return launch(g.device, "activation.slope_gradient", reference, *args).view(g.shape)  # type: ignore[no-any-return]
+
+
+def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
+    """g f'(x) from the bits of a derivative of two values."""
+
+    def reference() -> Tensor:
+        # Not a product: where the derivative is 0, an infinite gradient becomes 0 as in PyTorch, not 0 · inf.
+        factor, other = FACTOR.get(name, 1.0), ELSE.get(name)
+        scaled = g if factor == 1.0 else g * factor
+        closed = torch.zeros((), dtype=g.dtype, device=g.device) if other is None else g * other
+        return torch.where(restore(BITS, kept, g.shape), scaled, closed)
+
+    differentiable = torch.is_grad_enabled()  # the kernel is not
+    if differentiable or not supported_in_eager(g) or name not in _GATES or g.numel() % 8 or not g.is_contiguous():
+        return reference()
+    return launch(g.device, "activation.bits_gradient", reference, g, *kept)  # type: ignore[no-any-return]
+
+
+# ---- autograd functions ----
+
+
+class Slope(torch.autograd.Function):
+    """y = f(x), saving the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        y, kept = _forward(x, name)
+        ctx.save_for_backward(*kept)
+        ctx.activation, ctx.order = name, memory_order(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        name, levels = ctx.activation, ACTIVATIONS[ctx.activation].levels
+        g, kept = g_y.permute(ctx.order), ctx.saved_tensors
+        if levels is None:
+            return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
+        g_x = _gradient(g, kept, levels, FACTOR.get(name, 1.0))
+        return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
+
+
+class Curve(torch.autograd.Function):
+    """y = f(x), saving x quantized; returns y, and codes and scales of x, from which f(x) can be made as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, ...]:
+        y = ACTIVATIONS[name].f(x)
+        ordered = x.movedim(1, -1) if image else x
+        codes, scale = pack(ordered, form)
+        ctx.save_for_backward(codes, scale)
+        ctx.activation, ctx.form, ctx.shape, ctx.image = name, form, ordered.shape, image
+        return y, *with_codes(ctx, codes, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x = unpack(ctx.form, ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
+        slope = ACTIVATIONS[ctx.activation].slope(x.movedim(-1, 1) if ctx.image else x)
+        return *once(ctx.activation, ((g_y * slope).to(g_y.dtype),), g_y), None, None, None
+
+
+# ---- registration ----
+
+slope = custom_op("slope(Tensor x, str name) -> Tensor", without_autocast(Slope.apply))
+curve = custom_op(
+    "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)", without_autocast(Curve.apply)
+)
+# For modules whose function Dynamo passes to no mode (`interpose.WrappedFunction`): the mode replaces these.
+custom_op("function(Tensor x, str name) -> Tensor", lambda x, name: ACTIVATIONS[name].f(x))
+custom_op("function_(Tensor(a!) x, str name) -> Tensor(a!)", lambda x, name: getattr(F, name)(x, inplace=True))
+
+
+def _handler(name: str) -> Callable[..., Tensor | None]:
+    """A handler of the activation function of that name."""
+
+    def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
+        if not (is_large(input) and input.requires_grad):
+            return None
+        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input)
+        form = _DERIVATIVE if kind.levels else _BIT
+        if before is not None and is_fused(before.x, name):
+            scope.buffers.record(name, form)
+            return finished(scope, before, name, input if inplace else None)
+        known = scope.origins.of(input)
+        if kind.by_input:
+            form = _input_format()
+            image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
+            y, *codes = curve(input, name, form, image)
+            recipe = rematerialize.of(name, values(form, input, image))
+        else:
+            y = slope(input, name)
+            recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
+        scope.buffers.record(name, form)
+        if inplace:
+            y = written(input, y)
+        if recipe:
+            scope.origins.note(y, recipe, *codes)
+        return y
+
+    return run
+
+
+_by_name = {name: _handler(name) for name in ACTIVATIONS}
+
+
+def _gelu(scope: Scope, input: Tensor, approximate: str = "none") -> Tensor | None:
+    if approximate not in ("none", "tanh"):
+        return None
+    return _by_name["gelu_tanh" if approximate == "tanh" else "gelu"](scope, input)
+
+
+def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
+    if negative_slope != 0.01:
+        scope.buffers.record_full("leaky_relu", f"negative_slope={negative_slope}; only 0.01 is supported")
+        return None
+    return _by_name["leaky_relu"](scope, input, inplace)
+
+
+def _function(scope: Scope, input: Tensor, name: str) -> Tensor | None:
+    return _by_name[name](scope, input)
+
+
+def _function_in_place(scope: Scope, input: Tensor, name: str) -> Tensor | None:
+    return _by_name[name](scope, input, True)
+
+
+HANDLERS: Handlers = {
+    **{
+        getattr(home, name): handler
+        for name, handler in _by_name.items()
+        for home in (F, torch, Tensor)
+        if hasattr(home, name)
+    },
+    F.gelu: _gelu,
+    F.leaky_relu: _leaky_relu,
+    torch.ops.hotrain.function: _function,
+    torch.ops.hotrain.function_: _function_in_place,
+    F.glu: uncompressed("glu", "it saves its input; no compressed operator for it"),
+}

@@ -1,0 +1,350 @@
+"""Scaled dot-product attention on PyTorch's fused kernels, with q, k and v saved quantized.
+
+Each head of each token has a scale of its own. Backward dequantizes q, k and v and runs the forward kernel once more:
+the gradients are those of attention at the rounded values, whose weights sum to one. With the log-sum-exp of the exact
+forward the weights would be wrong by the exponential of a logit's rounding error, which has no bound
+(docs/numerics.md). The result's codes are for the layer behind; under dropout backward needs them too. PyTorch's own
+choice of kernel is followed, from the same switches (`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run,
+PyTorch's function runs unchanged.
+
+Shapes, if not said otherwise: q and the result (B, H, T, D); k and v (B, H or a divisor of it, T', D). ``mask`` is
+boolean, True where a query may attend, or numbers that are added to the logits, or None; ``dropout`` the probability of
+dropping an attention weight; ``causal`` whether the causal mask is applied; ``scale`` the factor of the logits;
+``kind`` the fused kernel, of `backend`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from ...autograd import autocast, once
+from ...kernels import rows_in_memory
+from ...saved import group_size
+from .. import rematerialize
+from ..codes import has_kernel, pack, unpack
+from ..formats import FORMATS, GROUPED
+from ..launcher import launch, supported_in_eager
+from .base import Handlers, Scope, custom_op, is_large, uncompressed, with_codes, without_autocast
+
+_aten = torch.ops.aten
+
+
+def _formats() -> tuple[str, str]:
+    """The formats of q and k, and of v and the result."""
+    return FORMATS["query_key"], FORMATS["value_output"]
+
+
+# ---- reference: PyTorch's kernels ----
+
+
+def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> str | None:
+    """The fused kernel that PyTorch would run: "cpu", "flash", "efficient" or "cudnn"; None if no one can run."""
+    # The kernels do not check shapes: what PyTorch broadcasts or refuses must not reach them.
+    same = q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == 4 and k.shape == v.shape and k.shape[2] > 0
+    if not same or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or (causal and mask is not None):
+        return None
+    if q.shape[1] % k.shape[1] or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return None
+    # PyTorch refuses the others, and runs its plain formula for three axes on a CPU.
+    axes = (2, 4) if q.device.type == "cpu" else (2, 3, 4)
+    if mask is not None and (mask.dim() not in axes or mask.dtype not in (torch.bool, torch.float32, q.dtype)):
+        return None
+    flash, efficient, cudnn = _switches()
+    if q.device.type in ("cpu", "meta"):  # meta tensors are counted as a CPU's (`audit.predicted`)
+        fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        trained = mask is not None and mask.requires_grad
+        return "cpu" if fits and not trained else None
+    if q.device.type != "cuda":
+        return None
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    ampere = _is_ampere(q.device)
+    # Its causal mask ends at the last key, PyTorch's begins at the first.
+    square = q.shape[2] == k.shape[2] or not causal
+    if mask is None and half and ampere and cudnn:
+        sizes = [operator.index(n) for n in (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])]
+        if _prefers_cudnn(q.device, q.dtype, sizes[0], sizes[1], sizes[2], sizes[3], dropout > 0, causal):
+            return "cudnn"
+    if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+        return "flash"
+    aligned = q.shape[-1] % (8 if half else 4) == 0
+    if aligned and q.dtype != torch.float64 and (ampere or q.dtype != torch.bfloat16) and efficient:
+        return "efficient"
+    return None
+
+
+_preferred: dict[tuple[Any, ...], bool] = {}  # by arguments; Dynamo would trace through `functools.cache`
+
+
+def _prefers_cudnn(
+    device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
+) -> bool:
+    """Whether PyTorch would run cuDNN's kernel without a mask; ``heads`` is the number of q's heads for one of k's."""
+    asked = (device, dtype, heads, queries, keys, width, drops, causal)
+    if asked not in _preferred:
+        with _disable_current_modes():  # those of make_fx and Dynamo
+            q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
+            k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
+            dropout = 0.1 if drops else 0.0
+            chosen = torch._fused_sdp_choice(q, k, k, None, dropout, causal, enable_gqa=heads > 1)
+        _preferred[asked] = bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+    return _preferred[asked]
+
+
+def _switches() -> tuple[bool, bool, bool]:
+    """Whether the flash kernels (the CPU's too), the memory-efficient one and cuDNN's are switched on."""
+    on = torch.backends.cuda
+    return on.flash_sdp_enabled(), on.mem_efficient_sdp_enabled(), on.cudnn_sdp_enabled()
+
+
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the compute capability is 8.0 at least: the flash kernel, and bfloat16 in the other, ask for it."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# Dynamo cannot trace these calls.
+_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
+    """The mask as the kernel takes it: numbers in q's dtype, broadcast to (B, H, T, T') except for the kernel "cpu".
+
+    Differentiable.
+    """
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
+    mask = mask.to(q.dtype)
+    if kind == "cpu":
+        return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape)
+    # The kernel reads its rows in runs of 16 elements.
+    keys = k.shape[-2]
+    if keys % 16:
+        mask = F.pad(mask.expand(*mask.shape[:-1], keys), (0, -keys % 16))[..., :keys]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[-2], keys)
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
+    # A boolean mask is saved as it is, shared by all layers; each layer converts it in forward and in backward.
+    return prepared_mask(mask, q, k, kind) if mask is not None and mask.dtype == torch.bool else mask
+
+
+def _run(
+    kind: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
+    """One forward: output, log-sum-exp per row, [lengths, seed, offset], [longest]."""
+    if kind == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return out, lse, [None] * 4, [None] * 2
+    if kind == "efficient":
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, dropout, causal, scale=scale
+        )
+        return out, lse, [None, None, seed, offset], [None] * 2
+    if kind == "flash":
+        found = _aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+    else:
+        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, causal, False, scale=scale)
+    out, lse, ends_q, ends_k, max_q, max_k, seed, offset, _ = found
+    return out, lse, [ends_q, ends_k, seed, offset], [max_q, max_k]
+
+
+def _copies(q: Tensor, k: Tensor, kind: str) -> int:
+    """How often each head of k and v is repeated; cuDNN supports grouped queries itself."""
+    return 1 if kind == "cudnn" else q.shape[1] // k.shape[1]
+
+
+def _by_token(shape: torch.Size) -> tuple[int, ...]:
+    """(B, H, T, D) → (B, T, H, D)."""
+    return shape[0], shape[2], shape[1], shape[3]
+
+
+def _repeated(t: Tensor, copies: int) -> Tensor:
+    return t if copies == 1 else t.repeat_interleave(copies, 1)
+
+
+def _summed(g: Tensor, copies: int) -> Tensor:
+    return g if copies == 1 else g.unflatten(1, (-1, copies)).sum(2)
+
+
+def _gradients(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropped: list[Tensor], *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the mask (empty if not asked for) by a second run of the forward kernel.
+
+    q, k and v are dequantized, heads of k and v repeated as `_copies` says; bias is the mask as numbers; dropped are
+    the output, seed and offset of forward under dropout, else empty.
+    """
+    dropout, causal, scale, kind, wants_mask = args
+    out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
+    if dropout:
+        out, seed, offset = dropped
+    g_mask = None
+    if kind == "flash":
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, offset, scale=scale
+        )
+    elif kind == "cudnn":
+        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
+            g, q, k, v, out, lse, seed, offset, bias, ends_q, ends_k, max_q, max_k, dropout, causal, scale=scale
+        )
+    elif kind == "efficient":
+        needs = [True, True, True, wants_mask]
+        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
+            g, q, k, v, bias, out, lse, seed, offset, dropout, needs, causal, scale=scale
+        )
+    else:
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    return g_q, g_k, g_v, g_mask if wants_mask and g_mask is not None else g.new_empty(0)
+
+
+# ---- kernels: the four tensors, (B, T, H, D), in one launch ----
+
+
+@cache
+def _bits_of_kernel(qk_form: str, vo_form: str, columns: int) -> tuple[int, int] | None:
+    """Bits of both formats; None if one kernel cannot pack both, with groups of one size."""
+    qk, vo = GROUPED[qk_form], GROUPED[vo_form]
+    if qk.whole or vo.whole or not has_kernel(qk_form, columns) or not has_kernel(vo_form, columns):
+        return None
+    return qk.bits, vo.bits
+
+
+def _pack_four(tensors: Sequence[Tensor], forms: Sequence[str]) -> list[Tensor]:
+    """Codes and scales of q, k, v and the output, in order."""
+
+    def reference() -> list[Tensor]:
+        return [part for place, t in enumerate(tensors) for part in pack(t, forms[place // 2])]
+
+    q = tensors[0]
+    bits = _bits_of_kernel(*forms, q.shape[-1]) if supported_in_eager(q) else None
+    if bits is None or any(rows_in_memory(t) is None for t in tensors):
+        return reference()
+    return launch(q.device, "attention.pack", reference, tensors, group_size(q.shape[-1]), bits)  # type: ignore[no-any-return]
+
+
+def _unpack_four(
+    forms: Sequence[str], kept: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """What `_pack_four` packed, or its first three tensors."""
+
+    def reference() -> list[Tensor]:
+        return [unpack(forms[n // 2], kept[2 * n : 2 * n + 2], shape, dtype) for n, shape in enumerate(shapes)]
+
+    bits = _bits_of_kernel(*forms, shapes[0][-1]) if supported_in_eager(kept[0], dtype) else None
+    if bits is None:
+        return reference()
+    found = launch(kept[0].device, "attention.unpack", reference, kept, bits, dtype)
+    return [t.view(tuple(shape)) for t, shape in zip(found, shapes, strict=True)]
+
+
+# ---- autograd function ----
+
+
+class Attention(torch.autograd.Function):
+    """softmax(q kᵀ scale + mask) v; returns it, and its codes and scales, of (B, T, H, D).
+
+    A mask of numbers is that of `prepared_mask`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        dropout, causal, scale, kind, *forms = args
+        copies = _copies(q, k, kind)
+        wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
+        bias = _bias(mask, q, k, kind)
+        out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
+        # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
+        codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms)
+        # Under dropout backward needs forward's output: a second run would draw another mask.
+        ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
+        ctx.args = args
+        ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
+        return out, *with_codes(ctx, *codes[6:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        dropout, causal, scale, kind, *forms = ctx.args
+        mask, *saved = ctx.saved_tensors
+        codes, seed = saved[:8], saved[8:]
+        shapes = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
+        q, k, v, *out = (t.transpose(1, 2) for t in _unpack_four(forms, codes, shapes, ctx.dtype))
+        copies = _copies(q, k, kind)
+        k, v = _repeated(k, copies), _repeated(v, copies)
+        # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
+        run = _gradients if _get_current_dispatch_mode() is None else torch.ops.hotrain.attention_gradients
+        wants_mask = ctx.needs_input_grad[3]
+        g_q, g_k, g_v, g_mask = run(
+            g, q, k, v, _bias(mask, q, k, kind), [*out, *seed], dropout, causal, scale, kind, wants_mask
+        )
+        grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask if wants_mask else None
+        return *once("attention", grads, g, mask), *[None] * 6
+
+
+# ---- registration ----
+
+# Not traced into: compiled, it depends on g, so that the partitioner leaves it in backward and saves codes alone.
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define(
+    "attention_gradients(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor[] dropped, float dropout, "
+    "bool causal, float scale, str kind, bool wants_mask) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.impl("attention_gradients", _gradients, "CompositeExplicitAutograd")
+
+attention = custom_op(
+    "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
+    "str qk_form, str vo_form) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Attention.apply),
+)
+
+
+def _attention(
+    scope: Scope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    if not is_large(query) or not (query.requires_grad or key.requires_grad or value.requires_grad):
+        return None
+    q, k, v = map(autocast, (query, key, value))
+    mask = attn_mask
+    if mask is not None and mask.is_floating_point():
+        mask = autocast(mask)
+    kind = backend(q, k, v, mask, dropout_p, is_causal)
+    if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
+        scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")
+        return None
+    forms = _formats()
+    scope.buffers.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
+    if mask is not None and mask.dtype != torch.bool:
+        mask = prepared_mask(mask, q, k, kind)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    y, *codes = attention(q, k, v, mask, dropout_p, is_causal, scale, kind, *forms)
+    # Models transpose heads and tokens next, which gives the memory layout of the codes: `views` notes that.
+    scope.origins.note(y, rematerialize.heads(forms[1], y.shape[-1], dropout_p > 0), *codes)
+    return y
+
+
+HANDLERS: Handlers = {
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: uncompressed("multi_head_attention_forward", "PyTorch runs it in one call"),
+}

@@ -1,0 +1,170 @@
+"""What the operators share: registration, the records of a forward, which tensors are compressed, casts of autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import autograd
+from ...saved import memory_order
+from .. import rematerialize
+from ..formats import SMALL
+from ..report import Buffers
+from ..sharing import Origins
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+
+# ---- registration with PyTorch ----
+
+
+def custom_op(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a custom operator, into which AOTAutograd traces: Inductor fuses packing and unpacking with the rest.
+
+    Args:
+        schema: of the operator; its format arguments (``form``) are names of `formats.GROUPED` or recipes.
+        implementation: calls the autograd function, with tensors cast as autocast casts them for PyTorch's operator.
+
+    Returns:
+        A function that calls it: under Dynamo as an operator, so that a graph has one node for it.
+    """
+    name = schema.partition("(")[0]
+    _lib.define(schema)
+    _lib.impl(name, implementation, "CompositeImplicitAutograd")
+    traced = getattr(torch.ops.hotrain, name)
+
+    def call(*args: Any) -> Any:
+        return (traced if torch.compiler.is_compiling() else implementation)(*args)
+
+    return call
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of tensors, run outside of autocast."""
+
+    def run(x: Tensor, *args: Any) -> Any:
+        with autograd.outside_autocast(x):
+            return function(x, *args)
+
+    return run
+
+
+def lower(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors as autocast casts them for a product."""
+    return [t if t is None or not t.is_floating_point() else autograd.autocast(t) for t in tensors]
+
+
+@functools.cache
+def _is_raised(name: str, device: str) -> bool:
+    """Whether autocast casts to float32 for that operator of PyTorch; its lists differ between devices."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device.upper()}")
+
+
+def float32(name: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
+    """Tensors as autocast casts them for a norm or a softmax: to float32 if it is on and lists that operator."""
+    kind = first.device.type
+    on = autograd.autocast_to(kind) not in (None, torch.float32)
+    low = (torch.float16, torch.bfloat16) if on and _is_raised(name, kind) else ()
+    return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
+
+
+# ---- handlers of PyTorch's functions: called with a `Scope`, they return None to leave a call as it is ----
+
+Handlers = dict[Any, Callable[..., Any]]  # function of PyTorch → its handler
+
+
+class Scope:
+    """One forward of a block: the records that it writes to, and the origins that it knows.
+
+    Under Dynamo the origins are made while it traces: outside objects must not be mutated within a checkpoint.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.origins = Origins() if torch.compiler.is_dynamo_compiling() else buffers.origins
+
+
+def is_large(t: Any) -> bool:
+    """Whether t is a tensor that is worth compressing."""
+    return isinstance(t, Tensor) and t.is_floating_point() and t.numel() >= SMALL
+
+
+def wants_gradient(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether one of them requires a gradient."""
+    return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+
+
+def values(form: str, t: Tensor, image: bool = False) -> str:
+    """The recipe of codes of t, in groups along its last axis, or along the channels of an image (N, C, H, W)."""
+    return rematerialize.values(form, t.shape[1 if image else -1], image)
+
+
+def is_channels_last(t: Tensor) -> bool:
+    """Whether the memory layout is channels-last."""
+    return t.dim() == 4 and memory_order(t)[-1] == 1
+
+
+def pair(value: Any) -> list[int]:
+    """A number or a pair of numbers of PyTorch's functions for images, as a pair."""
+    numbers = list(value) if isinstance(value, tuple | list) else [value]
+    return numbers * 2 if len(numbers) == 1 else numbers
+
+
+def uncompressed(what: str, why: str) -> Callable[..., None]:
+    """A handler that replaces nothing and records, for large tensors, why they are kept in full precision.
+
+    Compiled, the compiler decides what is kept, and `compiled` in which form.
+    """
+
+    def run(scope: Scope, *args: Any, **kwargs: Any) -> None:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if tensors and is_large(tensors[0]) and wants_gradient(*tensors):
+            scope.buffers.record_full(what, why)
+
+    return run
+
+
+# ---- results that are written to an operand, or returned by an autograd function as its own ----
+
+
+class _InPlace(torch.autograd.Function):
+    """Write y to x; the gradient of the result is that of y alone.
+
+    With `copy_` PyTorch would also add a gradient of x, zeros in the contiguous layout; the sum, and every gradient
+    before it, would then have that layout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[None, Tensor]:
+        return None, g_y
+
+
+def written(x: Tensor, y: Tensor) -> Tensor:
+    """y written to x, as an in-place function returns it."""
+    if not torch.compiler.is_dynamo_compiling():
+        return x.copy_(y) if x._is_view() else _InPlace.apply(x, y)  # a view's base has other elements
+    # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
+    x.copy_(y)
+    return y
+
+
+def not_a_view(y: Tensor) -> Tensor:
+    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
+    """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
+    ctx.mark_non_differentiable(*codes)
+    ctx.set_materialize_grads(False)
+    return codes

@@ -1,0 +1,73 @@
+"""The form in which a factor of a product, or a layer's input, is saved.
+
+It is "" for not at all, "exact" for as it is, the name of a format, or a recipe of `rematerialize` with its tensors,
+where the operator before has saved the codes already. An autograd function returns the codes that it packed itself, so
+that the next operator can share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...saved import memory_order
+from .. import codes
+from ..formats import GROUPED
+from ..rematerialize import is_recipe, make
+from ..rematerialize import values as recipe_of
+from .base import Scope, is_large, values
+
+Kept = tuple[Tensor | None, ...]
+Given = Sequence[Tensor | None]  # tensors of a recipe, empty for other forms
+Made = tuple[Tensor, list[Tensor]]  # of an operator: the result, and the codes and scales packed there
+
+
+def pack(t: Tensor, form: str, given: Given) -> Kept:
+    """What is saved of t (..., C)."""
+    if form in ("", "exact"):
+        return () if not form else (t,)
+    return tuple(given) if is_recipe(form) else codes.pack(t, form)
+
+
+def unpack(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    """The tensor again, None if it was not saved."""
+    if form in ("", "exact"):
+        return kept[0] if form else None
+    if is_recipe(form):
+        return make(form, kept, shape, dtype)
+    return codes.unpack(form, kept, shape, dtype)  # type: ignore[arg-type]
+
+
+def materialize(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:
+    """The tensor again, for a consumer that reads it from memory; of an image, codes are along its channels."""
+    if not is_recipe(form):
+        form = recipe_of(form, shape[1 if image else -1], image)
+    return codes.whole(form, kept, shape, dtype)
+
+
+def own(kept: Kept, form: str) -> tuple[Tensor, ...]:
+    """Codes and scales, if they were packed here."""
+    return kept if form in GROUPED else ()  # type: ignore[return-value]
+
+
+def forms_of(a: Any, b: Any, form: str) -> tuple[str, str] | None:
+    """The forms of a product's factors; None if neither is large and needed by the other's gradient."""
+    large_a, large_b = is_large(a) and b.requires_grad, is_large(b) and a.requires_grad
+    return (form if large_a else "exact", form if large_b else "exact") if large_a or large_b else None
+
+
+def shared(scope: Scope, t: Tensor, form: str) -> tuple[str, list[Tensor | None]]:
+    """The recipe and tensors of t's origin if that is known; else the form, without tensors."""
+    known = None if form == "exact" else scope.origins.of(t)
+    return (form, []) if known is None else (known.recipe, list(known.tensors))
+
+
+def values_in_order(form: str, t: Tensor) -> str:
+    """The recipe of codes of t, contiguous or channels-last; "" for other memory layouts."""
+    order = memory_order(t)
+    if order == list(range(t.dim())):
+        return values(form, t)
+    return values(form, t, image=True) if order == [0, 2, 3, 1] else ""

@@ -1,0 +1,146 @@
+"""Linear and Conv2d that stay exact: their products are exact, the saved x is quantized, w is saved as it is.
+
+    y = x wᵀ + b:  g_x = g w,  g_w = gᵀ x,  g_b = Σ g
+
+Groups are along x's channels. The forms and the tensors given for them are those of `factor`. Converted layers, which
+are hotrain's own operators, share the codes of the operator before in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...autograd import once, outside_autocast
+from ..formats import FORMATS
+from .base import Handlers, Scope, custom_op, is_large, lower, not_a_view, pair, values, wants_gradient, with_codes
+from .factor import Given, Made, materialize, own, pack, shared
+
+
+def _formats() -> tuple[str, str]:
+    """The formats of a linear layer's x, and of a convolution's."""
+    return FORMATS["linear"], FORMATS["conv"]
+
+
+class Linear(torch.autograd.Function):
+    """Returns y, and codes and scales packed here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
+        form = form if ctx.needs_input_grad[1] else ""
+        kept = pack(x, form, given)
+        ctx.save_for_backward(w, *kept)
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, form))
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        w, *kept = ctx.saved_tensors
+        g = g_y.reshape(-1, g_y.shape[-1])
+        g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        g_w = g_b = None
+        if ctx.needs_input_grad[1]:
+            x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
+            g_w = g.T @ x.reshape(-1, ctx.shape[-1])
+        if ctx.needs_input_grad[2]:
+            g_b = g.sum(0)
+        return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
+
+
+class Conv2d(torch.autograd.Function):
+    """Returns y, and codes and scales packed here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        stride, padding, dilation, groups, form, given = args
+        form = form if ctx.needs_input_grad[1] else ""
+        kept = pack(x.movedim(1, -1), form, given)
+        ctx.save_for_backward(w, *kept)
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        ctx.geometry = list(stride), list(padding), list(dilation), groups
+        y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+        return y, *with_codes(ctx, *own(kept, form))
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        w, *kept = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        if ctx.needs_input_grad[1]:
+            x = materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype, image=True)
+            x = x.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
+        else:
+            x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
+        g_x, g_w, g_b = torch.ops.aten.convolution_backward(
+            g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
+        )
+        return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
+
+
+def _with_casts(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:
+    """The function of x, w and b, outside of autocast and cast as autocast casts them."""
+
+    def run(x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> Made:
+        cast = lower(x, w, b)
+        with outside_autocast(x):
+            y, *made = function(*cast, *args)
+            return y, made
+
+    return run
+
+
+linear = custom_op(
+    "kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])",
+    _with_casts(Linear.apply),
+)
+conv2d = custom_op(
+    "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
+    "Tensor?[] given) -> (Tensor, Tensor[])",
+    _with_casts(Conv2d.apply),
+)
+
+
+def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The handler of `linear`."""
+    if not (is_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
+        return None
+    saved_format, _ = _formats()
+    scope.buffers.record("linear (exact product)", saved_format)
+    form, given = shared(scope, input, saved_format)
+    y, made = linear(input, weight, bias, form, given)
+    if made:
+        scope.origins.note(input, values(form, input), *made)
+    return y  # type: ignore[no-any-return]
+
+
+def _conv2d(
+    scope: Scope,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight)):
+        return None
+    if input.shape[1] < 16 and weight.requires_grad:
+        return None
+    if isinstance(padding, str):
+        scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
+        return None
+    _, saved_format = _formats()
+    scope.buffers.record("conv2d (exact product)", saved_format)
+    form, given = shared(scope, input, saved_format)
+    y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
+    if made:
+        scope.origins.note(input, values(form, input, image=True), *made)
+    return y  # type: ignore[no-any-return]
+
+
+HANDLERS: Handlers = {F.linear: replace_linear, F.conv2d: _conv2d}

@@ -1,0 +1,327 @@
+"""Layer, RMS and group norm: y = γ x̂ + β with x̂ = (x − μ) r, r = 1/σ.
+
+    g_x = r (γg − mean(γg) − x̂ mean(γg x̂)),  g_γ = Σ g x̂,  g_β = Σ g
+
+with means over the axes of the statistics. RMS norms have no μ and no mean(γg). Backward needs γ, r, and x̂, which is
+quantized; the next layer's input is rematerialized from the same codes.
+
+Kinds of norm are ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers) and
+``"group"``. ``dims`` is the number of axes that the statistics reduce; for ``"group"`` the number of groups. x is
+(..., C), for group norm (N, C, ...); γ and β may be None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.nn import functional as F
+
+from ... import autograd, backward
+from .. import rematerialize
+from ..codes import LONGEST_ROW, unpack
+from ..formats import FORMATS, GROUPED
+from ..launcher import launch, supported_in_eager
+from ..rematerialize import wide
+from ..report import ATTRIBUTE, Buffers
+from .base import Handlers, Scope, custom_op, float32, is_large, values, wants_gradient, with_codes
+
+KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
+LONGEST_ROW_OF_GRADIENT = 4096
+
+
+def saved_format() -> str:
+    """The format of x̂."""
+    return FORMATS["norm"]
+
+
+# ---- reference ----
+
+Grads = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]  # of x, and of β and γ
+
+
+def _forward(
+    x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """PyTorch's result, μ (None for an RMS norm) and r."""
+    shape = x.shape
+    if kind == "layer":
+        return torch.native_layer_norm(x, shape[-dims:], w, b, eps)
+    if kind == "group":
+        # Dense, in the layout that PyTorch takes: on a CPU channels-last is preserved, for slices too.
+        layout = suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+        dense, count = x.contiguous(memory_format=layout), shape[2:].numel()
+        y, mean, r = torch.native_group_norm(dense, w, b, shape[0], shape[1], count, dims, eps)
+        mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
+        return y, mean, r
+    lifted = wide(x)
+    r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
+    if kind == "rms":
+        return F.rms_norm(x, shape[-dims:], w, eps), None, r
+    normal = (lifted * r).to(x.dtype)
+    return normal if w is None else w * normal, None, r
+
+
+def _gradients(
+    g: Tensor, normal: Tensor, w: Tensor | None, r: Tensor, kind: str, dims: int, needs: Sequence[bool]
+) -> Grads:
+    """The gradients, None where not needed."""
+    shape, by_token = g.shape, kind != "group"
+    leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
+    g_w = (g * normal).sum(leading) if needs[1] else None
+    g_b = g.sum(leading) if needs[2] else None
+    if not needs[0]:
+        return None, (g_b, g_w)
+    scaled = g if w is None else g * (wide(w) if by_token else along_channels(w, len(shape)))
+    if kind == "group":
+        scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
+    over = list(range(-dims, 0)) if by_token else [2]
+    inner = scaled - normal * (scaled * normal).mean(over, keepdim=True)
+    if kind in ("layer", "group"):
+        inner = inner - scaled.mean(over, keepdim=True)
+    return (inner * r).reshape(shape), (g_b, g_w)
+
+
+def along_channels(t: Tensor, axes: int) -> Tensor:
+    """A vector over channels, shaped to be broadcast along the second of so many axes."""
+    return wide(t).view(1, -1, *[1] * (axes - 2))
+
+
+# ---- kernels ----
+
+
+def pack_normalized(
+    x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Pack x̂.
+
+    Args:
+        x: (..., C).
+        mean: μ, or None for 0.
+        r: one number per row, like μ, or per channel.
+        form: the format.
+        normalized: the reference: computes x̂.
+        by_row: whether μ and r are per row.
+
+    Returns:
+        Codes and scales.
+    """
+
+    def reference() -> tuple[Tensor, Tensor]:
+        return GROUPED[form].keep(normalized())
+
+    columns = x.shape[-1]
+    if not supported_in_eager(x) or form != KERNEL_FORMAT or columns % 4 or columns > LONGEST_ROW:
+        return reference()
+    if not x.is_contiguous():
+        return reference()
+    rows, means = x.view(-1, columns), None if mean is None else mean.reshape(-1)
+    codes, scale = launch(x.device, "norm.pack", reference, rows, means, r.reshape(-1), by_row)
+    return codes, scale
+
+
+def _kernel_has_gradient(g: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
+    columns = g.shape[-1]
+    if not supported_in_eager(g) or kind == "group" or dims != 1 or columns % 4 or columns > LONGEST_ROW_OF_GRADIENT:
+        return False
+    return form == KERNEL_FORMAT and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+# ---- autograd function ----
+
+
+class Norm(torch.autograd.Function):
+    """Returns y, and codes and scales of x̂."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
+    ) -> tuple[Tensor, ...]:
+        y, mean, r = _forward(x, w, b, kind, dims, eps)
+
+        def normalized() -> Tensor:
+            lifted = wide(x) if kind != "group" else wide(x).reshape(x.shape[0], dims, -1)
+            return ((lifted if mean is None else lifted - mean) * r).view(x.shape)
+
+        if kind == "group":
+            codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
+        elif dims > 1:
+            codes, scale = GROUPED[form].keep(normalized())
+        else:
+            codes, scale = pack_normalized(x, mean, r, form, normalized)
+        ctx.save_for_backward(w, r, codes, scale)
+        ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
+        ctx.b_dtype = None if b is None else b.dtype
+        return y, *with_codes(ctx, codes, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        w, r, *kept = ctx.saved_tensors
+        kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
+
+        def reference() -> Grads:
+            g = wide(g_y)
+            if kind == "group":
+                normal = unpack(form, kept, [shape[0], *shape[2:], shape[1]], g.dtype).movedim(-1, 1)
+            else:
+                normal = unpack(form, kept, shape, g.dtype)
+            return _gradients(g, normal, w, r, kind, dims, needs)
+
+        if _kernel_has_gradient(g_y, kind, dims, form, ctx.dtype):
+            rows, centered = g_y.contiguous().view(-1, shape[-1]), kind == "layer"
+            args = (rows, *kept, r.reshape(-1), w, ctx.dtype, centered)
+            g_x, (g_b, g_w) = launch(g_y.device, "norm.gradient", reference, *args)
+            g_x = None if g_x is None else g_x.view(shape)
+        else:
+            g_x, (g_b, g_w) = reference()
+        grads = (
+            g_x.to(ctx.dtype) if needs[0] else None,
+            g_w.to(w.dtype) if needs[1] else None,
+            g_b.to(ctx.b_dtype) if needs[2] else None,
+        )
+        return *autograd.once(f"{kind} norm", grads, g_y, w), *[None] * 4
+
+
+# ---- registration ----
+
+
+def _norm(
+    x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kind != "rms_cast":  # which is no function of PyTorch
+        x, w, b = float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
+    with autograd.outside_autocast(x):
+        return Norm.apply(x, w, b, kind, dims, eps, form)  # type: ignore[no-any-return]
+
+
+norm = custom_op(
+    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)", _norm
+)
+
+
+def note_norm(
+    scope: Scope,
+    found: tuple[Tensor, Tensor, Tensor],
+    w: Tensor | None,
+    b: Tensor | None,
+    image: bool,
+    cast: bool = False,
+) -> Tensor:
+    """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
+    y, codes, scale = found
+    scope.origins.note(y, rematerialize.normed(values(saved_format(), y, image), cast), codes, scale, w, b)
+    return y
+
+
+def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
+    scope.buffers.record(f"{kind}_norm", saved_format())
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, saved_format()), w, b, image=kind == "group")
+
+
+def _ends_in(input: Tensor, shape: Any) -> bool:
+    return 0 < len(shape) <= input.dim() and input.shape[-len(shape) :] == torch.Size(shape)
+
+
+def _layer_norm(
+    scope: Scope,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if not (is_large(input) and wants_gradient(input, weight, bias) and _ends_in(input, normalized_shape)):
+        return None
+    return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
+
+
+def _rms_norm(
+    scope: Scope, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor | None:
+    if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
+        return None
+    if eps is None:
+        eps = torch.finfo(backward.wide(input.dtype)).eps
+    return _replaced(scope, input, weight, None, "rms", len(normalized_shape), eps)
+
+
+def _group_norm(
+    scope: Scope,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if not (is_large(input) and input.dim() >= 3 and wants_gradient(input, weight, bias)):
+        return None
+    return _replaced(scope, input, weight, bias, "group", num_groups, eps)
+
+
+# ---- RMS norms that a model writes out by hand (transformers' Llama, Qwen, T5 and others) ----
+
+
+class ComposedRMSNorm:
+    """Mixin for such a module: forward in training is the operator."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, ComposedRMSNorm):
+            return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        x, w = hidden_states, self.weight  # type: ignore[attr-defined]
+        buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
+        wanted = buffers is not None and autograd.differentiates() and wants_gradient(x, w)
+        if args or kwargs or not (self.training and wanted) or not is_large(x):  # type: ignore[attr-defined]
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        assert buffers is not None
+        buffers.record("composed RMS norms", saved_format())
+        return torch.ops.hotrain.norm(x, w, None, "rms_cast", 1, _epsilon(self), saved_format())[0]  # type: ignore[no-any-return]
+
+
+def _composed_norm(
+    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A handler of the operator itself, as a composed norm calls it; others are called in place of PyTorch's."""
+    if kind != "rms_cast":
+        return None
+    found: tuple[Tensor, Tensor, Tensor] = norm(x, w, b, kind, *rest)
+    note_norm(scope, found, w, b, image=False, cast=True)
+    return found
+
+
+def _epsilon(module: Any) -> float:
+    """The number that the module adds to the mean of squares; NaN if it has no attribute for it."""
+    return float(getattr(module, "variance_epsilon", getattr(module, "eps", float("nan"))))
+
+
+def is_composed(module: nn.Module) -> bool:
+    """Whether the module is an RMS norm written out by hand.
+
+    Its class name says so, it has a weight along the last axis and an epsilon, and its output for a few random numbers
+    is bitwise that of the formula.
+    """
+    weight = module._parameters.get("weight")
+    if "rmsnorm" not in type(module).__name__.lower() or isinstance(module, nn.RMSNorm) or weight is None:
+        return False
+    if weight.dim() != 1 or weight.device.type == "meta" or "forward" in module.__dict__:
+        return False
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
+        try:
+            got = module(x)
+        except Exception:  # it takes other arguments
+            return False
+        normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + _epsilon(module))
+        return isinstance(got, Tensor) and torch.equal(got, weight * normal.to(x.dtype))
+
+
+HANDLERS: Handlers = {
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,  # what Dynamo traces for it
+    F.group_norm: _group_norm,
+    torch.ops.hotrain.norm: _composed_norm,
+}

@@ -1,0 +1,153 @@
+"""Max and average pooling of (N, C, H, W).
+
+Backward of max pooling needs the position of each maximum within its window: 1 byte per output, not an 8-byte index.
+Average pooling needs the shape and memory layout of x alone, and saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed
+
+_aten = torch.ops.aten
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+
+
+def _stand_in(ctx: Any, g_y: Tensor) -> Tensor:
+    """A tensor like the input, of which backward reads the shape and memory layout alone."""
+    return torch.empty(ctx.shape, dtype=ctx.dtype, device=g_y.device, memory_format=ctx.layout)
+
+
+def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The first row (H', 1) and column (W',) of every window, negative in the padding."""
+    rows = torch.arange(y.shape[-2], device=y.device) * stride[0] - padding[0]
+    columns = torch.arange(y.shape[-1], device=y.device) * stride[1] - padding[1]
+    return rows[:, None], columns
+
+
+class MaxPool2d(torch.autograd.Function):
+    """Max pooling, with windows of at most 256 elements."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
+    ) -> Tensor:
+        y, index = _aten.max_pool2d_with_indices(x, kernel, stride, padding, [1, 1], ceil)
+        top, left = _corners(y, stride, padding)
+        inside = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
+        ctx.save_for_backward(inside.to(torch.uint8))
+        ctx.args = list(kernel), list(stride), list(padding), ceil
+        ctx.shape, ctx.dtype, ctx.layout = x.shape, x.dtype, _layout(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        kernel, stride, padding, ceil = ctx.args
+        top, left = _corners(inside, stride, padding)
+        inside = inside.to(torch.int64)
+        index = (inside // kernel[1] + top) * ctx.shape[-1] + inside % kernel[1] + left
+        g_x = _aten.max_pool2d_with_indices_backward(
+            g_y, _stand_in(ctx, g_y), kernel, stride, padding, [1, 1], ceil, index.contiguous(memory_format=ctx.layout)
+        )
+        return g_x, *[None] * 4
+
+
+class AvgPool2d(torch.autograd.Function):
+    """Average pooling; ``args`` are those of PyTorch's operator, without defaults."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+        ctx.args = [list(arg) if isinstance(arg, Sequence) else arg for arg in args]
+        ctx.shape, ctx.dtype, ctx.layout = x.shape, x.dtype, _layout(x)
+        return _aten.avg_pool2d(x, *ctx.args)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        return _aten.avg_pool2d_backward(g_y, _stand_in(ctx, g_y), *ctx.args), *[None] * 6
+
+
+max_pool2d = custom_op(
+    "kept_max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> Tensor", MaxPool2d.apply
+)
+avg_pool2d = custom_op(
+    "kept_avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool counts_padding, "
+    "int? divisor) -> Tensor",
+    AvgPool2d.apply,
+)
+
+
+def _stride(stride: Any, kernel: list[int]) -> list[int]:
+    return kernel if stride is None or stride in ([], ()) else pair(stride)
+
+
+def _max_pool2d(
+    scope: Scope,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    if not (is_large(input) and input.dim() == 4 and input.requires_grad) or return_indices:
+        return None
+    kernel = pair(kernel_size)
+    if pair(dilation) != [1, 1] or kernel[0] * kernel[1] > 256:
+        scope.buffers.record_full("max_pool2d", "dilated, or a window of more than 256 elements")
+        return None
+    scope.buffers.record("max_pool2d", "1 byte per output")
+    return max_pool2d(input, kernel, _stride(stride, kernel), pair(padding), ceil_mode)  # type: ignore[no-any-return]
+
+
+def _avg_pool2d(
+    scope: Scope,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    if not (is_large(input) and input.dim() == 4 and input.requires_grad):
+        return None
+    scope.buffers.record("avg_pool2d", "nothing saved")
+    kernel = pair(kernel_size)
+    return avg_pool2d(  # type: ignore[no-any-return]
+        input, kernel, _stride(stride, kernel), pair(padding), ceil_mode, count_include_pad, divisor_override
+    )
+
+
+_area = uncompressed("interpolate", 'mode="area" saves its input; other modes save nothing')
+
+
+def _interpolate(
+    scope: Scope,
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if mode == "area":
+        _area(scope, input)
+
+
+HANDLERS: Handlers = {
+    F.max_pool2d: _max_pool2d,
+    torch.max_pool2d: _max_pool2d,
+    F.avg_pool2d: _avg_pool2d,
+    F.interpolate: _interpolate,
+}

@@ -1,0 +1,91 @@
+"""Softmax: g_x = y (g_y − Σ g_y y). Backward needs y, which is quantized along the axis of the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...autograd import once
+from ..codes import unpack
+from ..formats import FORMATS, GROUPED
+from ..rematerialize import wide
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    float32,
+    is_large,
+    uncompressed,
+    values,
+    with_codes,
+    without_autocast,
+)
+
+
+def _saved_format() -> str:
+    """The format of y."""
+    return FORMATS["softmax"]
+
+
+class Softmax(torch.autograd.Function):
+    """Returns y, and its codes and scales."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, form: str) -> tuple[Tensor, ...]:
+        y = torch.softmax(x, dim)
+        ordered = y.movedim(dim, -1)
+        codes, scale = GROUPED[form].keep(ordered)
+        ctx.save_for_backward(codes, scale)
+        ctx.dim, ctx.form, ctx.shape = dim, form, ordered.shape
+        return y, *with_codes(ctx, codes, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        g = wide(g_y)
+        y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
+        return *once("softmax", (g_x,), g_y), None, None
+
+
+@without_autocast
+def _kept_softmax(x: Tensor, dim: int, form: str) -> Any:
+    return Softmax.apply(x, dim, form)
+
+
+def _cast_softmax(x: Tensor, dim: int, form: str) -> Any:
+    (cast,) = float32("softmax.int", x)
+    return _kept_softmax(cast, dim, form)
+
+
+softmax = custom_op("kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)", _cast_softmax)
+
+
+def _softmax(
+    scope: Scope, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Tensor | None:
+    if not (is_large(input) and input.requires_grad) or dim is None:
+        return None
+    form = _saved_format()
+    scope.buffers.record("softmax", form)
+    y, *codes = softmax(input if dtype is None else input.to(dtype), dim, form)
+    if dim in (-1, input.dim() - 1):
+        scope.origins.note(y, values(form, y), *codes)
+    return y
+
+
+def _tensor_softmax(scope: Scope, input: Tensor, dim: int, dtype: Any = None) -> Tensor | None:
+    return _softmax(scope, input, dim, dtype=dtype)
+
+
+HANDLERS: Handlers = {
+    F.softmax: _softmax,
+    torch.softmax: _tensor_softmax,
+    Tensor.softmax: _tensor_softmax,
+    **dict.fromkeys(
+        (F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+        uncompressed("log_softmax", "it saves its result; no compressed operator for it"),
+    ),
+}

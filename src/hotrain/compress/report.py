@@ -1,0 +1,131 @@
+"""Records of what a converted model saves between its layers, for the report and the prediction of bytes."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .. import autograd
+from .sharing import Origins
+
+_numbers = itertools.count()
+EAGER = 'the host limits the speed of the GPU: use torch.compile, with CUDA graphs (mode="reduce-overhead") if possible'
+UNCUT = "compiled: from Inductor's cache or by another backend, so that what the graph keeps is unknown"
+ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of a model's first call as meta tensors, and the autocast that it ran under.
+
+    Attributes:
+        model: a weak reference to the model.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        autocast: device type, and dtype or None.
+    """
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: tuple[str, torch.dtype | None]
+
+    @classmethod
+    def of(cls, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example:
+        """The example of a call of the model with these arguments."""
+
+        def shape_alone(t: Tensor) -> Tensor:
+            return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
+
+        shapes, named = tree_map_only(Tensor, shape_alone, (args, dict(kwargs)))
+        kind = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
+        return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
+
+
+@dataclass
+class Buffers:
+    """What a converted model saves: by operator its format (`served`), or why it is kept in full precision (`full`).
+
+    Attributes:
+        full: operator → why its tensors are kept in full precision.
+        origins: tensors of the forward that runs whose producer's saved tensors can be shared.
+        looked_at: functions without an operator of which `eager` knows what they save.
+        passing: functions with neither an operator nor a rule.
+        uncut: whether the model was traced, and `compiled` has seen no graph of it.
+        waits: whether the model ran in eager mode on a GPU.
+        name: identity of the model in a graph's metadata.
+        graphs: bytes that each compiled graph keeps.
+        example: the first call.
+        root: a weak reference to the model.
+    """
+
+    served: dict[str, str] = field(default_factory=dict)
+    full: dict[str, str] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins, repr=False, compare=False)
+    looked_at: set[str] = field(default_factory=set, repr=False, compare=False)
+    passing: set[Any] = field(default_factory=set, repr=False, compare=False)
+    uncut: bool = field(default=False, repr=False, compare=False)
+    waits: bool = field(default=False, repr=False, compare=False)
+    name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
+    graphs: list[int] = field(default_factory=list, repr=False, compare=False)
+    example: Example | None = field(default=None, repr=False, compare=False)
+    root: Any = field(default=None, repr=False, compare=False)
+
+    def see_from(self, fast: Any, model: Any) -> None:
+        """Record the first call of a compiled model, whose forward runs no Python of hotrain.
+
+        Args:
+            fast: what `torch.compile` returned, which gets a hook.
+            model: the model.
+        """
+
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training and torch.is_grad_enabled():
+                self.see(model, args, kwargs)
+                handle.remove()
+
+        handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"passing": set(), "example": None, "root": None}
+
+    def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record the shapes of the first call, from which the report predicts total bytes."""
+        if self.example is None:
+            self.example = Example.of(model, args, kwargs)
+
+    def record(self, what: str, form: str) -> None:
+        """Record that an operator saves its tensors in a format."""
+        self.served[what] = form
+
+    def record_full(self, what: str, why: str) -> None:
+        """Record why an operator's tensors are kept in full precision."""
+        self.full[what] = why
+
+    def __str__(self) -> str:
+        rows = [(what, form) for what, form in self.served.items()]
+        rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
+        rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
+        if not rows:
+            return "  between the layers: known after a training forward"
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
+
+    def region(self) -> str:
+        """The mark that Dynamo writes to the metadata of this model's nodes."""
+        from . import compiled
+
+        self.waits = False
+        return compiled.region(self)
+
+    # Dynamo runs them once and traces nothing.
+    record._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    record_full._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    region._dynamo_marked_constant = True  # type: ignore[attr-defined]

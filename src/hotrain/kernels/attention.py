@@ -1,0 +1,96 @@
+"""Triton kernels that pack and unpack q, k, v and the output of an attention at once, for eager mode.
+
+Two of them have one format, two another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .codes import Rows, output_of, pack_groups, tile_of, unpack_groups
+from .launch import aligned, cdiv, is_wide, launch
+
+
+@triton.jit
+def _pack_kernel(
+    q, k, v, o, q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale,
+    q_segments, q_run, q_stride, k_segments, k_run, k_stride, v_segments, v_run, v_stride, o_segments, o_run, o_stride,
+    blocks,
+    BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if which == 0:
+        pack_groups(block, q, q_codes, q_scale, q_segments, q_run, q_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 1:
+        pack_groups(block, k, k_codes, k_scale, k_segments, k_run, k_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 2:
+        pack_groups(block, v, v_codes, v_scale, v_segments, v_run, v_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+    else:
+        pack_groups(block, o, o_codes, o_scale, o_segments, o_run, o_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+
+
+def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int]) -> list[Tensor]:
+    """`codes.pack` of q, k, v and the output: codes and scales of each, eight tensors.
+
+    Args:
+        tensors: (..., C) each, of one dtype and one C.
+        bits: of the first two, and of the last two.
+    """
+    rows = [Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors)]
+    half = rows[0].half
+    block, each, warps = tile_of(half)
+    blocks = cdiv(max(one.place[0] for one in rows), each)
+    constants = {
+        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
+        "WIDE": any(one.wide for one in rows),
+    }  # fmt: skip
+    places = [word for one in rows for word in one.place]
+    read = [one.x for one in rows]
+    case = (read[0].device, read[0].dtype, tuple(places), aligned(*read), tuple(constants.values()))
+    given = (*read, *(one.codes for one in rows), *(one.scale for one in rows), *places, blocks)
+    launch(_pack_kernel, 4 * blocks, case, given, constants, num_warps=warps)
+    return [part for one in rows for part in (one.codes, one.scale)]
+
+
+@triton.jit
+def _unpack_kernel(
+    q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale, q, k, v, o,
+    q_groups, k_groups, v_groups, o_groups, blocks,
+    BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if which == 0:
+        unpack_groups(block, q_codes, q_scale, q, q_groups, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 1:
+        unpack_groups(block, k_codes, k_scale, k, k_groups, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+    elif which == 2:
+        unpack_groups(block, v_codes, v_scale, v, v_groups, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+    else:
+        unpack_groups(block, o_codes, o_scale, o, o_groups, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+
+
+def unpack(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """`codes.unpack` of the codes of `pack`, or of its first three: (rows, C) each."""
+    outputs = [output_of(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
+    half, numbers = outputs[0][1], [number for _, _, number in outputs]
+    block, each, warps = tile_of(half)
+    blocks = cdiv(max(numbers), each)
+    out = [output[0] for output in outputs]
+    constants = {
+        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
+        "WIDE": any(is_wide(t.numel()) for t in out),
+    }  # fmt: skip
+    missing = 4 - len(out)  # which no program asks for
+    columns = (list(kept[::2]), list(kept[1::2]), out)
+    tensors = [t for column in columns for t in (*column, *column[-1:] * missing)]
+    numbers += numbers[-1:] * missing
+    case = (out[0].device, dtype, tuple(numbers), aligned(*tensors), tuple(constants.values()), missing)
+    launch(_unpack_kernel, len(out) * blocks, case, (*tensors, *numbers, blocks), constants, num_warps=warps)
+    return out

@@ -1,0 +1,329 @@
+"""Triton kernels of batch norm with a shortcut and an activation function; rows are pixels, columns channels.
+
+::
+
+    normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f
+    gradient   g_y             ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import apply, is_closed, slope_code, with_slope
+from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of
+from .dispatch import FUNCTIONS
+from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .quantize_kernels import magnitude_bits
+
+# A tile is (ROWS, EIGHTS, 8) elements of each half of the channels; bits are packed by eight neighbours.
+
+
+@triton.jit
+def _columns(HALF: tl.constexpr, EIGHTS: tl.constexpr):
+    """Of a half of the channels: offsets in eights, the eights, the channels, and masks of eights and channels."""
+    k = tl.arange(0, 8)[None, None, :]
+    eighth = tl.arange(0, EIGHTS)
+    whole = (eighth < HALF // 8)[None, :]
+    return k, eighth, (eighth * 8)[None, :, None] + k, whole, whole[:, :, None] & (k >= 0)
+
+
+@triton.jit
+def _lines(block, rows, live, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Of a tile: its rows, their offsets in memory, and masks of rows and elements."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    place = (row.to(tl.int64) if WIDE else row)[:, None, None]
+    return row, place, (row < rows)[:, None], (row < rows)[:, None, None] & live
+
+
+@triton.jit
+def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
+    """A vector over channels in float32, (1, EIGHTS, 8), or the number ELSE."""
+    if HAS:  # noqa: SIM108
+        found = tl.load(t + at, mask=live, other=0).to(tl.float32)
+    else:
+        found = tl.zeros_like(at).to(tl.float32) + ELSE
+    return found
+
+
+@triton.jit
+def _normal_half(x, mean, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.constexpr):
+    """x̂ and the argument of f."""
+    # Not x r − μ r in one instruction: where x is the mean, x̂ is zero.
+    normal = (tl.load(x + row_at + at, mask=inside, other=0).to(tl.float32) - mean) * r
+    v = normal * w + b
+    if SHORTCUT:
+        v = v + tl.load(shortcut + row_at + at, mask=inside, other=0).to(tl.float32)
+    return normal, v
+
+
+@triton.jit
+def _open_bits(v, k, F: tl.constexpr):
+    """Whether f passes a gradient at v, eight neighbours per byte."""
+    return tl.sum(tl.where(is_closed(v, F), 0, 1) << k, axis=2)
+
+
+@triton.jit
+def _normalize_kernel(
+    x, mean, r, w, b, shortcut, y, codes, scale, marks, rows, blocks, programs,
+    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, SHORTCUT: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """MARKS is 0 for none, 1 for bits, 4 for derivatives."""
+    HALF: tl.constexpr = C // 2
+    k, eighth, at, whole, live = _columns(HALF, EIGHTS)
+    r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
+    mean_l, mean_h = tl.load(mean + at, mask=live, other=0), tl.load(mean + HALF + at, mask=live, other=0)
+    w_l, w_h = _channels(w, at, live, HAS_W, 1.0), _channels(w, at + HALF, live, HAS_W, 1.0)
+    b_l, b_h = _channels(b, at, live, HAS_B, 0.0), _channels(b, at + HALF, live, HAS_B, 0.0)
+    for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
+        normal_l, v_l = _normal_half(x, mean_l, r_l, w_l, b_l, shortcut, place * C, at, inside, SHORTCUT)
+        normal_h, v_h = _normal_half(x, mean_h, r_h, w_h, b_h, shortcut, place * C, at + HALF, inside, SHORTCUT)
+        largest = magnitude_bits(larger(normal_l, normal_h))
+        found, inverse = scale_of(tl.max(tl.max(largest, axis=2), axis=1), LIFT4)
+        tl.store(scale + row, found, mask=row < rows)
+        packed = pair(normal_l, normal_h, inverse[:, None, None])
+        tl.store(codes + place * HALF + at, packed, mask=inside)
+        if MARKS == 1:
+            byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + eighth[None, :]
+            tl.store(marks + byte, _open_bits(v_l, k, F).to(tl.uint8), mask=there & whole)
+            tl.store(marks + byte + HALF // 8, _open_bits(v_h, k, F).to(tl.uint8), mask=there & whole)
+        if MARKS == 4:
+            line = row[:, None, None]
+            v_l, slope_l = with_slope(v_l, F)
+            v_h, slope_h = with_slope(v_h, F)
+            slopes = slope_code(slope_l, line, at, FIRST, PER_ONE)
+            slopes = slopes | (slope_code(slope_h, line, at + HALF, FIRST, PER_ONE) << 4)
+            tl.store(marks + place * HALF + at, slopes.to(tl.uint8), mask=inside)
+        else:
+            v_l, v_h = apply(v_l, F), apply(v_h, F)
+        tl.store(y + place * C + at, v_l.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + place * C + HALF + at, v_h.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _behind(
+    g, marks, row, place, at, eighth, there, whole, inside, half: tl.constexpr, C: tl.constexpr, MARKS: tl.constexpr,
+    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the argument of f, of one half of the channels."""
+    HALF: tl.constexpr = C // 2
+    found = tl.load(g + place * C + half * HALF + at, mask=inside, other=0)
+    if MARKS == 1:
+        byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + half * (HALF // 8) + eighth[None, :]
+        passed = tl.load(marks + byte, mask=there & whole, other=0).to(tl.int32)[:, :, None] >> (at % 8)
+        # Not a product: where f' is 0 an infinite gradient must become 0.
+        found = tl.where((passed & 1) != 0, found, 0.0)
+    if MARKS == 4:
+        code = (tl.load(marks + place * HALF + at, mask=inside, other=0).to(tl.int32) >> (4 * half)) & 15
+        slope = (code.to(tl.float32) + FIRST) * (1.0 / PER_ONE)
+        found = (found.to(tl.float32) * slope).to(g.dtype.element_ty)
+    return found
+
+
+@triton.jit
+def _sums_kernel(
+    g, codes, scale, marks, passed_on, sums, rows, blocks, programs,
+    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr, PASS_ON: tl.constexpr,
+    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets g f', for the shortcut."""
+    HALF: tl.constexpr = C // 2
+    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
+    g_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
+    g_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
+    gx_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
+    gx_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
+    for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
+        step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
+        packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
+        low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, eighth, there, whole, inside, 1, C, MARKS, FIRST, PER_ONE, WIDE)
+        if PASS_ON:
+            tl.store(passed_on + place * C + at, low.to(g.dtype.element_ty), mask=inside)
+            tl.store(passed_on + place * C + HALF + at, high.to(g.dtype.element_ty), mask=inside)
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        g_l += low
+        g_h += high
+        gx_l += low * (low_codes(packed) * step)
+        gx_h += high * (high_codes(packed) * step)
+    own = sums + tl.program_id(0) * (2 * C) + (eighth * 8)[:, None] + tl.arange(0, 8)[None, :]
+    valid = (eighth < HALF // 8)[:, None] & (tl.arange(0, 8) >= 0)[None, :]
+    tl.store(own, tl.sum(g_l, axis=0), mask=valid)
+    tl.store(own + HALF, tl.sum(g_h, axis=0), mask=valid)
+    tl.store(own + C, tl.sum(gx_l, axis=0), mask=valid)
+    tl.store(own + C + HALF, tl.sum(gx_h, axis=0), mask=valid)
+
+
+@triton.jit
+def _total_kernel(parts, sums, count, N: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Σ of `count` rows of parts, (count, N) float32."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        found += tl.load(parts + row * N + column, mask=(row < count) & (column < N), other=0)
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(sums + at, tl.sum(found, axis=0), mask=at < N)
+
+
+@triton.jit
+def _gradient_kernel(
+    g, codes, scale, marks, sums, r, w, g_x, rows, blocks, programs, share,
+    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr, HAS_W: tl.constexpr,
+    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
+    HALF: tl.constexpr = C // 2
+    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
+    f_l = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
+    f_h = tl.load(r + HALF + at, mask=live, other=0) * _channels(w, at + HALF, live, HAS_W, 1.0)
+    m_l = tl.load(sums + at, mask=live, other=0) * share * f_l
+    m_h = tl.load(sums + HALF + at, mask=live, other=0) * share * f_h
+    s_l = tl.load(sums + C + at, mask=live, other=0) * share * f_l
+    s_h = tl.load(sums + C + HALF + at, mask=live, other=0) * share * f_h
+    for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
+        step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
+        packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
+        low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, eighth, there, whole, inside, 1, C, MARKS, FIRST, PER_ONE, WIDE)
+        low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
+        high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
+        tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
+        tl.store(g_x + place * C + HALF + at, high.to(g_x.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Block sizes: least elements of half a tile, programs per multiprocessor, stages of loads in flight, warps."""
+
+    entries: int
+    waves: int
+    stages: int
+    warps: int = 4
+
+    def cut(self, channels: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
+        """(eighths of a half, rows per tile, tiles, programs)."""
+        eighths = power_of_2(channels // 16)
+        each = max(1, self.entries // (8 * eighths))
+        blocks = cdiv(rows, each)
+        return eighths, each, blocks, min(blocks, self.waves * multiprocessors(device))
+
+
+# Measured on an H200 (docs/memory.md). Each program of the sums writes two numbers per channel: few programs where
+# there are many channels.
+
+
+def _normalize_tiling(channels: int) -> Tiling:
+    return Tiling(512 if channels <= 64 else 1024, 16, 1)
+
+
+def _sums_tiling(channels: int) -> Tiling:
+    return Tiling(512, 16, 1) if channels < 1024 else Tiling(2048, 4, 1)
+
+
+_GRADIENT = Tiling(512, 16, 1)
+
+
+def _marks(name: str, levels: tuple[int, int] | None) -> dict[str, Any]:
+    """Bits per element that f's gradient needs, 0, 1 or 4, and the levels of 4."""
+    first, per_one = levels or (0, 1)
+    return {"MARKS": 0 if not name else 4 if levels else 1, "FIRST": float(first), "PER_ONE": float(per_one)}
+
+
+def normalize(
+    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
+    levels: tuple[int, int] | None, tiling: Tiling | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """BatchNorm, residual and activation in one kernel: y = f(γ x̂ + β + shortcut), and all that backward needs.
+
+    Args:
+        x: (rows, C), contiguous, C a multiple of 16.
+        mean, r: mean and 1/standard deviation, (C,) float32.
+        w, b: γ and β, (C,) or None.
+        shortcut: as x, or None.
+        name: of f, "" for none.
+        levels: of f's derivative (`saved.Levels`): the lowest, and the steps from 0 to 1; None for bits.
+        tiling: block sizes.
+
+    Returns:
+        y, as x; codes and scales of x̂ with per-row scales; marks of f, uint8, (rows, C/2) or (rows, C/8).
+    """
+    rows, channels = x.shape
+    tiling = tiling or _normalize_tiling(channels)
+    kept = _marks(name, levels)
+    y = torch.empty_like(x)
+    codes = torch.empty(rows, 1, channels // 2, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
+    marks = torch.empty(rows, channels * kept["MARKS"] // 8, dtype=torch.uint8, device=x.device)
+    eighths, each, blocks, programs = tiling.cut(channels, rows, x.device)
+    constants = kept | {
+        "C": channels, "EIGHTS": eighths, "ROWS": each, "F": FUNCTIONS[name], "SHORTCUT": shortcut is not None,
+        "HAS_W": w is not None, "HAS_B": b is not None, "WIDE": is_wide(x.numel()), "STAGES": tiling.stages,
+    }  # fmt: skip
+    tensors = (x, mean, r, *(x if t is None else t for t in (w, b, shortcut)), y, codes, scale, marks)
+    case = (x.device, rows, programs, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.items()))
+    launch(_normalize_kernel, programs, case, (*tensors, rows, blocks, programs), constants, num_warps=tiling.warps)
+    return y, codes, scale, marks
+
+
+def gradient(
+    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str,
+    levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None, tiling: Tiling = _GRADIENT,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `normalize`.
+
+    Args:
+        g: (rows, C), contiguous.
+        codes, scale, marks: of `normalize`.
+        r, w, name, levels: as given to `normalize`.
+        passes_on: whether the shortcut needs a gradient.
+        sums_tiling, tiling: block sizes.
+
+    Returns:
+        g_x, [Σ g, Σ g x̂] as (2, C) in float32, and the shortcut's gradient, empty if not needed.
+    """
+    rows, channels = g.shape
+    sums_tiling = sums_tiling or _sums_tiling(channels)
+    passed_on = torch.empty_like(g) if passes_on else g.new_empty(0)
+    eighths, each, blocks, programs = sums_tiling.cut(channels, rows, g.device)
+    parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)
+    constants = _marks(name, levels) | {
+        "C": channels, "EIGHTS": eighths, "ROWS": each, "WIDE": is_wide(g.numel()), "STAGES": sums_tiling.stages,
+    }  # fmt: skip
+    tensors = (g, codes, scale, marks, passed_on, parts)
+    case = (
+        g.device, rows, programs, passes_on, tuple(t.dtype for t in tensors), aligned(*tensors),
+        tuple(constants.items()),
+    )  # fmt: skip
+    launch(
+        _sums_kernel, programs, case, (*tensors, rows, blocks, programs), {**constants, "PASS_ON": passes_on},
+        num_warps=sums_tiling.warps,
+    )  # fmt: skip
+    sums = torch.empty(2, channels, dtype=torch.float32, device=g.device)
+    launch(
+        _total_kernel, cdiv(2 * channels, 16), (g.device, programs, channels), (parts, sums, programs),
+        {"N": 2 * channels, "COLUMNS": 16, "ROWS": 128}, num_warps=4,
+    )  # fmt: skip
+    # Behind f already, where it is there.
+    source, marked = (passed_on, 0) if passes_on else (g, constants["MARKS"])
+    eighths, each, blocks, programs = tiling.cut(channels, rows, g.device)
+    constants |= {"EIGHTS": eighths, "ROWS": each, "MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
+    g_x = torch.empty_like(g)
+    read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
+    found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
+    launch(
+        _gradient_kernel, programs, found, (*read, rows, blocks, programs, 1.0 / rows), constants,
+        num_warps=tiling.warps,
+    )  # fmt: skip
+    return g_x, sums, passed_on

@@ -1,0 +1,331 @@
+"""Triton kernels that pack and unpack tensors quantized in groups, and what kernels of single operators share for it.
+
+::
+
+    pack    x              ──►  codes and scales of its groups, int4 and int8      `saved.Grouped.keep`
+    unpack  codes, scales  ──►  x                                                  `saved.Grouped.restore`
+    make    int4 codes     ──►  x, or γ x + β, or f of these, or a product of two  `compress.rematerialize.make`
+
+Inductor, given these formulas, reads a tensor once for a group's amax and once for its codes, and loads a scale, γ and
+β for every element of a matrix instead of once per row or column. Codes are packed in halves of a group
+(`packing.pack_parts`), so a program loads both halves and writes a byte for each pair.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import apply
+from .dispatch import FUNCTIONS, rows_in_memory
+from .launch import aligned, block_of, cdiv, is_wide, launch, power_of_2
+from .quantize_kernels import magnitude_bits
+
+_TILE = 2048  # elements of a half of a tile
+# Factor from amax to scale: a scale is rounded to bfloat16 and must not become smaller by that.
+LIFT4 = tl.constexpr((1 + 2.0**-8) / 7)
+_LIFT8 = tl.constexpr((1 + 2.0**-8) / 127)
+# 1.5·2²³, to which a small number is added to be rounded, halves to even: the result is in the lowest bits then.
+_MAGIC = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger magnitude of two, a NaN if one is."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def scale_of(bits, LIFT: tl.constexpr):
+    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with."""
+    lifted = bits.to(tl.float32, bitcast=True) * LIFT
+    # Halves to even explicitly: the interpreter's own cast truncates.
+    word = lifted.to(tl.int32, bitcast=True)
+    word = (word + 0x7FFF + ((word >> 16) & 1)) & -65536
+    wide = tl.where(lifted == lifted, word.to(tl.float32, bitcast=True), lifted)
+    return wide.to(tl.bfloat16), tl.div_rn(wide * 0.0 + 1.0, tl.where(wide == 0, 1.0, wide))
+
+
+@triton.jit
+def _above(v, factor):
+    """Codes of v in steps of 1/factor, int32: eight more than int4's from −7, in the lowest four bits."""
+    return (v * factor + (_MAGIC + 8.0)).to(tl.int32, bitcast=True) & 15
+
+
+@triton.jit
+def pair(low, high, factor):
+    """A byte of int4 codes from 0. The code of a non-finite element is arbitrary: its scale is not finite either."""
+    return ((_above(low, factor) | (_above(high, factor) << 4)) - 17).to(tl.uint8)
+
+
+@triton.jit
+def low_codes(packed):
+    """The codes −7 … 7 in the low halves of bytes, given as int32, in float32."""
+    return ((packed & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0
+
+
+@triton.jit
+def high_codes(packed):
+    return (((packed >> 4) & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0
+
+
+@triton.jit
+def _byte(v, factor):
+    """int8's codes from 0."""
+    return ((v * factor + (_MAGIC + 128.0)).to(tl.int32, bitcast=True) - 1).to(tl.uint8)
+
+
+def tile_of(half: int) -> tuple[int, int, int]:
+    """(elements of a padded half, rows per tile, warps)."""
+    block = power_of_2(half)
+    return block, max(1, _TILE // block), 4 if block <= _TILE else 8
+
+
+# ---- pack ----
+
+
+@triton.jit
+def pack_groups(
+    block, x, codes, scale, segments, run, stride,
+    BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further."""
+    segment = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    live = segment < segments
+    inside = live[:, None] & (column < HALF)[None, :]
+    place = segment.to(tl.int64) if WIDE else segment
+    first = (place // run) * stride + (place % run) * (2 * HALF)
+    low = tl.load(x + first[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
+    high = tl.load(x + first[:, None] + HALF + column[None, :], mask=inside, other=0).to(tl.float32)
+    largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
+    if BITS == 4:
+        found, inverse = scale_of(largest, LIFT4)
+        packed = pair(low, high, inverse[:, None])
+        tl.store(codes + place[:, None] * HALF + column[None, :], packed, mask=inside)
+    else:
+        found, inverse = scale_of(largest, _LIFT8)
+        at = codes + place[:, None] * (2 * HALF) + column[None, :]
+        tl.store(at, _byte(low, inverse[:, None]), mask=inside)
+        tl.store(at + HALF, _byte(high, inverse[:, None]), mask=inside)
+    tl.store(scale + place, found, mask=live)
+
+
+@triton.jit
+def _pack_kernel(
+    x, codes, scale, segments, run, stride,
+    BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    pack_groups(tl.program_id(0), x, codes, scale, segments, run, stride, BITS, HALF, BLOCK, ROWS, WIDE)
+
+
+class Rows:
+    """A tensor as `pack_groups` reads it, and buffers for its codes, uint8 (rows, groups, bytes), and bfloat16 scales.
+
+    Args:
+        x: (..., C) of 16 or 32 bits, C a multiple of `group`.
+        group: elements per scale, even.
+        bits: 4 or 8.
+    """
+
+    __slots__ = ("codes", "half", "place", "scale", "wide", "x")
+
+    def __init__(self, x: Tensor, group: int, bits: int) -> None:
+        lies = rows_in_memory(x)
+        if lies is None:
+            x = x.contiguous()
+            lies = x.shape[:-1].numel(), x.numel()
+        columns = x.shape[-1]
+        rows, groups = x.numel() // columns, columns // group
+        self.x, self.half = x, group // 2
+        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
+        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
+        self.place = rows * groups, lies[0] * groups, lies[1]  # segments, run, stride
+        self.wide = is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * lies[1])
+
+
+def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
+    """`Grouped(bits).keep(x)`, of 4 or 8 bits; shapes as in `Rows`."""
+    rows = Rows(x, group, bits)
+    x, half = rows.x, rows.half
+    block = power_of_2(half)
+    each = max(1, 2048 // block)
+    case = (x.device, x.dtype, bits, rows.place, half, aligned(x))
+    launch(
+        _pack_kernel, cdiv(rows.place[0], each), case, (x, rows.codes, rows.scale, *rows.place),
+        {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": rows.wide}, num_warps=4,
+    )  # fmt: skip
+    return rows.codes, rows.scale
+
+
+# ---- unpack ----
+
+
+@triton.jit
+def unpack_groups(
+    block, codes, scale, out, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    group = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    live = group < groups
+    inside = live[:, None] & (column < HALF)[None, :]
+    place = (group.to(tl.int64) if WIDE else group)[:, None]
+    step = tl.load(scale + group, mask=live, other=0).to(tl.float32)[:, None]
+    at = place * (2 * HALF) + column[None, :]
+    if BITS == 4:
+        packed = tl.load(codes + place * HALF + column[None, :], mask=inside, other=0).to(tl.int32)
+        low, high = low_codes(packed), high_codes(packed)
+    else:
+        low = tl.load(codes + at, mask=inside, other=0).to(tl.float32) - 127.0
+        high = tl.load(codes + at + HALF, mask=inside, other=0).to(tl.float32) - 127.0
+    tl.store(out + at, (low * step).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at + HALF, (high * step).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack_kernel(
+    codes, scale, out, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    unpack_groups(tl.program_id(0), codes, scale, out, groups, BITS, HALF, BLOCK, ROWS, WIDE)
+
+
+def output_of(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, int, int]:
+    """(the tensor to dequantize to, half of a group, number of groups)."""
+    rows, groups, width = codes.shape
+    group = width * 8 // bits
+    return torch.empty(rows, groups * group, dtype=dtype, device=codes.device), group // 2, rows * groups
+
+
+def unpack(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Dequantize the codes of `Grouped(bits).keep`, in groups without padding.
+
+    Args:
+        codes: uint8 (rows, groups, bytes).
+        scale: bfloat16 (rows, groups, 1).
+        bits: 4 or 8.
+        dtype: of the result.
+
+    Returns:
+        (rows, C).
+    """
+    out, half, number = output_of(codes, bits, dtype)
+    block, each, warps = tile_of(half)
+    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": is_wide(out.numel())}
+    case = (codes.device, number, dtype, aligned(codes, scale, out), tuple(constants.values()))
+    launch(_unpack_kernel, cdiv(number, each), case, (codes, scale, out, number), constants, num_warps=warps)
+    return out
+
+
+# ---- make: unpack by a recipe ----
+
+
+@triton.jit
+def _value(steps, scale, w, b, NORMED: tl.constexpr, F: tl.constexpr):
+    """f(γ x̂ + β) or f(x), in float32 throughout."""
+    v = steps * scale
+    if NORMED:
+        v = v * w + b
+    return apply(v, F)
+
+
+@triton.jit
+def _make_kernel(
+    codes, scale, w, b, codes2, scale2, w2, b2, out, segments, groups,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, HAS_W: tl.constexpr,
+    HAS_B: tl.constexpr, NORMED: tl.constexpr, TWO: tl.constexpr, F2: tl.constexpr,
+    HAS_W2: tl.constexpr, HAS_B2: tl.constexpr, NORMED2: tl.constexpr, WIDE: tl.constexpr,
+    ONE: tl.constexpr,
+):  # fmt: skip
+    """Groups of 2 HALF neighbours, `groups` to a row. w, b: (C,) of the first factor, w2, b2 of the second."""
+    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = segment < segments
+    place = segment.to(tl.int64) if WIDE else segment
+    step = tl.load(scale + place, mask=live, other=0).to(tl.float32)[:, None]
+    if TWO:
+        step2 = tl.load(scale2 + place, mask=live, other=0).to(tl.float32)[:, None]
+    channel = ((segment % groups) * (2 * HALF))[:, None]
+    for start in tl.static_range(0, HALF, BLOCK):
+        column = (start + tl.arange(0, BLOCK))[None, :]
+        inside = live[:, None] & (column < HALF) if HALF % BLOCK != 0 else live[:, None]
+        packed = tl.load(codes + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
+        if TWO:
+            packed2 = tl.load(codes2 + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
+        for half in tl.static_range(2):
+            at = half * HALF + column if ONE else channel + half * HALF + column
+            valid = column < HALF if ONE else inside
+            wv, bv, wv2, bv2 = 1.0, 0.0, 1.0, 0.0
+            if HAS_W:
+                wv = tl.load(w + at, mask=valid, other=0).to(tl.float32)
+            if HAS_B:
+                bv = tl.load(b + at, mask=valid, other=0).to(tl.float32)
+            v = _value(low_codes(packed) if half == 0 else high_codes(packed), step, wv, bv, NORMED, F)
+            if TWO:
+                if HAS_W2:
+                    wv2 = tl.load(w2 + at, mask=valid, other=0).to(tl.float32)
+                if HAS_B2:
+                    bv2 = tl.load(b2 + at, mask=valid, other=0).to(tl.float32)
+                v = v * _value(low_codes(packed2) if half == 0 else high_codes(packed2), step2, wv2, bv2, NORMED2, F2)
+            tl.store(out + place[:, None] * (2 * HALF) + half * HALF + column, v.to(out.dtype.element_ty), mask=inside)
+
+
+class Factor(NamedTuple):
+    """One factor of a dequantized product: f(γ x̂ + β), f(x̂), f(x) or x.
+
+    Args:
+        codes, scale: of `pack`.
+        w, b: γ and β, (C,) or None.
+        normed: whether the codes are of a normalized x̂.
+        name: of f, a key of `FUNCTIONS`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    w: Tensor | None = None
+    b: Tensor | None = None
+    normed: bool = False
+    name: str = ""
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        return FUNCTIONS[self.name], self.w is not None, self.b is not None, self.normed
+
+
+def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> Tensor:
+    """The product of one `Factor` or two of equal layout, (rows, C) in `dtype`, contiguous."""
+    first, second = Factor(*factors[0]), Factor(*factors[-1])
+    rows, groups, half = first.codes.shape
+    out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=first.codes.device)
+    block = block_of(half)
+    # γ and β are read once per thread: more rows are better, as long as f leaves registers.
+    each = max(1, (8192 if first.normed and not first.name else 2048) // block)
+    segments, two = rows * groups, len(factors) == 2
+
+    def arguments(factor: Factor) -> tuple[Tensor, ...]:
+        return factor.codes, factor.scale, *(factor.codes if t is None else t for t in (factor.w, factor.b))
+
+    made = first.constants, second.constants, half, block, each, two, is_wide(out.numel()), groups == 1
+    tensors = (*arguments(first), *arguments(second))
+    case = out.device, segments, groups, dtype, made, tuple([t.dtype for t in tensors]), aligned(*tensors)
+    launch(
+        _make_kernel, cdiv(segments, each), case, (*tensors, out, segments, groups), _make_constants(*made),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_constants(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
+    names = ("F", "HAS_W", "HAS_B", "NORMED")
+    return {
+        **dict(zip(names, first, strict=True)),
+        **dict(zip((f"{name}2" for name in names), second, strict=True)),
+        **dict(zip(("HALF", "BLOCK", "ROWS", "TWO", "WIDE", "ONE"), rest, strict=True)),
+    }
