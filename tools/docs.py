@@ -346,6 +346,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "accuracy": records.accuracy,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
+    "rules": formats_table.rule_book,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import records
 
-from hotrain.compress import formats
+from hotrain.compress import formats, rules
 
 # operator → what the policy calls its entry
 ENTRIES = {
@@ -68,6 +68,36 @@ def together(folder: Path = records.RESULTS) -> str:
             shown.append(row)
     lines = [[_model(row), products[_what(row)], row["variant"], *_of_model(row)] for row in shown]
     return _conditions(rows) + records._markdown(["model", "products", "formats", *_MODEL_HEADERS], lines)
+
+
+def rule_book(folder: Path = records.RESULTS) -> str:
+    """A line a row of the rule book, with the records of the formats that hotrain's own operators have."""
+    rows = _latest(folder)
+    lines = []
+    for rule in rules.RULES:
+        eager = [_form(rule.saved)] if rule.saved != rules.EXACT or not rule.arguments else []
+        eager += [f"{_form(use)} (argument {place + 1})" for place, use in rule.arguments.items()]
+        is_looked_up = rule.aten or rule.decomposed
+        compiled = rule.compiled or ("the same" if is_looked_up or not rule.rounds else "the same, by its parts")
+        own = [f"{form} ({key})" if len(rule.formats) > 1 else form for key, form in rule.formats.items()]
+        errors = [text for operator in rule.measured for text in _errors(rows, operator)]
+        cells = [rule.name, ", ".join(own), ", ".join(eager), compiled, rule.because, "; ".join(errors)]
+        lines.append([cell or "–" for cell in cells])
+    headers = ["operation", "hotrain's operator", "without one, eager", "compiled", "because"]
+    return records._markdown([*headers, "error of the gradients with hotrain's operator"], lines)
+
+
+def _form(use: str) -> str:
+    return rules.FORM[use].replace("sign", "a byte per element").replace("shape", "nothing") or "as it is"
+
+
+def _errors(rows: list[dict[str, Any]], operator: str) -> list[str]:
+    """The error of an operator's own gradients in its format, in the first model that has the operator."""
+    for row in rows:
+        if _what(row) == operator and row["variant"] == _today(operator):
+            found = [f"{name} {_percent(e['error'])}" for name, e in row["gradients"].items() if e["error"]]
+            return [f"{operator}: {', '.join(found)}"]
+    return []
 
 
 _MODEL_HEADERS = ["error of the model's gradient", "persistent", "worst weight", "variance added to a batch's"]

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.compress import compiled, graph_uses
-from hotrain.compress.interpose import wrap
+from hotrain.compress import compiled, eager, graph, rules
+from hotrain.compress.interpose import Compressed, wrap
 from hotrain.compress.report import EAGER, UNCUT, Buffers
 
 X = (4, 8, 48)
@@ -588,14 +588,61 @@ def test_codes_are_made_where_the_tensor_is(f: Callable[[Tensor], Tensor]) -> No
 def test_words() -> None:
     """One class for all uses of a tensor."""
     for classes, whole in {
-        (graph_uses.VALUE,): graph_uses.VALUE,
-        (graph_uses.VALUE, graph_uses.SHAPE): graph_uses.VALUE,
-        (graph_uses.SHAPE,): graph_uses.SHAPE,
-        (graph_uses.SIGN, graph_uses.SHAPE): graph_uses.SIGN,
-        (graph_uses.SIGN, graph_uses.VALUE): graph_uses.RATIO,  # int8 would make zeros, whose sign is none
-        (graph_uses.RATIO, graph_uses.VALUE): graph_uses.RATIO,
-        (graph_uses.EXACT, graph_uses.VALUE): graph_uses.EXACT,
-        (graph_uses.OURS, graph_uses.EXACT): graph_uses.OURS,
-        (): graph_uses.SHAPE,
+        (rules.VALUE,): rules.VALUE,
+        (rules.VALUE, rules.SHAPE): rules.VALUE,
+        (rules.SHAPE,): rules.SHAPE,
+        (rules.SIGN, rules.SHAPE): rules.SIGN,
+        (rules.SIGN, rules.VALUE): rules.RATIO,  # int8 would make zeros, whose sign is none
+        (rules.RATIO, rules.VALUE): rules.RATIO,
+        (rules.EXACT, rules.VALUE): rules.EXACT,
+        (graph.OURS, rules.EXACT): graph.OURS,
+        (): rules.SHAPE,
     }.items():
-        assert graph_uses.Uses(classes=set(classes)).whole == whole
+        assert graph.Uses(classes=set(classes)).whole == whole
+
+
+# row of the rule book, a call that it is about, how many tensors that takes
+ROWS: list[tuple[rules.Rule, Callable[..., Tensor], int]] = [
+    (rules.MUL, lambda a, b: a * b, 2),
+    (rules.MATMUL, lambda a, b: torch.bmm(a, b.mT), 2),
+    (rules.LINEAR, lambda a, b: F.linear(a, b[0]), 2),
+    (rules.CONVOLUTION, lambda x, w: F.conv1d(x, w[:, :, :40]), 2),
+    (rules.DIVISION, lambda a, b: a / b, 2),
+    (rules.ADDCDIV, lambda a, b, c: torch.addcdiv(a, b, c), 3),
+    (rules.ROOTS, torch.rsqrt, 1),
+    (rules.LOG, torch.log, 1),
+    (rules.POLYNOMIAL, lambda x: x**3, 1),
+    (rules.POWER, lambda x: x**2.5, 1),
+    (rules.EXPONENTIAL, torch.exp, 1),
+    (rules.NORM, lambda x: x.norm(dim=-1), 1),
+    (rules.SMOOTH, F.softplus, 1),
+    (rules.ELU, F.elu, 1),
+    (rules.ABSOLUTE, torch.abs, 1),
+    (rules.POOLING, lambda x: F.adaptive_avg_pool2d(x.view(2, 3, 16, 16), 5), 1),
+]
+
+
+@pytest.mark.parametrize(("rule", "f", "count"), ROWS, ids=[rule.name for rule, _, _ in ROWS])
+def test_eager_mode_and_compiled_graphs_follow_one_row(
+    rule: rules.Rule, f: Callable[..., Tensor], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors are kept in the forms of the row in both; where ``compiled`` says how they differ, they do."""
+    monkeypatch.setattr(eager, "SMALL", 100)
+    inputs = [torch.rand(X).add(0.5).requires_grad_() for _ in range(count)]
+    forms = {rules.FORM[use] for use in (rule.saved, *rule.arguments.values())} - {""}
+    buffers = Buffers()
+    with Compressed(buffers):
+        f(*(t + 0 for t in inputs))
+    assert _forms(buffers) == forms
+    model, buffers = calling(f, *[X] * count)
+    gradients(torch.compile(model, backend=BACKEND, fullgraph=True), inputs)
+    assert (_forms(buffers) == forms) == (rule is not rules.ELU)
+
+
+def _forms(buffers: Buffers) -> set[str]:
+    return {form for form in ", ".join(saved(buffers)).replace("its derivative in ", "").split(", ") if form}
+
+
+def test_every_row_that_rounds_is_among_them() -> None:
+    assert [rule for rule in rules.RULES if rule.rounds] == [rule for rule, _, _ in ROWS]
+    assert len({rule.name for rule in rules.RULES}) == len(rules.RULES)

@@ -1,6 +1,7 @@
 """Compressed activations: norms, activation functions, attention, dropout and products save quantized tensors.
 
-formats, slopes           which number format each operator saves, and the derivatives of activation functions
+rules                     which saved tensor of which operation may be rounded, how far and why: one table
+formats, slopes           the number formats, and the derivatives of activation functions
 operators                 one file each: reference, launch of the kernels, autograd function, custom operator, handlers
 codes, launcher           packing and unpacking shared by them, and the fallback of kernels to references
 interpose, mode_stack     the TorchFunctionMode that calls operators in place of PyTorch's functions, and its wrapping
@@ -8,6 +9,6 @@ mixins                    module classes exchanged for ones with another forward
 report                    records of what is saved in which format, and of what is not
 checkpointing             activation checkpointing of blocks, switched on by class
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
-eager                     saved-tensor hooks for functions without an operator of their own, in eager mode
-compiled, graph_uses      the same for compiled graphs, as a pass behind PyTorch's partitioner
+eager                     saved-tensor hooks for functions without an operator of their own
+compiled, graph           the same for compiled graphs, as a pass behind PyTorch's partitioner
 """

@@ -1,7 +1,7 @@
 """Partitioner pass for compiled graphs: saved tensors are quantized where their use in backward allows it.
 
 `torch.compile` traces one joint graph and partitions it into forward and backward; what crosses the cut is saved.
-PyTorch's own partitioner cuts. This pass then looks at each large floating-point tensor that crosses: `graph_uses` says
+PyTorch's own partitioner cuts. This pass then looks at each large floating-point tensor that crosses: `graph` says
 which rounding its uses in backward allow; forward returns codes instead, and backward dequantizes them right before the
 first use. Both are PyTorch's operators, which the compiler fuses with their neighbours. What stays in full precision is
 recorded for the report, with its bytes and the function that needs it.
@@ -26,20 +26,15 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
-from ..saved import as_it_was, memory_order
-from . import graph_uses
-from .eager import FORMS
-from .formats import BITS, SMALL
-from .graph_uses import KEY
+from . import formats, graph, rules
+from .formats import SMALL, packer
+from .graph import KEY, entries
 
 if TYPE_CHECKING:
     from .report import Buffers
 
-_COLUMNS = 16  # the least elements of a row that is quantized in groups
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_SMOOTH_FORM = "int8"
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
 _regions: weakref.WeakValueDictionary[str, Buffers] = weakref.WeakValueDictionary()
@@ -79,7 +74,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        ours = get_hash_for_files((__file__, graph_uses.__file__))
+        ours = get_hash_for_files((__file__, graph.__file__, rules.__file__, formats.__file__))
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
@@ -134,7 +129,7 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         if len(group) > 1 or base in others or node in weights or not _is_large(node):
             continue
         found = made.uses(halves.arguments[node.name])
-        factors = made.factors(halves.arguments[node.name]) if found.whole == graph_uses.EXACT else None
+        factors = made.factors(halves.arguments[node.name]) if found.whole == rules.EXACT else None
         forms = None if factors is None else _cheaper(node, factors, halves.kept)
         if forms:
             account.add(node, found.names, "its derivative in " + _described(forms.values()), "")
@@ -163,10 +158,10 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         account.tell(name, kept)
 
 
-def _made_of(graph: Graph, parameters: set[Node]) -> set[Node]:
+def _made_of(half: Graph, parameters: set[Node]) -> set[Node]:
     """The parameters, and nodes computed from nothing else."""
     found = set(parameters)
-    for node in graph.nodes:
+    for node in half.nodes:
         if node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
@@ -206,56 +201,56 @@ def _is_large(node: Node) -> bool:
         type(value) is FakeTensor
         and value.dtype in _FLOATS
         and bool(_region(node))
-        and graph_uses.entries(node) >= SMALL
+        and entries(node) >= SMALL
         and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded tensor takes little memory
     )
 
 
-def _form(node: Node, found: graph_uses.Uses, alone: bool) -> tuple[str, str, set[str]]:
+def _form(node: Node, found: graph.Uses, alone: bool) -> tuple[str, str, set[str]]:
     """The form in which a node is saved ("" for as it is), the reason if not packed, and functions that use it."""
     kind = found.whole
     value = node.meta["val"]
-    if kind == graph_uses.VALUE and (graph_uses.spans_magnitudes(node) or graph_uses.is_normed(node)):
-        kind = graph_uses.RATIO
-    if kind == graph_uses.OURS:
+    if kind == rules.VALUE and (graph.spans_magnitudes(node) or graph.is_normed(node)):
+        kind = rules.RATIO
+    if kind == graph.OURS:
         return "", "", found.names
-    if kind == graph_uses.EXACT:
+    if kind == rules.EXACT:
         return "", _reason(found.exact), found.exact
-    if graph_uses.is_statistic(node):
+    if graph.is_statistic(node):
         return "", "a reduction, small beside its input", {"statistics"}
     if not alone:
         return "", "several views of one tensor are kept", found.names
-    if kind == graph_uses.RATIO:
+    if kind == rules.RATIO:
         if value.dtype != torch.float32:
             return "", "its derivative needs full precision", found.names
         return "bfloat16", "", found.names
-    if kind in (graph_uses.VALUE, graph_uses.SHAPE) and not isinstance(_Rows(value).columns, int):
+    if kind in (rules.VALUE, rules.SHAPE) and not isinstance(formats.Rows(value).columns, int):
         return "", "its size changes from call to call", found.names
-    return {graph_uses.VALUE: _SMOOTH_FORM, graph_uses.SIGN: "sign", graph_uses.SHAPE: "shape"}[kind], "", found.names
+    return {rules.VALUE: rules.FORM[rules.VALUE], rules.SIGN: "sign", rules.SHAPE: "shape"}[kind], "", found.names
 
 
 def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> dict[Node, str]:
     """The forms of what is made from a saved tensor, to keep in its place; empty if that saves too few bytes."""
     forms, size, known = {}, 0.0, {n.name: n for n in kept}
     for factor, kind in factors.items():
-        value, number = factor.meta.get("val"), graph_uses.entries(factor)
+        value, number = factor.meta.get("val"), entries(factor)
         if not isinstance(value, Tensor):
             return {}
-        if value.dtype == torch.bool and _is_static(value):
+        if value.dtype == torch.bool and formats.is_static(value):
             form, each = "bits", 1 / 8
-        elif kind == graph_uses.SIGN and value.dtype in _FLOATS:
+        elif kind == rules.SIGN and value.dtype in _FLOATS:
             form, each = "sign", 1
         elif value.dtype not in _FLOATS or number < SMALL:
             form, each = "", value.dtype.itemsize
-        elif kind == graph_uses.RATIO or graph_uses.spans_magnitudes(factor, known):
+        elif kind == rules.RATIO or graph.spans_magnitudes(factor, known):
             form, each = ("bfloat16" if value.dtype == torch.float32 else ""), 2
-        elif isinstance(_Rows(value).columns, int):
-            form, each = _SMOOTH_FORM, 1 + 1 / 16
+        elif isinstance(formats.Rows(value).columns, int):
+            form, each = rules.FORM[rules.VALUE], 1 + 1 / 16
         else:
             return {}
         forms[factor] = form
         size += number * each
-    return forms if size < _CHEAPER * graph_uses.entries(node) * node.meta["val"].dtype.itemsize else {}
+    return forms if size < _CHEAPER * entries(node) * node.meta["val"].dtype.itemsize else {}
 
 
 def _described(forms: Iterable[str]) -> str:
@@ -264,7 +259,7 @@ def _described(forms: Iterable[str]) -> str:
 
 
 def _reason(names: set[str]) -> str:
-    if graph_uses.CHECKPOINT in names:
+    if graph.CHECKPOINT in names:
         return "a checkpointed block is recomputed from it"
     return "no rounding rule for it"
 
@@ -278,7 +273,7 @@ class _Account:
     def add(self, node: Node, names: set[str], form: str, why: str) -> None:
         if form or why:
             key = _region(node), tuple(sorted(names)), form, why
-            self.rows[key] = self.rows.get(key, 0) + graph_uses.entries(node) * node.meta["val"].dtype.itemsize
+            self.rows[key] = self.rows.get(key, 0) + entries(node) * node.meta["val"].dtype.itemsize
 
     def tell(self, region: str, kept: int) -> None:
         """Record it for the report of one model, with all bytes that cross the cut."""
@@ -316,9 +311,9 @@ class _Halves:
         self.replaced: dict[Node, list[Node]] = {}  # node → what crosses in its place
         self.taken: list[Node] = []  # new arguments of backward
 
-    def uses(self) -> graph_uses.Backward:
+    def uses(self) -> graph.Backward:
         old = (self.arguments[node.name] for node in self.kept if self.is_needed(node))
-        return graph_uses.Backward(self.backward, [*old, *self.taken])
+        return graph.Backward(self.backward, [*old, *self.taken])
 
     def is_needed(self, node: Node) -> bool:
         return node not in self.replaced and bool(self.arguments[node.name].users)
@@ -360,7 +355,7 @@ class _Halves:
         crossing: Any = self.output.args[0]
         bases = {_base(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
         saved = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
-        return sum(graph_uses.entries(base) * base.meta["val"].dtype.itemsize for base in saved)
+        return sum(entries(base) * base.meta["val"].dtype.itemsize for base in saved)
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
         """Copy nodes of backward that depend on saved tensors alone to forward."""
@@ -382,7 +377,7 @@ class _Halves:
 
     def _replace(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
         """Pack `source` in forward and unpack it in backward in place of `target`, after arguments before `place`."""
-        keep, restore = _pair(source.meta["val"], form)
+        keep, restore = packer(source.meta["val"], form)
         # Right after it: codes made at the end of forward would keep the tensor alive until then.
         codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
         taken = []
@@ -401,7 +396,7 @@ class _Halves:
         return codes
 
 
-def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
     """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
     from torch._inductor.decomposition import select_decomp_table
 
@@ -412,7 +407,7 @@ def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence
         traced = make_fx(fn, decomposition_table=select_decomp_table())(*values)
     places = traced.graph.find_nodes(op="placeholder")
     env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
-    with graph.inserting_before(before):
+    with half.inserting_before(before):
         for step in traced.graph.nodes:
             if step.op == "output":
                 results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
@@ -422,68 +417,10 @@ def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence
                     f"hotrain: packing a saved tensor traced the constant {step.target}; please report this"
                 )
             if step.op != "placeholder":
-                env[step] = graph.node_copy(step, env.__getitem__)
+                env[step] = half.node_copy(step, env.__getitem__)
     raise AssertionError("a graph without an output")
 
 
-def _free(name: str, *graphs: Graph) -> str:
-    taken = {node.name for graph in graphs for node in graph.nodes}
+def _free(name: str, *halves: Graph) -> str:
+    taken = {node.name for half in halves for node in half.nodes}
     return next(n for n in (name, *(f"{name}_{i}" for i in range(len(taken) + 1))) if n not in taken)
-
-
-class _Rows:
-    """A tensor viewed as rows in memory order: its axes by decreasing stride, the last ones joined into a row.
-
-    Codes have the sizes of the other axes, from which backward reads sizes that change from call to call.
-    """
-
-    def __init__(self, value: Tensor) -> None:
-        if _is_static(value):
-            self.order = memory_order(value)
-        else:
-            self.order = sorted(range(value.dim()), key=lambda axis: -graph_uses.hint(value.stride(axis)))
-        sizes = [value.shape[axis] for axis in self.order]
-        self.joined = 0  # how many of the last axes make a row
-        columns: Any = 1
-        while self.joined < len(sizes) and (self.joined == 0 or columns < _COLUMNS):
-            self.joined += 1
-            columns = columns * sizes[-self.joined]
-            if not isinstance(columns, int):
-                break
-        self.row, self.columns = sizes[-self.joined :], columns
-
-    def of(self, t: Tensor) -> Tensor:
-        """t as rows, (..., columns)."""
-        return t.permute(self.order).unsqueeze(0).flatten(-self.joined)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Undo `of`."""
-        return as_it_was(rows.unflatten(-1, self.row).squeeze(0), self.order)
-
-
-def _is_static(value: Tensor) -> bool:
-    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
-
-
-def _pair(value: Tensor, form: str) -> tuple[Callable[[Tensor], Any], Callable[..., Tensor]]:
-    """Functions that pack a tensor like `value` in that form, and unpack it."""
-    dtype, shape, layout = value.dtype, value.shape, _Rows(value)
-    if form == "bits":
-        return (lambda t: BITS.keep(t)), (lambda kept: BITS.restore((kept,), shape))
-    if form in ("bfloat16", "sign"):
-        return (lambda t: FORMS[form].keep(t)), (lambda kept: FORMS[form].restore((kept,), (), dtype))
-    if form == "shape":
-        return (lambda t: (layout.of(t)[..., :0].clone(),)), (
-            lambda kept: layout.back(F.pad(kept, (0, layout.columns)))
-        )
-
-    def keep(t: Tensor) -> tuple[Tensor, ...]:
-        rows = layout.of(t)
-        return tuple(part.view(*rows.shape[:-1], *part.shape[1:]) for part in FORMS[form].keep(rows))
-
-    def restore(*kept: Tensor) -> Tensor:
-        flat = [part.flatten(0, -3) for part in kept]
-        rows = FORMS[form].restore(flat, (flat[0].shape[0], layout.columns), dtype)
-        return layout.back(rows.view(*kept[0].shape[:-2], layout.columns))
-
-    return keep, restore

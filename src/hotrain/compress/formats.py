@@ -1,11 +1,17 @@
-"""The number format in which each operator saves its tensors: the table of ``memory="block"``.
-
-Chosen by the error of the gradients for the bytes saved (measurements in docs/numerics.md).
-"""
+"""Number formats in which tensors are saved between forward and backward; `rules` says which operation has which."""
 
 from __future__ import annotations
 
-from ..saved import Bits, Grouped, Levels
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..saved import Bits, Grouped, Levels, as_it_was, memory_order
+from . import rules
+
+SMALL = rules.SMALL
 
 # Rounded to nearest: stochastic rounding has no bias, but 1.5 times the error (docs/numerics.md).
 GROUPED = {
@@ -19,16 +25,86 @@ BITS = Bits()
 SLOPES = Levels(4, first=-2, per_one=11)
 
 # operator → format of what it saves
-FORMATS = {
-    "norm": "int4 nearest/row",
-    "curve": "int4 nearest",  # an activation's input, for its derivative and the next layer's input
-    "softmax": "int8",
-    "query_key": "int8",  # attention weights depend on it exponentially
-    "value_output": "int4 nearest",
-    "product": "int4 nearest",
-    "matmul": "int8",
-    "linear": "int4 nearest",  # of layers that stay exact
-    "conv": "int4 nearest",
-}
+FORMATS = {operator: form for rule in rules.RULES for operator, form in rule.formats.items()}
 
-SMALL = 1 << 14  # tensors with fewer elements are saved as they are
+_COLUMNS = 16  # the least elements of a row that is quantized in groups
+
+
+def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., Tensor]]:
+    """Functions that pack a tensor and unpack it, for functions without an operator of hotrain's.
+
+    Args:
+        value: a tensor of the dtype, the shape and the memory layout; its elements are not read.
+        form: "int8", "bfloat16" (the error is relative to each element, and none becomes zero), "sign" (one byte per
+            element), "shape" (the unpacked tensor has undefined values) or "bits" (of booleans).
+
+    Returns:
+        A function from the tensor to its codes, and one from the codes to the tensor.
+    """
+    dtype, shape = value.dtype, value.shape
+    if form == "bits":
+        return lambda t: BITS.keep(t), lambda codes: BITS.restore(
+            (codes,), shape
+        )  # to `make_fx` a method has two arguments
+    if form == "bfloat16":
+        return lambda t: (t.to(torch.bfloat16),), lambda codes: codes.to(dtype)
+    if form == "sign":
+        return lambda t: (t.sgn().to(torch.int8),), lambda codes: codes.to(dtype)
+    layout = Rows(value)
+    columns = layout.columns
+    if form == "shape":
+        return lambda t: (layout.of(t)[..., :0].clone(),), (
+            lambda codes: layout.back(codes.new_empty((*codes.shape[:-1], columns)))
+        )
+
+    def pack(t: Tensor) -> tuple[Tensor, ...]:
+        rows = layout.of(t)
+        return tuple(part.view(*rows.shape[:-1], *part.shape[1:]) for part in GROUPED[form].keep(rows))
+
+    def unpack(*codes: Tensor) -> Tensor:
+        flat = [part.flatten(0, -3) for part in codes]
+        rows = GROUPED[form].restore(flat, (flat[0].shape[0], columns), dtype).contiguous()
+        return layout.back(rows.view(*codes[0].shape[:-2], columns))
+
+    return pack, unpack
+
+
+class Rows:
+    """A tensor viewed as rows in memory order: its axes by decreasing stride, the last ones joined into a row.
+
+    Codes have the sizes of the other axes, from which backward reads sizes that change from call to call.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        if is_static(value):
+            self.order = memory_order(value)
+        else:
+            self.order = sorted(range(value.dim()), key=lambda axis: -hint(value.stride(axis)))
+        sizes = [value.shape[axis] for axis in self.order]
+        self.joined = 0  # how many of the last axes make a row
+        columns: Any = 1
+        while self.joined < len(sizes) and (self.joined == 0 or columns < _COLUMNS):
+            self.joined += 1
+            columns = columns * sizes[-self.joined]
+            if not isinstance(columns, int):
+                break
+        self.row, self.columns = sizes[-self.joined :], columns
+
+    def of(self, t: Tensor) -> Tensor:
+        """t as rows, (..., columns)."""
+        return t.permute(self.order).unsqueeze(0).flatten(-self.joined)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Undo `of`."""
+        return as_it_was(rows.unflatten(-1, self.row).squeeze(0), self.order)
+
+
+def is_static(value: Tensor) -> bool:
+    """Whether no size or stride changes from call to call."""
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def hint(size: Any) -> int:
+    """A size as an integer; of a dynamic one, its value when the graph was traced."""
+    found = size if isinstance(size, int) else size.node.hint
+    return int(found) if found is not None else 1

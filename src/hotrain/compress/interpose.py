@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
 from . import eager
-from .graph_uses import KEY
+from .graph import KEY
 from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, aside, top
 from .operators import REGISTRY

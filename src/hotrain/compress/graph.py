@@ -1,9 +1,8 @@
-"""How a compiled backward graph uses each saved tensor, and so which rounding the tensor may have.
+"""How a compiled backward graph uses each saved tensor, and so which class of `rules` the tensor has.
 
-`eager` has a rule for each of PyTorch's functions, since in eager mode only the function is seen. A compiled
-backward is there in full, so the rules are for uses: the tensor multiplies a gradient, is divided by, is compared.
-Functions with a bounded, continuous derivative are recognized by the name that PyTorch leaves on what it decomposed
-(``original_aten``). As in `eager` the table lists what may be rounded: any other use is exact.
+In eager mode only the function is seen. A compiled backward is there in full, so its rules are for uses: the tensor
+multiplies a gradient, is divided by, is compared. Functions with a bounded, continuous derivative are recognized by the
+name that PyTorch leaves on what it decomposed (``original_aten``).
 
 Words: *kept* is a tensor that forward passes to backward; a *gradient* is a node that depends on the gradient of the
 result; the other nodes are made in backward from kept tensors alone.
@@ -21,62 +20,27 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-_aten, _prims = torch.ops.aten, torch.ops.prims
+from . import rules
+from .formats import hint
+from .rules import EXACT, RATIO, SHAPE, SIGN, VALUE
 
-# The class of a use. A tensor with several uses gets the most precise form that they need.
-EXACT, OURS, SHAPE, SIGN, VALUE, RATIO = "exact", "ours", "shape", "sign", "value", "ratio"
+_aten = torch.ops.aten
+
+OURS = "ours"  # the class of a use by hotrain's own operators
 CHECKPOINT = "checkpoint"  # the name of what a checkpoint recomputes
 
-# Moved, cast or negated elements.
-_MOVED = {
-    _aten.view, _aten.reshape, _aten._unsafe_view, _aten.permute, _aten.transpose, _aten.t, _aten.expand, _aten.squeeze,
-    _aten.unsqueeze, _aten.clone, _aten.alias, _aten.slice, _aten.select, _aten.cat, _aten.split, _aten.unbind,
-    _aten.split_with_sizes, _aten.neg, _aten._to_copy, _aten.constant_pad_nd, _aten.flip, _aten.roll,
-    _prims.convert_element_type, operator.getitem,
-}  # fmt: skip
-# Products: the error is in proportion to the rounded factor.
-_PRODUCTS = {
-    _aten.mul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.dot, _aten.mv, _aten.square,
-    _aten.convolution_backward, _aten.convolution,
-}  # fmt: skip
-_SUMS = {_aten.add, _aten.sub, _aten.rsub}
+_MOVED, _SUMS, _RATIOS = rules.MOVE.aten, rules.SUM.aten, rules.ROOTS.aten
+_PRODUCTS = rules.MUL.aten | rules.MATMUL.aten | rules.CONVOLUTION.aten
+_SMOOTH = rules.SMOOTH.decomposed | rules.ACTIVATION.decomposed
+_WIDE_RESULTS = frozenset().union(*(rule.aten for rule in rules.RULES if rule.wide)) - {_aten.div, _aten.pow}
 _SIGNED = _MOVED | {_aten.mul, _aten.div}  # the signs of whose result follow from those of their inputs
-# Continuous functions with a bounded derivative, which may itself have steps.
-_CONTINUOUS = {
-    _aten.relu, _aten.abs, _aten.sigmoid, _aten.tanh, _aten.erf, _aten.clamp, _aten.clamp_min, _aten.clamp_max,
-}  # fmt: skip
-# The relative error of the result is in proportion to that of the input.
-_RATIOS = {_aten.reciprocal, _aten.rsqrt, _aten.sqrt}
-_SIGNS = {_aten.sign, _aten.sgn}
-_SHAPES = {
-    _aten.full_like, _aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.new_zeros, _aten.new_empty,
-    _aten.new_full, _aten.sym_size, _aten._adaptive_avg_pool2d_backward, _aten._adaptive_avg_pool3d_backward,
-    _aten.avg_pool2d_backward, _aten.avg_pool3d_backward,
-}  # fmt: skip
-_POWERS = (1, 2, 3)
-
-# Functions of PyTorch by name, forward and "_backward", whatever they are decomposed into. The derivatives of the last
-# two have steps at ±3, where few elements are.
-_SMOOTH = {
-    "glu", "gelu", "silu", "mish", "softplus", "log_sigmoid", "log_sigmoid_forward", "sigmoid", "tanh", "erf",
-    "hardswish", "hardsigmoid",
-}  # fmt: skip
-
-# Results that span orders of magnitude: a shared scale would flush small elements to zero.
-_WIDE_RESULTS = {
-    _aten.exp, _aten.exp2, _aten.expm1, _aten.reciprocal, _aten.rsqrt, _aten.sqrt, _aten._softmax, _aten.cumprod,
-    _aten.prod,
-}  # fmt: skip
-_REDUCED = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.std, _aten.logsumexp}
+# SIGN: the sign's own operators. SHAPE: whatever reads no element.
+_SIGNS, _SHAPES = rules.ABSOLUTE.aten, rules.POOLING.aten
+_POWERS = (1, 2, 3)  # in the derivatives of `rules.POLYNOMIAL`
 _PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `operators`
 KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
 
-# The loss: logits are needed in full precision.
-_WANTED_EXACTLY = {"log_softmax", "logsumexp", "nll_loss", "nll_loss2d", "cross_entropy_loss"}
-
 _FEW = 16  # a reduction of at least so many elements is a statistic, which stays exact
-
-_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass
@@ -103,12 +67,8 @@ class Uses:
 
     @property
     def whole(self) -> str:
-        """One class that is precise enough for all uses; RATIO includes SIGN and VALUE."""
-        for alone in (OURS, EXACT):
-            if alone in self.classes:
-                return alone
-        rest = self.classes - {SHAPE}
-        return RATIO if len(rest) > 1 else next(iter(rest), SHAPE)
+        """One class that is precise enough for all uses."""
+        return OURS if OURS in self.classes else rules.strictest(self.classes)
 
 
 class Backward:
@@ -171,7 +131,7 @@ class Backward:
             node = waiting.pop()
             for user in node.users:
                 op = _packet(user)
-                if user.op != "call_function" or _is_ours(op) or name_of(user) in _WANTED_EXACTLY | {CHECKPOINT}:
+                if user.op != "call_function" or _is_ours(op) or name_of(user) in rules.LOSS.decomposed | {CHECKPOINT}:
                     return None
                 if user not in self.gradients:
                     if user not in seen:
@@ -212,7 +172,7 @@ class Backward:
         if op in _SIGNS:
             return SIGN
         passed: str | None = VALUE if gradient else None
-        if smooth or op in _MOVED or (not gradient and (op in _CONTINUOUS or _is_bell(user))):
+        if smooth or op in _MOVED or (not gradient and (op in rules.CONTINUOUS.aten or _is_bell(user))):
             return passed
         if op in _PRODUCTS:
             others = [n for n in user.all_input_nodes if n is not node]
@@ -277,7 +237,7 @@ def is_statistic(node: Node) -> bool:
         node = waiting.pop()
         made = node.all_input_nodes
         op = _packet(made[0]) if node.target is operator.getitem else _packet(node)
-        if op in _REDUCED:
+        if op in rules.STATISTIC.aten:
             if entries(node) * _FEW > max((entries(n) for n in made), default=0) and op is not _aten.var_mean:
                 return False
             reduced = True
@@ -354,7 +314,12 @@ def _smooth(node: Node) -> str:
 
 def _is_codes(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype in _CODES
+    return isinstance(value, Tensor) and value.dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
 
 
 def entries(node: Node) -> int:
@@ -367,9 +332,3 @@ def entries(node: Node) -> int:
     for size in value.shape:
         number *= hint(size)
     return number
-
-
-def hint(size: Any) -> int:
-    """A size as an integer; of a dynamic one, its value when the graph was traced."""
-    found = size if isinstance(size, int) else size.node.hint
-    return int(found) if found is not None else 1
