@@ -81,7 +81,8 @@ def rule_book(folder: Path = records.RESULTS) -> str:
         compiled = rule.compiled or ("the same" if is_looked_up or not rule.rounds else "the same, by its parts")
         own = [f"{form} ({key})" if len(rule.formats) > 1 else form for key, form in rule.formats.items()]
         errors = [text for operator in rule.measured for text in _errors(rows, operator)]
-        cells = [rule.name, ", ".join(own), ", ".join(eager), compiled, rule.because, "; ".join(errors)]
+        because = rule.because or rules.BECAUSE[rules.strictest(rule.arguments.values() or [rule.saved])]
+        cells = [rule.name, ", ".join(own), ", ".join(eager), compiled, because, "; ".join(errors)]
         lines.append([cell or "–" for cell in cells])
     headers = ["operation", "hotrain's operator", "without one, eager", "compiled", "because"]
     return records._markdown([*headers, "error of the gradients with hotrain's operator"], lines)

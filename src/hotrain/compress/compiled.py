@@ -92,11 +92,8 @@ def partition(
     """Partition a joint graph, with saved tensors quantized where their uses allow it.
 
     Args:
-        gm: the joint graph, as PyTorch passes it to a partitioner.
-        joint_inputs: as PyTorch passes them.
+        gm: the joint graph; what has no line here is as PyTorch passes it to a partitioner.
         inner: the partitioner that cuts; None for `min_cut_rematerialization_partition`.
-        num_fwd_outputs: as PyTorch passes it.
-        **kwargs: as PyTorch passes them.
 
     Returns:
         The graphs of forward and backward.
@@ -215,7 +212,12 @@ def _form(node: Node, found: graph.Uses, alone: bool) -> tuple[str, str, set[str
     if kind == graph.OURS:
         return "", "", found.names
     if kind == rules.EXACT:
-        return "", _reason(found.exact), found.exact
+        why = (
+            "a checkpointed block is recomputed from it"
+            if graph.CHECKPOINT in found.exact
+            else "no rounding rule for it"
+        )
+        return "", why, found.exact
     if graph.is_statistic(node):
         return "", "a reduction, small beside its input", {"statistics"}
     if not alone:
@@ -256,12 +258,6 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
 def _described(forms: Iterable[str]) -> str:
     """Forms in the words of the report."""
     return ", ".join(sorted({"1 bit per element" if form == "bits" else form for form in forms} - {""}))
-
-
-def _reason(names: set[str]) -> str:
-    if graph.CHECKPOINT in names:
-        return "a checkpointed block is recomputed from it"
-    return "no rounding rule for it"
 
 
 class _Account:

@@ -33,9 +33,7 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     Args:
         looked_at: names of functions without a rule whose saved bytes are known. The first call of another one with a
             large tensor gets `rules.OTHER`, under which all is saved as it is and counted.
-        func: the function of PyTorch.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        func: the function of PyTorch, called with ``args`` and ``kwargs``.
 
     Returns:
         The rule; None if the call runs unchanged.
@@ -63,12 +61,7 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     Args:
         buffers: the `report.Buffers` in which the result is recorded for the report.
         rule: of `rule_of`.
-        func: the function of PyTorch.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Returns:
-        What func returns.
+        func: the function of PyTorch, called with ``args`` and ``kwargs``.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     theirs = None if outer is None else getattr(outer[0], "__module__", None)

@@ -40,6 +40,7 @@ _POWERS = (1, 2, 3)  # in the derivatives of `rules.POLYNOMIAL`
 _PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `operators`
 KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
 
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _FEW = 16  # a reduction of at least so many elements is a statistic, which stays exact
 
 
@@ -138,8 +139,11 @@ class Backward:
                         seen.add(user)
                         waiting.append(user)
                     continue
-                kind = self._use(op, node, user)
-                if kind not in (VALUE, RATIO):
+                if op is _aten.where or op in _PRODUCTS | _SUMS | _MOVED:
+                    kind = VALUE
+                elif op is _aten.div and user.args[1] is node:
+                    kind = RATIO
+                else:
                     return None
                 first = _before_moves(node, self.roots)
                 if _packet(first) in _SIGNS:
@@ -147,12 +151,6 @@ class Backward:
                     continue
                 found[first] = RATIO if RATIO in (kind, found.get(first)) else VALUE
         return found
-
-    def _use(self, op: object, node: Node, user: Node) -> str:
-        """The class of the use of a factor by a gradient."""
-        if op is _aten.where or op in _PRODUCTS | _SUMS | _MOVED:
-            return VALUE
-        return RATIO if op is _aten.div and user.args[1] is node else EXACT
 
     def _class(self, node: Node, user: Node) -> str | None:
         """The class of one use of a node made from kept tensors; None if it depends on the uses of the result."""
@@ -220,7 +218,7 @@ def is_normed(node: Node) -> bool:
     """
     for user in node.users:
         op = _packet(user)
-        if op is _aten.linalg_vector_norm or (op in _MOVED and is_normed(user)):
+        if op in rules.NORM.aten or (op in _MOVED and is_normed(user)):
             return True
         squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and user.all_input_nodes == [node])
         if squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users):
@@ -314,12 +312,7 @@ def _smooth(node: Node) -> str:
 
 def _is_codes(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    )
+    return isinstance(value, Tensor) and value.dtype in _CODES
 
 
 def entries(node: Node) -> int:

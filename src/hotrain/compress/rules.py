@@ -4,14 +4,7 @@ A row is read by three: hotrain's own operators take their formats from it (`for
 what other functions save, `graph` the class of what a compiled backward does with a saved tensor.
 
 **The table lists what may be rounded, not what may not**: all else is `OTHER`, exact, and the report names it with its
-bytes. The classes:
-
-* `VALUE`: the derivative is a polynomial of the tensor, or bounded and continuous, so that the error stays in
-  proportion to the largest element of a group;
-* `RATIO`: the derivative divides by the tensor, or the tensor spans orders of magnitude, and a shared scale would flush
-  small elements to zero. bfloat16 keeps their exponent and halves float32; 16-bit tensors stay as they are;
-* `SIGN`, `SHAPE`: no more is needed;
-* `EXACT`: as it is.
+bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# The class of a saved tensor, by what backward does with it.
 EXACT, RATIO, VALUE, SIGN, SHAPE = "exact", "ratio", "value", "sign", "shape"
-# class → form of `formats.packer`; "" for as it is
+# class → form of `formats.packer`, "" for as it is. bfloat16 halves float32; 16-bit tensors of that class stay.
 FORM = {EXACT: "", RATIO: "bfloat16", VALUE: "int8", SIGN: "sign", SHAPE: "shape"}
+BECAUSE = {
+    EXACT: "of a rounded tensor it would be another derivative",
+    RATIO: "backward divides by it, or it spans orders of magnitude: a shared scale would flush small elements to zero",
+    VALUE: "a factor, or a smooth function's argument: the error is in proportion to the largest element of a group",
+    SIGN: "backward reads nothing but its signs",
+    SHAPE: "backward reads none of its elements",
+}
 
 SMALL = 1 << 14  # tensors with fewer elements are saved as they are
 
@@ -46,33 +47,32 @@ class Rule:
 
     Attributes:
         name: the operation.
-        because: why it has this class.
-        functions: the functions of PyTorch it is about.
-        aten: the operators by which a backward graph uses what these functions save.
-        decomposed: names of functions that are recognized in a graph by the name that PyTorch leaves on what it
-            decomposed (``original_aten``), forward and "_backward".
+        functions: of PyTorch, which save the tensors that the row is about.
+        aten: the operators by which a backward graph uses these tensors.
         saved: class of what the functions save: results, arguments, and what they make of these first (a cast, a
             transposed operand).
         arguments: position → class, of arguments that differ.
-        when: (function, args, kwargs) → whether the row is about this call.
-        wide: whether results span orders of magnitude, so that a graph which needs their value gets RATIO.
-        compiled: how the rule of compiled graphs differs from ``saved``, in words; "" if it does not.
         formats: hotrain's own operator → the format of `formats.GROUPED` that it saves in.
         measured: operators of the records ``benchmarks/results/formats_*.jsonl`` with the error of the gradients.
+        when: (function, args, kwargs) → whether the row is about this call.
+        decomposed: names of functions that a graph has decomposed, as PyTorch leaves them on the parts.
+        wide: whether results span orders of magnitude: a graph that needs their value gets RATIO.
+        compiled: how compiled graphs differ from ``saved``, in words; "" if they do not.
+        because: why, if not for `BECAUSE`.
     """
 
     name: str
-    because: str
     functions: frozenset[Any] = frozenset()
     aten: frozenset[Any] = frozenset()
-    decomposed: frozenset[str] = frozenset()
     saved: str = EXACT
     arguments: Mapping[int, str] = field(default_factory=dict)
-    when: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool] | None = None
-    wide: bool = False
-    compiled: str = ""
     formats: Mapping[str, str] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
+    when: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool] | None = None
+    decomposed: frozenset[str] = frozenset()
+    wide: bool = False
+    compiled: str = ""
+    because: str = ""
 
     @property
     def rounds(self) -> bool:
@@ -109,216 +109,197 @@ _EUCLIDEAN: dict[Any, tuple[Any, ...]] = {
     torch.linalg.norm: (None,),
 }
 
-_FACTOR = "the error of a gradient is in proportion to that of the factor"
-_DIVISOR = "the derivative divides by it"
 
-MUL = Rule(
+def _row(name: str, functions: str, aten: str = "", saved: str = EXACT, also: Iterable[Any] = (), **more: Any) -> Rule:
+    """A row: `functions` and `aten` by name, with `also` for functions that `_named` does not find."""
+    return Rule(name, _named(functions) | frozenset(also), _aten(aten), saved, **more)
+
+
+MUL = _row(
     "element-wise products",
-    _FACTOR,
-    functions=_named("mul multiply addcmul square"),
-    aten=_aten("mul square"),
-    saved=VALUE,
+    "mul multiply addcmul square",
+    "mul square",
+    VALUE,
     formats={"product": "int4 nearest"},
     measured=("product",),
 )
-MATMUL = Rule(
+MATMUL = _row(
     "matrix products",
-    _FACTOR,
-    functions=_named("mm bmm mv matmul addmm addbmm baddbmm outer ger inner einsum tensordot bilinear"),
-    aten=_aten("mm bmm addmm baddbmm dot mv"),
-    saved=VALUE,
+    "mm bmm mv matmul addmm addbmm baddbmm outer ger inner einsum tensordot bilinear",
+    "mm bmm addmm baddbmm dot mv",
+    VALUE,
     formats={"matmul": "int8"},
     measured=("matmul",),
 )
-LINEAR = Rule(
-    "linear layers that stay exact",
-    _FACTOR,
-    functions=_named("linear"),
-    saved=VALUE,
-    formats={"linear": "int4 nearest"},
-    measured=("linear",),
+LINEAR = _row(
+    "linear layers that stay exact", "linear", "", VALUE, formats={"linear": "int4 nearest"}, measured=("linear",)
 )
-CONVOLUTION = Rule(
+CONVOLUTION = _row(
     "convolutions that stay exact",
-    _FACTOR,
-    functions=_named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
-    aten=_aten("convolution convolution_backward"),
-    saved=VALUE,
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    "convolution convolution_backward",
+    VALUE,
     formats={"conv": "int4 nearest"},
     measured=("conv2d",),
 )
-DIVISION = Rule(
-    "quotients",
-    _DIVISOR,
-    functions=_named("div divide true_divide"),
-    aten=_aten("div"),
-    arguments={0: VALUE, 1: RATIO},
-    wide=True,
-)
-ADDCDIV = Rule("addcdiv", _DIVISOR, functions=_named("addcdiv"), arguments={1: VALUE, 2: RATIO})
-ROOTS = Rule(
+DIVISION = _row("quotients", "div divide true_divide", "div", arguments={0: VALUE, 1: RATIO}, wide=True)
+ADDCDIV = _row("addcdiv", "addcdiv", arguments={1: VALUE, 2: RATIO})
+ROOTS = _row(
     "roots, reciprocals, a number by a tensor",
-    _DIVISOR,
-    functions=_named("sqrt rsqrt reciprocal") | {Tensor.__rtruediv__},
-    aten=_aten("sqrt rsqrt reciprocal"),
-    saved=RATIO,
+    "sqrt rsqrt reciprocal",
+    "sqrt rsqrt reciprocal",
+    RATIO,
+    also=(Tensor.__rtruediv__,),
     wide=True,
 )
-LOG = Rule("logarithms", _DIVISOR, functions=_named("log log2 log10"), saved=RATIO)
-POLYNOMIAL = Rule(
+LOG = _row("logarithms", "log log2 log10", "", RATIO)
+POLYNOMIAL = _row(
     "powers 2, 3, 4",
-    "the derivative is a polynomial",
-    functions=_named("pow") | {Tensor.__pow__},
-    aten=_aten("pow"),
-    saved=VALUE,
+    "pow",
+    "pow",
+    VALUE,
+    also=(Tensor.__pow__,),
     when=lambda _, args, kwargs: _power(args, kwargs, (2, 3, 4).__contains__),
 )
-POWER = Rule(
+POWER = _row(
     "other powers from -4 to 4",
-    "the derivative has a pole, or spans orders of magnitude",
-    functions=POLYNOMIAL.functions,
-    aten=POLYNOMIAL.aten,
-    saved=RATIO,
+    "pow",
+    "pow",
+    RATIO,
+    also=(Tensor.__pow__,),
     when=lambda _, args, kwargs: _power(args, kwargs, lambda power: abs(power) <= 4),
     wide=True,
     compiled="any number as exponent",
 )
-EXPONENTIAL = Rule(
+EXPONENTIAL = _row(
     "exponentials",
-    "the result spans orders of magnitude",
-    functions=_named("exp exp2 expm1"),
-    aten=_aten("exp exp2 expm1"),
-    saved=RATIO,
+    "exp exp2 expm1",
+    "exp exp2 expm1",
+    RATIO,
     wide=True,
-    compiled="the argument, where backward computes the result again, is exact",
+    compiled="bfloat16; the argument, where backward computes the result again, is exact",
 )
-PRODUCTS_OF_ALL = Rule(
+PRODUCTS_ALONG = _row(
     "products along an axis",
-    EXPONENTIAL.because,
-    functions=_named("cumprod prod"),
-    aten=_aten("cumprod prod"),
+    "cumprod prod",
+    "cumprod prod",
     wide=True,
     compiled="bfloat16 where backward multiplies by the result",
+    because="it spans orders of magnitude",
 )
-NORM = Rule(
+NORM = _row(
     "Euclidean norms",
-    "the derivative divides by the norm, and a group may include vectors of far larger norm",
-    functions=frozenset(_EUCLIDEAN),
-    aten=_aten("linalg_vector_norm"),
+    "",
+    "linalg_vector_norm",
+    also=_EUCLIDEAN,
     arguments={0: RATIO},
     when=lambda f, args, kwargs: _argument(args, kwargs, 1, _EUCLIDEAN[f][0], "p", "ord") in _EUCLIDEAN[f],
+    because="backward divides by the norm, and a group may include vectors of far larger norm",
 )
-SMOOTH = Rule(
+SMOOTH = _row(
     "erf, softplus, logsigmoid, glu",
-    "the derivative is bounded and continuous",
-    functions=_named("erf softplus logsigmoid glu"),
+    "erf softplus logsigmoid glu",
+    saved=VALUE,
     decomposed=frozenset(("erf", "softplus", "log_sigmoid", "log_sigmoid_forward", "glu")),
-    saved=VALUE,
 )
-ELU = Rule(
+ELU = _row(
     "elu with alpha 1, celu",
-    SMOOTH.because,
-    functions=_named("celu") | {F.elu},
+    "celu",
     saved=VALUE,
+    also=(F.elu,),
     when=lambda f, args, kwargs: f is not F.elu or _argument(args, kwargs, 1, 1.0, "alpha") == 1,
     compiled="by its parts: comparisons and exponentials",
 )
-ACTIVATION = Rule(
+ACTIVATION = _row(
     "gelu, silu, mish, hardswish, sigmoid, tanh, hardsigmoid",
-    SMOOTH.because
-    + ", but for steps of the hard ones at ±3, where few elements are; hotrain's operators save the input "
-    "of silu and hardswish, of the others the derivative in 4 bits",
-    functions=_named("gelu silu mish hardswish sigmoid tanh hardsigmoid"),
+    "gelu silu mish hardswish sigmoid tanh hardsigmoid",
     decomposed=frozenset(("gelu", "silu", "mish", "hardswish", "sigmoid", "tanh", "hardsigmoid")),
-    compiled="int8",
-    formats={"curve": "int4 nearest"},  # of the input, for the derivative and the next layer's input
+    formats={"curve": "int4 nearest"},
     measured=("gelu", "silu"),
+    compiled="int8",
+    because="smooth, but for steps of the hard ones at ±3, where few elements are; hotrain's operators save the input "
+    "of silu and hardswish, of the others the derivative in 4 bits",
 )
-NORMALIZATION = Rule(
+NORMALIZATION = _row(
     "layer, RMS, group and batch norm",
-    "the codes of the normalized input are factors; a norm reduces over the row, which may have one scale",
-    functions=_named("layer_norm rms_norm group_norm batch_norm"),
+    "layer_norm rms_norm group_norm batch_norm",
     formats={"norm": "int4 nearest/row"},
     measured=("layer_norm", "rms_norm", "group_norm", "batch_norm"),
+    because="a factor; a norm reduces over the row, which may have one scale",
 )
-SOFTMAX = Rule(
+SOFTMAX = _row(
     "softmax",
-    "the result spans orders of magnitude; in its own operator int8 is precise enough",
-    functions=_named("softmax"),
-    aten=_aten("_softmax"),
-    wide=True,
-    compiled="bfloat16 where backward multiplies by the result",
+    "softmax",
+    "_softmax",
     formats={"softmax": "int8"},
     measured=("softmax",),
+    wide=True,
+    compiled="bfloat16 where backward multiplies by the result",
+    because="it spans orders of magnitude; in its own operator int8 is precise enough",
 )
-ATTENTION = Rule(
+ATTENTION = _row(
     "attention",
-    "weights depend on q and k exponentially; v is a factor",
-    functions=frozenset((F.scaled_dot_product_attention,)),
+    "scaled_dot_product_attention",
     formats={"query_key": "int8", "value_output": "int4 nearest"},
     measured=("attention q, k", "attention v, output"),
+    because="weights depend on q and k exponentially; v is a factor",
 )
-ABSOLUTE = Rule(
-    "abs",
-    "the derivative is the sign",
-    functions=_named("abs absolute"),
-    aten=_aten("sign sgn"),
-    saved=SIGN,
-)
-POOLING = Rule(
+ABSOLUTE = _row("abs", "abs absolute", "sign sgn", SIGN)
+POOLING = _row(
     "average pooling, interpolation by area",
-    "the derivative does not depend on the values",
-    functions=_named("adaptive_avg_pool2d adaptive_avg_pool3d avg_pool3d interpolate"),
-    aten=_aten(
-        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool2d_backward avg_pool3d_backward "
-        "full_like zeros_like ones_like empty_like new_zeros new_empty new_full sym_size"
-    ),
+    "adaptive_avg_pool2d adaptive_avg_pool3d avg_pool3d interpolate",
+    "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward avg_pool2d_backward avg_pool3d_backward "
+    "full_like zeros_like ones_like empty_like new_zeros new_empty new_full sym_size",
     arguments={0: SHAPE},
     when=lambda f, args, kwargs: f is not F.interpolate or _argument(args, kwargs, 3, "nearest", "mode") == "area",
 )
-# The next four say what a use in a compiled graph passes on; the functions save nothing that an eager rule is about.
+# The next three are about uses in compiled graphs alone: the functions save nothing, or it is exact in eager mode.
 MOVE = Rule(
     "views, casts, copies, negation",
-    "the elements are the same",
     aten=_aten(
         "view reshape _unsafe_view permute transpose t expand squeeze unsqueeze clone alias slice select cat split "
         "unbind split_with_sizes neg _to_copy constant_pad_nd flip roll"
     )
     | {torch.ops.prims.convert_element_type, operator.getitem},
     compiled="as its result",
+    because="the elements are the same",
 )
-SUM = Rule(
+SUM = _row(
     "sums and differences of one tensor's parts",
-    "of different tensors' the error may be as large as the result",
-    aten=_aten("add sub rsub"),
+    "",
+    "add sub rsub",
     compiled="as its result",
+    because="of different tensors' the error may be as large as the result",
 )
-CONTINUOUS = Rule(
+CONTINUOUS = _row(
     "bounded and clamped functions that backward computes again",
-    "continuous, with a bounded derivative",
-    aten=_aten("relu abs sigmoid tanh erf clamp clamp_min clamp_max"),
+    "",
+    "relu abs sigmoid tanh erf clamp clamp_min clamp_max",
     compiled="as its result",
+    because="continuous, with a bounded derivative",
 )
-STATISTIC = Rule(
+STATISTIC = _row(
     "means, sums, maxima, variances",
-    "small beside their input",
-    aten=_aten("sum mean amax amin var var_mean std logsumexp"),
+    "",
+    "sum mean amax amin var var_mean std logsumexp",
+    because="small beside their input",
 )
-LOSS = Rule(
+LOSS = _row(
     "losses",
-    "the logits are needed in full precision",
-    functions=_named("log_softmax logsumexp nll_loss cross_entropy"),
+    "log_softmax logsumexp nll_loss cross_entropy",
     decomposed=frozenset(("log_softmax", "logsumexp", "nll_loss", "nll_loss2d", "cross_entropy_loss")),
+    because="the logits are needed in full precision",
 )
-OTHER = Rule(
+OTHER = _row(
     "everything else: sin and cos, comparisons, clamps, maxima, sorting, indexing; prelu, selu; var, std, lerp, "
     "mse_loss, grid_sample; linalg, cdist; recurrent layers",
-    "of the rounded tensor it would be another derivative: a phase, a step, or a difference of large numbers",
+    "",
     compiled="what meets the gradient in the end, by its own row; conditions in a bit",
+    because="of a rounded tensor it would be another derivative: a phase, a step, or a difference of large numbers",
 )
 
 RULES = (
-    *(MUL, MATMUL, LINEAR, CONVOLUTION, DIVISION, ADDCDIV, ROOTS, LOG, POLYNOMIAL, POWER, EXPONENTIAL, PRODUCTS_OF_ALL),
+    *(MUL, MATMUL, LINEAR, CONVOLUTION, DIVISION, ADDCDIV, ROOTS, LOG, POLYNOMIAL, POWER, EXPONENTIAL, PRODUCTS_ALONG),
     *(NORM, SMOOTH, ELU, ACTIVATION, NORMALIZATION, SOFTMAX, ATTENTION, ABSOLUTE, POOLING),
     *(MOVE, SUM, CONTINUOUS, STATISTIC, LOSS, OTHER),
 )
