@@ -628,13 +628,14 @@ def test_wide_places_are_the_same_places(
 
     asked: list[int] = []
 
-    def is_wide(entries: int) -> bool:
+    def always(entries: int) -> bool:
         asked.append(entries)
         return True
 
     narrow = everything()
     monkeypatch.setattr(sys.modules["hotrain.kernels.launch"], "_compiled", {})
-    monkeypatch.setattr(B, "_is_wide", is_wide)
+    for module in (B, activation, batch_norm):
+        monkeypatch.setattr(module, "is_wide", always)
     wide = everything()
     assert len(asked) >= 8  # each call asks
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
