@@ -56,6 +56,7 @@ ORDER = [
     ("hotrain.saved",),
     ("hotrain.backward",),
     ("hotrain.convolution", "hotrain.forward"),
+    ("hotrain.layer",),
     ("hotrain.kernels",),
     ("hotrain.autograd",),
     ("hotrain.ops", "hotrain.planning", "hotrain.compress"),

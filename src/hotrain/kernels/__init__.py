@@ -37,6 +37,7 @@ from .dispatch import (
     restore_rows,
     row_norm_gradient,
     slope_gradient,
+    switched_off,
     weight_codes,
 )
 
@@ -69,5 +70,6 @@ __all__ = [
     "restore_rows",
     "row_norm_gradient",
     "slope_gradient",
+    "switched_off",
     "weight_codes",
 ]
