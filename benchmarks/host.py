@@ -20,8 +20,8 @@ from torch import Tensor
 
 import hotrain
 from hotrain import autograd
-from hotrain.autograd import Step
 from hotrain.kernels import launch, quantize_kernels, rows
+from hotrain.layer import Config
 
 
 def host_us(work: Callable[[], object], repeats: int = 50) -> float:
@@ -69,11 +69,11 @@ def main() -> None:
     args = parser.parse_args()
     x = torch.randn(args.tokens, args.inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(args.outputs, args.inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    step = Step(hotrain.preset("hot-unbiased", number="e4m3"), 1, handle=1)
+    call = autograd.call_of(Config(hotrain.preset("hot-unbiased", number="e4m3")), x)
     g = torch.randn(args.tokens, args.outputs, device="cuda", dtype=torch.bfloat16)
 
     def layer() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(autograd.Linear.apply(x, w, None, step), (x, w), g)
+        return torch.autograd.grad(autograd.apply(x, w, None, call, 1), (x, w), g)
 
     def exact() -> tuple[Tensor, ...]:
         return torch.autograd.grad(torch.nn.functional.linear(x, w), (x, w), g)

@@ -28,6 +28,7 @@ from hotrain.kernels import dispatch
 from hotrain.kernels import gemm as P
 from hotrain.kernels import quantize_kernels as C
 from hotrain.kernels.reference import kept_rows
+from hotrain.layer_record import AmaxHistory
 from hotrain.transform.tokens import Grid, Layout, layout
 
 LAYERS = {  # tokens, grid, outputs, inputs
@@ -124,10 +125,10 @@ def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
     def variant(
         kind: str, t: list[Tensor], share: float, tiling: C.Tiling, *outputs: C.Output, **options: Any
     ) -> Variant:
-        hint = C.Hints(DEVICE)
+        history = AmaxHistory.on(DEVICE)
 
         def call(t: Tensor) -> object:
-            return C.compress(t, lay, rows, key, *outputs, hint=hint, tiling=tiling, **options)
+            return C.compress(t, lay, rows, key, *outputs, history=history, tiling=tiling, **options)
 
         return Variant(name, label(kind, tiling), share * t[0].numel(), call, t)
 
@@ -153,10 +154,10 @@ def codes_of(which: str, name: str, key: Tensor) -> Iterator[Variant]:
         for dtype in (bf, torch.float32):
             w = sets(outputs, inputs, dtype)
             for tiling in W_TILINGS:
-                hint = C.Hints(DEVICE)
+                history = AmaxHistory.on(DEVICE)
 
-                def call(w: Tensor, tiling: C.Tiling = tiling, hint: C.Hints = hint) -> object:
-                    return C.compress_weight(w, key, FP8, hint, False, tiling)
+                def call(w: Tensor, tiling: C.Tiling = tiling, history: AmaxHistory = history) -> object:
+                    return C.compress_weight(w, key, FP8, history, False, tiling)
 
                 yield Variant(
                     name, label(f"w {str(dtype)[6:]}", tiling), w[0].numel() * (dtype.itemsize + 1.0), call, w

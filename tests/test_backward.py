@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hotrain
 from hotrain import backward, functional, published
-from hotrain.autograd import Step
+from hotrain.layer import Config
 from hotrain.transform.tokens import Grid, layout
 
 NAMES = hotrain.presets()
@@ -38,7 +38,7 @@ def defined(
 ) -> tuple[Tensor, Tensor]:
     """The same from the oracle, as tokens × channels."""
     lead = tuple(x.shape[:-1])
-    p = projection(Step(method, key, grid).layout(lead), key)
+    p = projection(Config(method, grid).layout(lead), key)
     tokens, g = x.reshape(-1, x.shape[-1]), g_y.reshape(-1, g_y.shape[-1])
     kept = keep(tokens, p, method, key)
     return grad_input(g, w, method, key, p), grad_weight(g, kept, p, method, key)
@@ -164,7 +164,7 @@ def test_hla_is_the_explicit_projection_for_every_rank(lead: tuple[int, ...], gr
     last = math.inf
     for rank in range(1, 17):
         method = hotrain.preset("hla", rank=rank, order=order)
-        lay = Step(method, KEY, grid).layout(lead)
+        lay = Config(method, grid).layout(lead)
         p = projection(lay, KEY)
         if -1 not in lay.slots:  # a tile filled up with zeros shortens its rows
             torch.testing.assert_close(p @ p.T, torch.eye(lay.rows, dtype=F64), rtol=0, atol=1e-14)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain import convolution, functional
-from hotrain.autograd import Step
+from hotrain import autograd, convolution, functional
 from hotrain.geometry import Geometry, fold, unfold
+from hotrain.layer import Config
 
 # PyTorch's own remark on even kernels, once a process
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
@@ -196,9 +196,9 @@ METHODS = [hotrain.preset(name) for name in NAMES] + [
 def test_both_gradients_are_the_definition(case: tuple, method: hotrain.Method) -> None:
     """In float64, codes recomputed from the same noise; `slack` is 0 but for ties (see the oracle)."""
     x, w, g_y = problem(case)
-    geometry, step = geometry_of(case[2], case[5]), Step(method, KEY)
-    p_in = projection(step.layout((2, *x.shape[2:])), KEY)
-    p_out = projection(step.layout((2, *g_y.shape[2:])), KEY)
+    geometry, config = geometry_of(case[2], case[5]), Config(method)
+    p_in = projection(config.layout((2, *x.shape[2:])), KEY)
+    p_out = projection(config.layout((2, *g_y.shape[2:])), KEY)
     want_x, want_w, _, slack = conv_gradients(x, w, g_y, geometry, method, KEY, p_in, p_out)
     g_x, g_w = gradients(x, w, g_y, method, case[5])
     torch.testing.assert_close(g_x, want_x, rtol=0, atol=1e-11)
@@ -398,8 +398,8 @@ def test_any_geometry(case: tuple[Geometry, int, int], batch: int, channels: int
     torch.testing.assert_close(geometry.pad_transposed(g, height, width), want, rtol=0, atol=1e-12)
     g_y = torch.randn_like(y)
     want_x, want_w = torch.autograd.grad(y, (x, w), g_y)
-    step = Step(EXACT[0], KEY)
-    got_x, got_w = torch.autograd.grad(functional.convolve(x, w, None, geometry, step), (x, w), g_y)
+    call = autograd.call_of(Config(EXACT[0], geometry=geometry), x)
+    got_x, got_w = torch.autograd.grad(autograd.apply(x, w, None, call, KEY), (x, w), g_y)
     torch.testing.assert_close(got_x, want_x, rtol=0, atol=1e-10)
     torch.testing.assert_close(got_w, want_w, rtol=0, atol=1e-10)
 

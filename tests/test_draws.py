@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator
@@ -235,7 +236,6 @@ def test_replays_are_counted(own_seed: None) -> None:
     assert layer.step == 1
     twin = pickle.loads(pickle.dumps(layer))
     assert (twin.step, twin.counter) == (1, None)
-    assert twin.handle != layer.handle
     assert twin.next_on(CPU) == layer.next_on(CPU)
 
 
@@ -249,11 +249,23 @@ def test_a_recomputed_forward_repeats_its_key(own_seed: None, monkeypatch: pytes
     assert layer.next_on(CPU) != key
 
 
-def test_tags_tell_handles_by_address() -> None:
+def test_the_words_of_a_history_tell_their_layer_by_address() -> None:
     layers = [draws.Draws.of(name) for name in "ab"]
     for layer in layers:
         assert layer.place(CPU)
         assert not layer.place(CPU)
-        assert draws.handle_of(layer.tag) == layer.handle
-        assert draws.handle_of(layer.tag.clone()) == 0
-    assert layers[0].handle != layers[1].handle
+    for layer in layers:
+        assert draws.layer_of(layer.history.words) is layer
+        assert draws.layer_of(layer.history.words.clone()) is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_goes_on_with_the_amax_history_of_its_original(copied) -> None:
+    layer = draws.Draws.of("a")
+    layer.place(CPU)
+    layer.history.words[2, 0] = 7
+    twin = copied(layer)
+    twin.place(CPU)
+    assert int(twin.history.rows[2][0]) == 7
+    twin.history.words.zero_()
+    assert int(layer.history.rows[2][0]) == 7

@@ -58,6 +58,7 @@ ORDER = [
     ("hotrain.backward",),
     ("hotrain.geometry",),
     ("hotrain.convolution", "hotrain.forward"),
+    ("hotrain.layer",),
     ("hotrain.kernels",),
     ("hotrain.autograd",),
     ("hotrain.ops", "hotrain.planning", "hotrain.compress"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain import autograd, draws, functional, ops
-from hotrain.autograd import Step
+from hotrain import autograd, draws, functional
+from hotrain.convolution import Geometry
 from hotrain.draws import Draws
+from hotrain.layer import Config
+from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.transform.tokens import Layout
 
@@ -29,25 +32,24 @@ EVERY = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 @pytest.mark.parametrize("name", hotrain.presets())
 @pytest.mark.parametrize("grid", [None, hotrain.Grid(7, 14, 1, dense_prefix=False)], ids=["no grid", "grid"])
-def test_a_method_survives_the_string(name: str, grid: hotrain.Grid | None) -> None:
-    """All that steers a gradient; the knobs of `override` do not."""
-    method = hotrain.preset(name)
-    found, place = ops.decode(ops.encode(method, grid))
-    assert (found.name, found.grad_input, found.grad_weight, found.saved) == (
-        method.name,
-        method.grad_input,
-        method.grad_weight,
-        method.saved,
-    )
-    assert place == grid
+@pytest.mark.parametrize("geometry", [None, Geometry((3, 3), (2, 2), "valid", groups=2)], ids=["linear", "conv2d"])
+def test_a_configuration_survives_its_word(name: str, grid: hotrain.Grid | None, geometry: Geometry | None) -> None:
+    """All that steers a gradient; the knobs of `override` do not, and the name tells layers apart."""
+    config = Config(hotrain.preset(name), grid, geometry is None, geometry, True, "blocks.3.fc1")
+    found = Config.of(config.word)
+    assert dataclasses.replace(found, method=config.method) == config
+    assert found.word == config.word
+    assert "fc1" not in config.word
+    for part in ("name", "grad_input", "grad_weight", "saved", "forward"):
+        assert getattr(found.method, part) == getattr(config.method, part)
 
 
 def layer() -> tuple[Draws, Tensor, Tensor]:
-    """(draws, key, tag) of a layer placed on the CPU."""
+    """(draws, key, words of the amax history) of a layer placed on the CPU."""
     owner = Draws.of("layer")
     key = owner.next_on(torch.device("cpu"))
-    assert owner.tag is not None
-    return owner, key, owner.tag
+    assert owner.history is not None
+    return owner, key, owner.history.words
 
 
 # float64 keeps a scale of its own width; 50 and 33 fill no tile, 30 channels no block of the rotation
@@ -56,28 +58,28 @@ def layer() -> tuple[Draws, Tensor, Tensor]:
 @EVERY
 def test_fakes_promise_what_linear_operators_return(method: Method, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Shapes, dtypes and strides: compiled code relies on them without looking."""
-    _, key, tag = layer()
-    draw, spec = key if method.draws else None, ops.encode(method, None)
+    _, key, words = layer()
+    draw, spec = key if method.draws else None, Config(method).word
     x, w = torch.randn(shape, dtype=dtype), torch.randn(48, shape[-1])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hotrain.keep, (x, draw, tag, spec, False), test_utils=checks)
-    codes, scale = torch.ops.hotrain.keep(x, draw, tag, spec, False)
+    torch.library.opcheck(torch.ops.hotrain.keep, (x, draw, words, spec), test_utils=checks)
+    codes, scale = torch.ops.hotrain.keep(x, draw, words, spec)
     g_y = torch.randn(*shape[:-1], 48, dtype=dtype)
     for needs in ([True, True, True], [False, True, False], [True, False, True]):
         kept = (codes, scale) if needs[1] else (None, None)
         weight = w if needs[0] else None
-        args = (g_y, weight, *kept, draw, tag, spec, "", torch.float32, False, False, shape[-1], needs)
+        args = (g_y, weight, *kept, draw, words, spec, "", torch.float32, shape[-1], needs)
         torch.library.opcheck(torch.ops.hotrain.linear_gradients, args, test_utils=checks)
 
 
 @EVERY
 def test_fakes_promise_what_convolution_operators_return(method: Method) -> None:
-    _, key, tag = layer()
-    draw, spec = key if method.draws else None, ops.encode(method, None)
+    _, key, words = layer()
+    geometry = Geometry((3, 3), (2, 2), (1, 1), groups=2)
+    draw, spec = key if method.draws else None, Config(method, geometry=geometry).word
     x, w, g_y = torch.randn(2, 32, 9, 9), torch.randn(48, 16, 3, 3), torch.randn(2, 48, 5, 5)
-    codes, scale = torch.ops.hotrain.keep(x.permute(0, 2, 3, 1).clone(), draw, tag, spec, False)
-    geometry = ([3, 3], [2, 2], [1, 1], [1, 1], "", 2, "zeros")
-    args = (g_y, w, codes, scale, draw, tag, spec, "", torch.float32, list(x.shape), *geometry, [True, True, True])
+    codes, scale = torch.ops.hotrain.keep(x.permute(0, 2, 3, 1).clone(), draw, words, spec)
+    args = (g_y, w, codes, scale, draw, words, spec, "", torch.float32, list(x.shape), [True, True, True])
     torch.library.opcheck(torch.ops.hotrain.conv2d_gradients, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -85,11 +87,12 @@ def test_fakes_promise_what_convolution_operators_return(method: Method) -> None
 
 
 class StandIn:
-    """`hotrain.kernels` as `Step` knows it, on the CPU: codes of P x transposed, rows padded to 16 with zeros."""
+    """`hotrain.kernels` as layers know it, on the CPU: codes of P x transposed, rows padded to 16 with zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, AmaxHistory | None]] = []
         self.inputs: list[Tensor] = []
+        self.prepared: list[torch.device] = []
 
     def reason(self, method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
         return None if method.saved == hotrain.Saved(8, rounding="stochastic") else "not this one"
@@ -97,20 +100,23 @@ class StandIn:
     def has_fp8(self, device: torch.device) -> bool:
         return False
 
+    def switched_off(self) -> bool:
+        return False
+
     def note(self, why: str, device: torch.device, dtype: torch.dtype) -> None:
         """Warns of nothing here."""
 
-    def prepare(self, handle: int, device: torch.device) -> None:
-        self.calls.append(("prepare", handle))
+    def prepare(self, device: torch.device) -> None:
+        self.prepared.append(device)
 
-    @staticmethod
-    def step(method: Method, key: Tensor, transposed: bool = False) -> Step:
-        return Step(method, int(key) & ((1 << 64) - 1), transposed=transposed)
-
-    def keep(self, x: Tensor, method: Method, lay: Layout, key: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-        self.calls.append(("keep", handle))
+    def keep(
+        self, x: Tensor, method: Method, lay: Layout, key: Tensor, history: AmaxHistory | None
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append(("keep", history))
         self.inputs.append(x)
-        _, codes, scale = self.step(method, key).keep(x, lay)
+        codes, scale = autograd.pack(x, key, Config(method), lay, None)
+        assert codes is not None
+        assert scale is not None
         return F.pad(codes, (0, 0, 0, -codes.shape[0] % 16)).T.contiguous(), scale
 
     def kept_shapes(self, columns: int, lay: Layout, method: Method, dtype: torch.dtype) -> list[Any]:
@@ -118,13 +124,12 @@ class StandIn:
 
     def gradients(
         self, g_y: Tensor, w: Tensor | None, kept: tuple[Tensor, Tensor], method: Method, lay: Layout, key: Tensor,
-        handle: int, needs: tuple[bool, bool, bool], transposed: bool, dtype: torch.dtype, columns: int,
+        history: AmaxHistory | None, needs: tuple[bool, bool, bool], transposed: bool, dtype: torch.dtype, columns: int,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        self.calls.append(("gradients", handle))
-        rows = (kept[0].T[: lay.rows].contiguous(), kept[1]) if kept else ()
-        step = self.step(method, key, transposed)
-        saved = (torch.tensor(draws.signed(step.key)), *rows)  # type: ignore[arg-type]
-        return step.gradients(g_y, w, saved, columns, lay, dtype, needs)
+        self.calls.append(("gradients", history))
+        rows = (kept[0].T[: lay.rows].contiguous(), kept[1]) if needs[1] else (None, None)
+        config = Config(method, transposed=transposed)
+        return autograd.linear_gradients(g_y, w, rows, key, config, lay, None, columns, dtype, needs)
 
 
 @pytest.fixture
@@ -196,12 +201,12 @@ def test_kernels_are_asked_for_what_is_needed(kernels: StandIn, frozen: str) -> 
     assert (x.grad is None, w.grad is None) == (frozen == "input", frozen == "weight")
 
 
-def test_compiled_layers_reach_the_kernels_by_their_handles(kernels: StandIn) -> None:
-    """The handle does not stand in the graph, which layers share; the address of a tensor tells it."""
+def test_compiled_layers_reach_the_kernels_with_their_own_history(kernels: StandIn) -> None:
+    """Layers share a graph, which is passed the words of each; their address tells whose they are."""
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     hotrain.convert(model, "hot-unbiased")
     x = torch.randn(2, 40, 64, requires_grad=True)
-    handles = [state.draws.handle for _, _, state in hotrain.converted_layers(model)]
+    states = [state for _, _, state in hotrain.converted_layers(model)]
     found = []
     torch._dynamo.reset()
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -210,12 +215,13 @@ def test_compiled_layers_reach_the_kernels_by_their_handles(kernels: StandIn) ->
             model.zero_grad()
             kernels.calls.clear()
             run(x).square().mean().backward()
-            calls = [call for call in kernels.calls if call[0] != "prepare"]
-            assert sorted(calls) == sorted((name, handle) for name in ("keep", "gradients") for handle in handles)
+            histories = [state.draws.history for state in states]
+            assert [name for name, _ in kernels.calls] == ["keep", "keep", "gradients", "gradients"]
+            assert [history for _, history in kernels.calls] == [*histories, *reversed(histories)]
         found.append([p.grad.clone() for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    assert draws.handle_of(torch.zeros(())) == 0  # a copy of a tag, or anything else, is nobody's
+    assert draws.layer_of(torch.zeros(())) is None  # a copy of the words, or anything else, is nobody's
 
 
 def test_layers_are_made_ready_before_they_are_traced(kernels: StandIn) -> None:
@@ -227,9 +233,12 @@ def test_layers_are_made_ready_before_they_are_traced(kernels: StandIn) -> None:
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 40, 64)
     run(x).sum().backward()
+    history, prepared = state.draws.history, list(kernels.prepared)
+    assert history is not None
     run(x).sum().backward()
-    assert kernels.calls.count(("prepare", state.draws.handle)) == 1
-    assert kernels.calls.index(("prepare", state.draws.handle)) < kernels.calls.index(("keep", state.draws.handle))
+    assert state.draws.history is history
+    assert kernels.prepared == prepared
+    assert prepared
 
 
 def test_on_the_cpu_no_kernels_are_looked_for() -> None:
@@ -237,14 +246,9 @@ def test_on_the_cpu_no_kernels_are_looked_for() -> None:
 
 
 def test_a_device_key_is_read_for_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a layer hands on a tensor; what the host knows of it, as long as no graph moves it, spares the wait."""
+    """On a GPU a layer has a tensor; what the host knows of it, as long as no graph moves it, spares the wait."""
     monkeypatch.setattr(draws._seed, "graphs", False)
     owner, key, _ = layer()
-    word = owner.host_key()
-    method = hotrain.preset("hot-unbiased")
-    x = torch.randn(2, 40, 64)
-    assert word is not None
-    for step in (Step(method, key), Step(method, key, word=word)):
-        assert step.on(x, step.layout(x.shape[:-1])).key == word
+    assert owner.host_key() == autograd.host_key(key)
     monkeypatch.setattr(draws._seed, "graphs", True)
     assert owner.host_key() is None

@@ -106,7 +106,8 @@ def test_eager(name: str) -> None:
 
 def _kept(run: Any, model: nn.Module, inputs: Tensor | dict[str, Tensor]) -> list[tuple[str, int]]:
     """(dtype, bytes) of each storage that the compiled forward hands to its backward, without what lives anyway."""
-    tags = [state.draws.tag for _, _, state in hotrain.converted_layers(model)]
+    histories = [state.draws.history for _, _, state in hotrain.converted_layers(model)]
+    tags = [None if history is None else history.words for history in histories]
     held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *tags) if t is not None}
     found: dict[int, tuple[str, int]] = {}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hotrain
 from hotrain import functional
-from hotrain.autograd import Step
+from hotrain.layer import Config
 from hotrain.method import Saved
 from hotrain.quantize.packing import pack_parts, unpack_parts
 from hotrain.quantize.rounding import dither
@@ -76,7 +76,7 @@ def nbytes(held: list[Tensor]) -> int:
 def test_a_linear_layer_keeps_what_its_format_says(name: str, dtype: torch.dtype, lead: tuple[int, ...]) -> None:
     method = hotrain.preset(name)
     x, w = torch.randn(*lead, 48).to(dtype).requires_grad_(), torch.randn(32, 48).to(dtype).requires_grad_()
-    lay = Step(method, KEY).layout(lead)
+    lay = Config(method).layout(lead)
     key = 8 if method.draws else 0
     assert nbytes(saved_by(x, w, method)) == Format(method.saved, 48, dtype).nbytes(lay.rows) + key + w.nbytes
 
@@ -88,7 +88,7 @@ def test_a_convolution_keeps_what_its_format_says(name: str, kernel: int, option
     method = hotrain.preset(name)
     x, w = torch.randn(2, 16, 8, 8, requires_grad=True), torch.randn(32, 16, kernel, kernel, requires_grad=True)
     lead, columns = ((2, 4, 4), 64) if kernel == 2 else ((2, 8, 8), 16)
-    lay = Step(method, KEY).layout(lead)
+    lay = Config(method).layout(lead)
     key = 8 if method.draws else 0
     want = Format(method.saved, columns, torch.float32).nbytes(lay.rows) + key + w.nbytes
     assert nbytes(saved_by(x, w, method, **options)) == want
@@ -159,7 +159,7 @@ def test_what_is_kept_is_the_definition(name: str, lead: tuple[int, ...]) -> Non
     w = torch.randn(8, 12, dtype=torch.float64, requires_grad=True)
     held = saved_by(x, w, method)
     kept = tuple(held[1:] if method.draws else held)  # the key comes first
-    rows, scale = keep(x.view(-1, 12), projection(Step(method, KEY).layout(lead), KEY), method, KEY)
+    rows, scale = keep(x.view(-1, 12), projection(Config(method).layout(lead), KEY), method, KEY)
     assert len(kept) == (1 if scale is None else 2)
     if scale is None:
         torch.testing.assert_close(kept[0], rows, rtol=0, atol=1e-13)

@@ -1,15 +1,19 @@
 """Autograd functions of Linear and Conv2d: the forward product, the saved codes, and the two gradients of a method.
 
-A `Step` describes what one forward of one layer does, and whether the reference or the kernels compute it;
-`ctx.needs_input_grad` says which gradients are needed. Everything that backward needs goes through
+A `Call` is all that forward and backward need to know of a layer and of the shape of its input;
+`ctx.needs_input_grad` says which gradients are needed. Everything that backward reads goes through
 `save_for_backward`, also the key of the draws: a forward recomputed by activation checkpointing then passes backward
 its own key together with its own codes.
+
+`pack`, `product`, `linear_gradients` and `conv2d_gradients` do the work, by the kernels or by the reference. Eager code
+calls them directly, since the dispatcher costs host time; compiled code calls them as operators (`hotrain.ops`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,32 +23,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backward, convolution, draws, forward
-from .convolution import Geometry, channels_last
-from .layer_record import Ran
-from .method import Method
-from .saved import Format
-from .transform.tokens import Grid, Layout, layout, project
+from .convolution import channels_last
+from .draws import Draws
+from .layer import Config
+from .layer_record import AmaxHistory
+from .transform.tokens import Layout, project
 
 Needs = tuple[bool, bool, bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+Key = int | Tensor | None  # of the draws; None for a method that draws nothing
+Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what the kernels keep beside them
 
 # Evaluated once, here: Dynamo cannot trace the call.
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """`hotrain.kernels` for a CUDA device, imported at the first call; None for other devices."""
-    global _kernels
-    if device.type != "cuda":
-        return None
-    if _kernels is None:
-        from . import kernels
-
-        _kernels = kernels
-    return _kernels
+    """`hotrain.kernels` for a CUDA device, None for other devices."""
+    return _kernels() if device.type == "cuda" else None
 
 
-_kernels: ModuleType | None = None
+@functools.cache
+def _kernels() -> ModuleType:
+    from . import kernels
+
+    return kernels
 
 
 class Origin(Protocol):
@@ -66,233 +69,253 @@ class Origin(Protocol):
     def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
 
 
-@dataclass(frozen=True)
-class Step:
-    """One training forward of one layer.
+# ---- the work of a layer, in eager and compiled code ----
+
+
+def host_key(key: Key) -> int:
+    """The key as the reference needs it. Reading it from a device synchronizes, so not inside a captured CUDA graph."""
+    if isinstance(key, int):
+        return key
+    return 0 if key is None else int(key) & ((1 << 64) - 1)
+
+
+def saved_key(key: Key, config: Config) -> Tensor | None:
+    """The key as it is saved for backward."""
+    if not config.draws:
+        return None
+    return torch.tensor(draws.signed(key), dtype=torch.int64, device="cpu") if isinstance(key, int) else key
+
+
+def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
+    """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not.
+
+    Args:
+        x: (*lead, C), tokens as in `lay`.
+        key: of the draws; for the kernels on x's device.
+        config: of the layer.
+        lay: of the tokens.
+        history: of the layer, for the kernels.
+    """
+    if config.kernels:
+        kernels = kernels_for(x.device)
+        assert kernels is not None
+        kept: Packed = kernels.keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
+        return kept
+    word = host_key(key)
+    wide = x if config.method.saved.bits is None else x.to(backward.wide(x.dtype))
+    codes, *scale = config.format(x.shape[-1], x.dtype).keep(project(wide, lay, word), word)
+    return codes, scale[0] if scale else None
+
+
+def product(
+    x: Tensor, w: Tensor, b: Tensor | None, key: Key, config: Config, lay: Layout, history: AmaxHistory | None,
+    keeps: bool,
+) -> tuple[Tensor, Packed]:  # fmt: skip
+    """The low-precision forward product, and what `pack` returns if `keeps`; arguments as of `pack`.
+
+    Args:
+        x: (*lead, I).
+        w: (O, I), or (I, O) when transposed, any float dtype.
+        b: (O,) or None.
+        key: of the draws.
+        config: of the layer.
+        lay: of x.
+        history: of the layer.
+        keeps: whether g_w needs x.
+
+    Returns:
+        y, (*lead, O), in x's dtype, and the saved tensors.
+    """
+    matrix = x.reshape(-1, x.shape[-1])
+    kept: Packed = (None, None)
+    if config.kernels:
+        kernels = kernels_for(x.device)
+        assert kernels is not None
+        y, found = kernels.forward(matrix, w, b, config.method, lay, key, history, keeps, config.transposed)
+        kept = found or kept
+    else:
+        y = forward.product(matrix, w.T if config.transposed else w, b, config.method.forward)
+        kept = pack(x, key, config, lay, history) if keeps else kept
+    return y.view(*x.shape[:-1], y.shape[-1]), kept
+
+
+def linear_gradients(
+    g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout, history: AmaxHistory | None,
+    columns: int, w_dtype: torch.dtype, needs: Needs,
+) -> Grads:  # fmt: skip
+    """The gradients of a Linear.
+
+    Args:
+        g_y: (*lead, O).
+        w: (O, columns), or (columns, O) when transposed; needed for g_x only.
+        packed: of `pack`; needed for g_w only.
+        key: as in forward.
+        config: of the layer.
+        lay: of x.
+        history: of the layer.
+        columns: number of input channels.
+        w_dtype: dtype of g_w.
+        needs: which of x, w and b require gradients.
+
+    Returns:
+        (g_x, g_w, g_b), None where not needed: (T, columns) in g_y's dtype, as w in `w_dtype`, and (O,).
+    """
+    matrix, method = g_y.reshape(-1, g_y.shape[-1]), config.method
+    if config.kernels:
+        kernels = kernels_for(g_y.device)
+        assert kernels is not None
+        found: Grads = kernels.gradients(
+            matrix, w, packed, method, lay, key, history, needs,
+            transposed=config.transposed, dtype=w_dtype, columns=columns,
+        )  # fmt: skip
+        return found
+    g_x = g_w = g_b = None
+    word = host_key(key)
+    if needs[0]:
+        assert w is not None
+        g_x = backward.grad_input(matrix, w.T if config.transposed else w, method, word, lay)
+    if needs[1]:
+        rows = _rows(packed, config, columns, g_y.dtype)
+        g_w = backward.grad_weight(g_y, rows, lay, method, word).to(w_dtype)
+        g_w = g_w.T if config.transposed else g_w
+    if needs[2]:
+        g_b = matrix.sum(0)
+    return g_x, g_w, g_b
+
+
+def conv2d_gradients(
+    g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout, shape: tuple[int, ...],
+    w_dtype: torch.dtype, needs: Needs,
+) -> Grads:  # fmt: skip
+    """The gradients of a convolution whose patches overlap, always by the reference.
+
+    Args:
+        g_y: (B, O, H', W').
+        w: (O, C/groups, kh, kw); needed for g_x only.
+        packed: of `pack`; needed for g_w only.
+        key: as in forward.
+        config: of the layer.
+        lay: of the positions of x.
+        shape: of x.
+        w_dtype: dtype of g_w.
+        needs: which of x, w and b require gradients.
+
+    Returns:
+        (g_x, g_w, g_b), None where not needed: as x, as w, and (O,).
+    """
+    method, geometry, word = config.method, config.geometry, host_key(key)
+    assert geometry is not None
+    batch, channels, height, width = shape
+    image = (batch, channels, height, width)
+    g_x = g_w = g_b = None
+    if needs[0]:
+        assert w is not None
+        positions = config.layout((batch, *g_y.shape[2:]))
+        g_x = convolution.grad_input(g_y, w, image, geometry, method, word, positions)
+    if needs[1]:
+        # grad_weight needs only the shape of w
+        like_w = g_y.new_empty(1).expand(g_y.shape[1], channels // geometry.groups, *geometry.kernel)
+        rows = _rows(packed, config, channels, g_y.dtype)
+        g_w = convolution.grad_weight(g_y, rows, like_w, image, geometry, lay, method, word).to(w_dtype)
+    if needs[2]:
+        g_b = g_y.sum((0, 2, 3))
+    return g_x, g_w, g_b
+
+
+def _rows(packed: Packed, config: Config, columns: int, dtype: torch.dtype) -> Any:
+    """P x as `pack` saved it, for `backward.grad_weight`."""
+    return config.format(columns, dtype).restore(packed[:1] if config.method.saved.bits is None else packed)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """All that forward and backward need to know of a layer and of the shape, dtype and device of its input.
 
     Attributes:
-        method: that the layer follows.
-        key: of its draws: an integer, or an int64 () on x's device, whose value the host may know as `word`.
-        grid: of its tokens, where known.
-        transposed: whether w is (I, O), as in transformers' Conv1D.
-        name: of the layer, for messages.
-        handle: of the layer, for the kernels.
-        served: whether the kernels run it (`on` decides).
-        origin: of x, where backward can rematerialize it.
-        ran: the layer's record.
+        config: of the layer.
+        layout: of the input.
+        cast: autocast's dtype, None where it is off.
+        layer: whose record is written, and whose amax history the kernels use; None for a function without a layer.
+        traced: the words of the history in compiled code, where the work is done by operators.
     """
 
-    method: Method
-    key: int | Tensor
-    grid: Grid | None = None
-    transposed: bool = False
-    name: str = "linear"
-    handle: int = 0
-    word: int | None = None
-    served: bool = False
-    origin: Origin | None = None
-    ran: Ran | None = None
+    config: Config
+    layout: Layout
+    cast: torch.dtype | None = None
+    layer: Draws | None = None
+    traced: Tensor | None = None
 
-    def layout(self, lead: tuple[int, ...]) -> Layout:
-        """The layout in tiles of an input of shape (*lead, C)."""
-        rows, across = self.method.grad_weight, self.method.grad_input.transform != "lowpass"
-        return layout(tuple(map(int, lead)), rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
+    @property
+    def history(self) -> AmaxHistory | None:
+        return None if self.layer is None else self.layer.history
 
-    def format(self, columns: int, dtype: torch.dtype) -> Format:
-        """The format in which P x is saved."""
-        return Format(self.method.saved, columns, dtype)
+    def inputs(self, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The operands as autocast casts them for a product; a product of codes rounds the whole w."""
+        if self.cast is None:
+            return x, w, b
+        exact = self.config.geometry is not None or self.config.method.forward == "exact"
+        return autocast(x), autocast(w) if exact else w, None if b is None else autocast(b)
 
-    def on(self, x: Tensor, lay: Layout | None) -> Step:
-        """This step for a given input: with the kernels where they support it, else with the reference.
+    def pack(self, x: Tensor, key: Key) -> Packed:
+        if self.traced is None:
+            return pack(x, key, self.config, self.layout, self.history)
+        if self.config.method.saved.bits is None and self.config.method.grad_weight.tile == 1:
+            return x.reshape(-1, x.shape[-1]), x.new_empty(0)  # x itself: no operator may return its input
+        kept: Packed = torch.ops.hotrain.keep(x, key, self.traced, self.config.word)
+        return kept
 
-        The reference needs an integer key. Where only the device has it, reading it synchronizes, so the reference
-        cannot draw inside a captured CUDA graph.
-
-        Args:
-            x: the input, cast.
-            lay: its layout, None where only the reference can compute the step.
-        """
-        if self._is_served(x, lay):
-            return replace(self, key=self._device_key(x.device), served=True)
-        return self if isinstance(self.key, int) else replace(self, key=self._host_key())
-
-    def _is_served(self, x: Tensor, lay: Layout | None) -> bool:
-        kernels = kernels_for(x.device)
-        if kernels is None:
-            return False
-        why = kernels.reason(self.method, lay, x.dtype, x.device) if lay is not None else "its patches overlap"
-        if why is not None:
-            kernels.note(why, x.device, x.dtype)
-        return why is None
-
-    def _device_key(self, device: torch.device) -> Tensor:
-        if isinstance(self.key, Tensor):
-            return self.key
-        return torch.full((), draws.signed(self.key), dtype=torch.int64, device=device)
-
-    def _host_key(self) -> int:
-        if isinstance(self.key, int):
-            return self.key
-        if self.word is not None or not self.method.draws:
-            return self.word or 0
-        return int(self.key) & ((1 << 64) - 1)
-
-    def keep(self, x: Tensor | None, lay: Layout) -> tuple[Tensor, ...]:
-        """The tensors that forward saves for `gradients`: the key, where the method draws, and the codes of P x.
-
-        Args:
-            x: (*lead, C), or None where g_w does not need it.
-            lay: its layout.
-        """
-        key: tuple[Tensor, ...] = ()
-        if self.method.draws:
-            key = (
-                self.key
-                if isinstance(self.key, Tensor)
-                else torch.tensor(draws.signed(self.key), dtype=torch.int64, device="cpu"),
-            )
-        if x is None:
-            return key
-        if self.served:
-            kernels = kernels_for(x.device)
-            assert kernels is not None
-            matrix = x.reshape(-1, x.shape[-1])
-            return (*key, *kernels.keep(matrix, self.method, lay, self.key, self.handle))
-        assert isinstance(self.key, int)
-        wide = x if self.method.saved.bits is None else x.to(backward.wide(x.dtype))
-        return (*key, *self.format(x.shape[-1], x.dtype).keep(project(wide, lay, self.key), self.key))
-
-    def note(self, x: Tensor, kept: tuple[Tensor, ...], trained: bool) -> None:
-        """Record what this forward does and saves of x, for the report; `trained`: whether w requires a gradient."""
-        if self.ran is not None:
-            self.ran.kept(x, kept[self.method.draws :], draws.in_backward())
-            source = "" if self.origin is None or not trained else self.origin.recipe
-            self.ran.step(self.method, self.served, source, not trained)
-
-    def keep_again(self, kept: tuple[Tensor, ...], x: Tensor, lay: Layout) -> tuple[Tensor, ...]:
-        """What `keep` would have saved of x, computed in backward with the key that it did save, `kept`."""
-        return self._with_key_of(kept)[0].keep(x, lay)
-
-    def forward(
-        self, x: Tensor, w: Tensor, b: Tensor | None, lay: Layout, keeps: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The low-precision forward product, and what `keep` saves.
-
-        Args:
-            x: (*lead, I).
-            w: (O, I), or (I, O) when transposed, any float dtype.
-            b: (O,) or None.
-            lay: of x.
-            keeps: whether g_w needs x.
-
-        Returns:
-            y, (*lead, O), in x's dtype, and the saved tensors.
-        """
-        matrix = x.reshape(-1, x.shape[-1])
-        if self.served:
-            kernels = kernels_for(x.device)
-            assert kernels is not None
-            y, kept = kernels.forward(matrix, w, b, self.method, lay, self.key, self.handle, keeps, self.transposed)
-            kept = (*self.keep(None, lay), *kept)
-        else:
-            y = forward.product(matrix, w.T if self.transposed else w, b, self.method.forward)
-            kept = self.keep(x if keeps else None, lay)
-        return y.view(*x.shape[:-1], y.shape[-1]), kept
-
-    def _with_key_of(self, kept: tuple[Tensor, ...]) -> tuple[Step, tuple[Tensor, ...]]:
-        """This step with the key that `keep` saved, and the other tensors that it saved."""
-        if not self.method.draws:
-            return self, kept
-        key, *rest = kept
-        return replace(self, key=key if self.served else int(key) & ((1 << 64) - 1)), tuple(rest)
+    def product(self, x: Tensor, w: Tensor, b: Tensor | None, key: Key, keeps: bool) -> tuple[Tensor, Packed]:
+        if self.traced is None:
+            return product(x, w, b, key, self.config, self.layout, self.history, keeps)
+        y, codes, scale = torch.ops.hotrain.forward(x, w, b, key, self.traced, self.config.word, keeps)
+        return y, (codes, scale) if keeps else (None, None)
 
     def gradients(
-        self,
-        g_y: Tensor,
-        w: Tensor | None,
-        kept: tuple[Tensor, ...],
-        columns: int,
-        lay: Layout,
-        w_dtype: torch.dtype,
-        needs: Needs,
-    ) -> Grads:
-        """The gradients of a Linear.
+        self, g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, source: str, shape: tuple[int, ...],
+        w_dtype: torch.dtype, needs: Needs,
+    ) -> Grads:  # fmt: skip
+        """The gradients; `shape`: of x, or of its patches as tokens; `source`: the recipe of x, for the record."""
+        if self.traced is not None:
+            args = (g_y, w, *packed, key, self.traced, self.config.word, source, w_dtype)
+            if self.config.overlaps:
+                found = torch.ops.hotrain.conv2d_gradients(*args, list(shape), list(needs))
+            else:
+                found = torch.ops.hotrain.linear_gradients(*args, shape[-1], list(needs))
+            return tuple(g if need else None for g, need in zip(found, needs, strict=True))  # type: ignore[return-value]
+        if self.config.overlaps:
+            return conv2d_gradients(g_y, w, packed, key, self.config, self.layout, shape, w_dtype, needs)
+        return linear_gradients(g_y, w, packed, key, self.config, self.layout, self.history, shape[-1], w_dtype, needs)
 
-        Args:
-            g_y: (*lead, O).
-            w: (O, columns), or (columns, O) when transposed; needed for g_x only.
-            kept: of `keep`.
-            columns: number of input channels.
-            lay: of x.
-            w_dtype: dtype of g_w.
-            needs: which of x, w and b require gradients.
+    def note(self, x: Tensor, packed: Packed, source: str, trained: bool) -> None:
+        """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
+        if self.layer is not None and self.traced is None:
+            self.layer.ran.kept(x, packed, draws.in_backward())
+            self.layer.ran.step(self.config.method, self.config.kernels, source, not trained)
 
-        Returns:
-            (g_x, g_w, g_b), None where not needed: (T, columns) in g_y's dtype, as w in `w_dtype`, and (O,).
-        """
-        step, kept = self._with_key_of(kept)
-        matrix = g_y.reshape(-1, g_y.shape[-1])
-        if step.served:
-            kernels = kernels_for(g_y.device)
-            assert kernels is not None
-            return kernels.gradients(
-                matrix, w, kept, step.method, lay, step.key, step.handle, needs,
-                transposed=step.transposed, dtype=w_dtype, columns=columns,
-            )  # fmt: skip
-        assert isinstance(step.key, int)
-        g_x = g_w = g_b = None
-        if needs[0]:
-            assert w is not None
-            g_x = backward.grad_input(matrix, w.T if step.transposed else w, step.method, step.key, lay)
-        if needs[1]:
-            rows = step.format(columns, g_y.dtype).restore(kept)
-            g_w = backward.grad_weight(g_y, rows, lay, step.method, step.key).to(w_dtype)
-            g_w = g_w.T if step.transposed else g_w
-        if needs[2]:
-            g_b = matrix.sum(0)
-        return g_x, g_w, g_b
 
-    def conv_gradients(
-        self,
-        g_y: Tensor,
-        w: Tensor | None,
-        kept: tuple[Tensor, ...],
-        shape: tuple[int, int, int, int],
-        geometry: Geometry,
-        w_dtype: torch.dtype,
-        needs: Needs,
-    ) -> Grads:
-        """The gradients of a convolution whose patches overlap, always by the reference.
+def call_of(config: Config, x: Tensor, layer: Draws | None = None) -> Call:
+    """The call of a layer with that input, by the kernels where they support it, else by the reference."""
+    cast = autocast_to(x.device.type)
+    lay, dtype = config.layout_of(tuple(x.shape)), autocast_dtype(x)
+    kernels = kernels_for(x.device)
+    why = unsupported(config, lay, dtype, x.device)
+    if why is not None and kernels is not None:
+        kernels.note(why, x.device, dtype)
+    return Call(replace(config, kernels=why is None), lay, cast, layer)
 
-        Args:
-            g_y: (B, O, H', W').
-            w: (O, C/groups, kh, kw); needed for g_x only.
-            kept: of `keep`.
-            shape: of x.
-            geometry: of the convolution.
-            w_dtype: dtype of g_w.
-            needs: which of x, w and b require gradients.
 
-        Returns:
-            (g_x, g_w, g_b), None where not needed: as x, as w, and (O,).
-        """
-        step, kept = self._with_key_of(kept)
-        assert isinstance(step.key, int)
-        g_x = g_w = g_b = None
-        if needs[0]:
-            assert w is not None
-            positions = step.layout((shape[0], *g_y.shape[2:]))
-            g_x = convolution.grad_input(g_y, w, shape, geometry, step.method, step.key, positions)
-        if needs[1]:
-            # grad_weight needs only the shape of w
-            like_w = g_y.new_empty(1).expand(g_y.shape[1], shape[1] // geometry.groups, *geometry.kernel)
-            rows = step.format(shape[1], g_y.dtype).restore(kept)
-            lay = step.layout((shape[0], *shape[2:]))
-            g_w = convolution.grad_weight(g_y, rows, like_w, shape, geometry, lay, step.method, step.key)
-            g_w = g_w.to(w_dtype)
-        if needs[2]:
-            g_b = g_y.sum((0, 2, 3))
-        return g_x, g_w, g_b
+def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no kernel supports the layer on a device, as a clause; None where one does."""
+    kernels = kernels_for(device)
+    if kernels is None:
+        return "not a GPU"
+    if config.overlaps:
+        return "its patches overlap"
+    why: str | None = kernels.reason(config.method, lay, dtype, device)
+    return why
+
+
+# ---- autograd and autocast ----
 
 
 def differentiates() -> bool:
@@ -367,59 +390,71 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
     return tuple(None if g is None else next(marked) for g in grads)
 
 
+def _plain(t: Tensor) -> AbstractContextManager[object]:
+    """No gradients and no autocast; in most backward passes both are off."""
+    off = not torch.is_grad_enabled() and autocast_to(t.device.type) is None
+    return nullcontext() if off else _disabled(t)
+
+
+@contextmanager
+def _disabled(t: Tensor) -> Iterator[None]:
+    with torch.no_grad(), outside_autocast(t):
+        yield
+
+
+def apply(x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: Origin | None = None) -> Tensor:
+    """The result of a layer with the gradients of its method.
+
+    Args:
+        x: (*, I), or (B, C, H, W) or (C, H, W).
+        w: (O, I), (I, O) when transposed, or (O, C/groups, kh, kw).
+        b: (O,) or None.
+        call: for this shape of x.
+        key: of the draws of this step.
+        origin: of x, where backward can rematerialize it.
+    """
+    if call.config.kernels and isinstance(key, int):
+        key = torch.full((), draws.signed(key), dtype=torch.int64, device=x.device)
+    if call.config.geometry is None:
+        return Linear.apply(x, w, b, call, key, origin)
+    if x.dim() == 3:
+        return Conv2d.apply(x[None], w, b, call, key, origin)[0]
+    return Conv2d.apply(x, w, b, call, key, origin)
+
+
 class Linear(torch.autograd.Function):
     """``y = x wᵀ + b`` with the two gradients of a method."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, step: Step) -> Tensor:
-        keeps = ctx.needs_input_grad[1] and step.origin is None
-        x_cast, b_cast = autocast(x), None if b is None else autocast(b)
-        w_cast = autocast(w) if step.method.forward == "exact" else w
-        lay = step.layout(x.shape[:-1])
-        step = step.on(x_cast, lay)
-        with outside_autocast(x):
-            if step.method.forward == "exact":
-                y = (_conv1d if step.transposed else F.linear)(x_cast, w_cast, b_cast)
-                kept = step.keep(x_cast if keeps else None, lay)
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: Origin | None
+    ) -> Tensor:
+        config, keeps = call.config, ctx.needs_input_grad[1] and origin is None
+        exact = config.method.forward == "exact"
+        x_cast, w_cast, b_cast = call.inputs(x, w, b)
+        with nullcontext() if call.cast is None else outside_autocast(x):
+            if exact:
+                y = (_conv1d if config.transposed else F.linear)(x_cast, w_cast, b_cast)
+                packed = call.pack(x_cast, key) if keeps else (None, None)
             else:
-                y, kept = step.forward(x_cast, w, b_cast, lay, keeps)
-            step.note(x_cast, kept, ctx.needs_input_grad[1])
+                y, packed = call.product(x_cast, w_cast, b_cast, key, keeps)
             # With three axes y is a view, which autograd would not let the next layer change in place.
             y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
-        _save(ctx, step, w, kept)
-        ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = lay, x.shape, x.dtype, w.dtype
-        ctx.dtype = x_cast.dtype
+        _save(ctx, call, key, origin, x, x_cast, w, packed)
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), outside_autocast(g_y):
-            w, kept, given = _saved(ctx)
-            if ctx.remake is not None:
-                kept = ctx.step.keep_again(kept, ctx.remake(given, ctx.shape, ctx.dtype), ctx.layout)
-            g_x, g_w, g_b = ctx.step.gradients(
-                g_y, w, kept, ctx.shape[-1], ctx.layout, ctx.w_dtype, ctx.needs_input_grad[:3]
-            )
+        call, shape = ctx.call, ctx.shape
+        with _plain(g_y):
+            w, key, packed, x = _saved(ctx)
+            if x is not None:
+                packed = call.pack(x, key)
+            needs = ctx.needs_input_grad[:3]
+            g_x, g_w, g_b = call.gradients(g_y, w, packed, key, ctx.source, shape, ctx.w_dtype, needs)
             if g_x is not None:
-                g_x = g_x.view(ctx.shape).to(ctx.x_dtype)
-        return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None)
-
-
-def _save(ctx: Any, step: Step, w: Tensor, kept: tuple[Tensor, ...]) -> None:
-    """Save w (the parameter, no copy) where g_x needs it, the step's tensors, and those of x's origin for g_w."""
-    origin = step.origin if ctx.needs_input_grad[1] else None
-    given = () if origin is None else origin.tensors
-    ctx.step, ctx.count = replace(step, origin=None), len(given)  # tensors must be freed when autograd frees them
-    ctx.remake = None if origin is None else origin.remake
-    ctx.save_for_backward(*((w,) if ctx.needs_input_grad[0] else ()), *kept, *given)
-
-
-def _saved(ctx: Any) -> tuple[Tensor | None, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """What `_save` saved: w, the step's tensors, the origin's tensors."""
-    saved = ctx.saved_tensors
-    w, rest = (saved[0], saved[1:]) if ctx.needs_input_grad[0] else (None, saved)
-    end = len(rest) - ctx.count
-    return w, rest[:end], rest[end:]
+                g_x = g_x.view(shape).to(ctx.x_dtype)
+        return (*once(call.config.name, (g_x, g_w, g_b), g_y, w), None, None, None)
 
 
 def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -433,43 +468,64 @@ class Conv2d(torch.autograd.Function):
     """``y = conv2d(x, w) + b`` with the two gradients of a method."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry, step: Step) -> Tensor:
-        x_cast, w_cast, b_cast = autocast(x), autocast(w), None if b is None else autocast(b)
-        with outside_autocast(x):
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: Origin | None
+    ) -> Tensor:
+        geometry, keeps = call.config.geometry, ctx.needs_input_grad[1] and origin is None
+        assert geometry is not None
+        x_cast, w_cast, b_cast = call.inputs(x, w, b)
+        with nullcontext() if call.cast is None else outside_autocast(x):
             y = geometry.forward(x_cast, w_cast, b_cast)
-            tokens = _tokens(x_cast, geometry)
-            lay = step.layout(tokens.shape[:-1])
-            step = step.on(x_cast, lay if geometry.is_patches else None)
-            kept = step.keep(tokens if ctx.needs_input_grad[1] and step.origin is None else None, lay)
-            step.note(x_cast, kept, ctx.needs_input_grad[1])
-        _save(ctx, step, w, kept)
-        ctx.layout, ctx.geometry, ctx.x_dtype, ctx.w_dtype = lay, geometry, x.dtype, w.dtype
-        ctx.shape, ctx.w_shape, ctx.w_strides, ctx.dtype = x.shape, w.shape, w.stride(), x_cast.dtype
+            packed = call.pack(_tokens(x_cast, call.config), key) if keeps else (None, None)
+        _save(ctx, call, key, origin, x, x_cast, w, packed)
+        ctx.w_shape, ctx.w_strides = w.shape, w.stride()
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        shape, needs = tuple(ctx.shape), ctx.needs_input_grad[:3]
-        with torch.no_grad(), outside_autocast(g_y):
-            w, kept, given = _saved(ctx)
-            if ctx.remake is not None:
-                tokens = _tokens(ctx.remake(given, shape, ctx.dtype), ctx.geometry)
-                kept = ctx.step.keep_again(kept, tokens, ctx.layout)
-            if ctx.geometry.is_patches:
-                tokens, matrix = channels_last(g_y), None if w is None else w.flatten(1)
-                columns = ctx.w_shape[1:].numel()
-                g_x, g_w, g_b = ctx.step.gradients(tokens, matrix, kept, columns, ctx.layout, ctx.w_dtype, needs)
-                if g_x is not None:
-                    g_x = convolution.patches_transposed(g_x.view(*tokens.shape[:3], columns), shape, ctx.geometry)
+        call, shape, needs = ctx.call, tuple(ctx.shape), ctx.needs_input_grad[:3]
+        config = call.config
+        with _plain(g_y):
+            w, key, packed, x = _saved(ctx)
+            if x is not None:
+                packed = call.pack(_tokens(x, config), key)
+            if config.overlaps:
+                g_x, g_w, g_b = call.gradients(g_y, w, packed, key, ctx.source, shape, ctx.w_dtype, needs)
             else:
-                g_x, g_w, g_b = ctx.step.conv_gradients(g_y, w, kept, shape, ctx.geometry, ctx.w_dtype, needs)
+                tokens, matrix = channels_last(g_y), None if w is None else w.flatten(1)
+                lines = (*tokens.shape[:3], ctx.w_shape[1:].numel())
+                g_x, g_w, g_b = call.gradients(tokens, matrix, packed, key, ctx.source, lines, ctx.w_dtype, needs)
+                if g_x is not None:
+                    g_x = convolution.patches_transposed(g_x.view(lines), shape, config.geometry)
             if g_x is not None:
                 g_x = g_x.to(ctx.x_dtype)
             if g_w is not None:
                 g_w = convolution.laid_as(g_w.view(ctx.w_shape), ctx.w_strides)
-        return (*once(ctx.step.name, (g_x, g_w, g_b), g_y, w), None, None)
+        return (*once(config.name, (g_x, g_w, g_b), g_y, w), None, None, None)
 
 
-def _tokens(x: Tensor, geometry: Geometry) -> Tensor:
-    """The rows that a convolution's step saves of x: its patches, or its positions where patches overlap."""
-    return convolution.patches(x, geometry) if geometry.is_patches else channels_last(x)
+def _tokens(x: Tensor, config: Config) -> Tensor:
+    """The rows that a convolution saves of x: its patches, or its positions where patches overlap."""
+    assert config.geometry is not None
+    return channels_last(x) if config.overlaps else convolution.patches(x, config.geometry)
+
+
+def _save(
+    ctx: Any, call: Call, key: Key, origin: Origin | None, x: Tensor, x_cast: Tensor, w: Tensor, packed: Packed
+) -> None:
+    """Save w (the parameter, no copy) where g_x needs it, the key, the codes, and the tensors of x's origin for g_w."""
+    trained = ctx.needs_input_grad[1]
+    origin = origin if trained else None  # not on ctx: its tensors must be freed when autograd frees them
+    ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
+    ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
+    given = () if origin is None else origin.tensors
+    call.note(x_cast, packed, ctx.source, trained)
+    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
+
+
+def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:
+    """What `_save` saved: w, the key, the codes, and x if it has an origin."""
+    w, key, codes, scale, *given = ctx.saved_tensors
+    if ctx.call.traced is None and not ctx.call.config.kernels:
+        key = host_key(key)
+    return w, key, (codes, scale), None if ctx.remake is None else ctx.remake(given, ctx.shape, ctx.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .compress.checkpointing import keep_all
 from .compress.interpose import unwrap, wrap
 from .compress.operators import share_inputs
@@ -31,7 +32,7 @@ from .presets import DEFAULT
 from .tables import bytes_text
 from .transform.tokens import Grid
 
-for _operator in (torch.ops.hotrain.linear, torch.ops.hotrain.conv2d):
+for _operator in (ops.linear, ops.conv2d):
     share_inputs(_operator)
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -351,7 +352,7 @@ def convert(
             state.name, state.method, state.grid = label, method, place
             state.chosen, state.fallback = filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
-        state.plan = plan
+        state.plan, state.transposed = plan, getattr(target, "transposed", False)
         weight = module.weight
         assert isinstance(weight, Tensor)
         state.choose_numbers(weight.device)

@@ -11,7 +11,6 @@ The count is a Python integer on the CPU. On a GPU, and in compiled graphs every
 
 from __future__ import annotations
 
-import itertools
 import weakref
 import zlib
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .layer_record import Ran
+from .layer_record import AmaxHistory, Ran
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +41,6 @@ class _Seed:
 
 _seed = _Seed()
 _live: weakref.WeakSet[Draws] = weakref.WeakSet()
-_handles = itertools.count(1)
 
 
 def manual_seed(seed: int) -> None:
@@ -127,10 +125,10 @@ class Draws:
     """The step counter of one layer. `next()`, or on a GPU `next_on()`, is called once in every training forward.
 
     Attributes:
-        handle: a number that no other layer of this process has.
         counter: int64 (3,), [salt, step, key], on a device, once `place` put it there; the step is read from it from
             then on. It is not a buffer: DistributedDataParallel would give every rank the first one's.
-        tag: int64 (), on the same device; its address identifies the layer in compiled graphs (`handle_of`).
+        history: the kernels' amax history, on the same device; a copy of the layer goes on with a copy of it. The
+            address of its words identifies the layer in compiled graphs (`layer_of`).
         ran: what the layer's last training step did.
     """
 
@@ -138,14 +136,12 @@ class Draws:
         self.layer = layer
         self.generation = _seed.generation
         self._host_step = -1
+        self.ran = Ran()
+        self.history: AmaxHistory | None = None
         self._start()
 
     def _start(self) -> None:
-        self.handle = next(_handles)
-        self.ran = Ran()
-        _by_handle[self.handle] = self
         self.counter: Tensor | None = None
-        self.tag: Tensor | None = None
         self._salt: int | None = None  # the one written to `counter`
         self._known_salt: tuple[tuple[int, int] | None, int] = None, 0  # seed and rank, and the salt that they make
         _live.add(self)
@@ -156,13 +152,16 @@ class Draws:
         return cls(zlib.crc32(name.encode()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy counts on from the same step, with a counter, a tag and a handle of its own."""
-        return {"layer": self.layer, "generation": self.generation, "step": self.step, "ran": replace(self.ran)}
+        """A copy counts on from the same step, with a counter and a history of its own."""
+        amax = None if self.history is None else self.history.words.to("cpu", copy=True)
+        known = {"layer": self.layer, "generation": self.generation, "step": self.step}
+        return {**known, "ran": replace(self.ran), "amax": amax}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.layer, self.generation, self._host_step = state["layer"], state["generation"], state["step"]
+        self.ran, amax = state["ran"], state["amax"]
+        self.history = None if amax is None else AmaxHistory(amax)
         self._start()
-        self.ran = state["ran"]
 
     @property
     def step(self) -> int:
@@ -194,12 +193,16 @@ class Draws:
         """The key of this forward; a recomputed forward gets the key of the one it repeats."""
         if self.generation != _seed.generation:
             self.restart()
-        if self.step < 0 or not in_backward():
-            self.step += 1
-        return self._key(self.step)
+        if self.counter is not None:
+            self._host_step = self.step
+        if self._host_step < 0 or not in_backward():
+            self._host_step += 1
+            if self.counter is not None:
+                self.step = self._host_step
+        return self._key(self._host_step)
 
     def place(self, device: torch.device) -> bool:
-        """Put counter and tag on a device, with the current salt. Returns whether they had to be made."""
+        """Put counter and history on a device, with the current salt. Returns whether they had to be made."""
         made = self.counter is None or self.counter.device != device
         if self.generation != _seed.generation:
             self.restart()
@@ -207,10 +210,11 @@ class Draws:
             step = self.step
             with torch.inference_mode(False):
                 self.counter = torch.zeros(3, dtype=torch.int64, device=device)
-                self.tag = torch.full((), self.handle, dtype=torch.int64, device=device)
-            address = self.tag.data_ptr()
-            _by_address[address] = self.handle
-            weakref.finalize(self.tag, _by_address.pop, address, None).atexit = False
+                history = AmaxHistory.on(device)
+                if self.history is not None:
+                    history.words.copy_(self.history.words)
+            self.history = history
+            _by_address[history.words.data_ptr()] = self
             self.step = step
         elif self._salt != self._current_salt():
             assert self.counter is not None
@@ -237,19 +241,12 @@ class Draws:
         return None if _seed.graphs else self._key(self._host_step)
 
 
-_by_address: dict[int, int] = {}
-_by_handle: weakref.WeakValueDictionary[int, Draws] = weakref.WeakValueDictionary()
+_by_address: weakref.WeakValueDictionary[int, Draws] = weakref.WeakValueDictionary()
 
 
-def handle_of(tag: Tensor) -> int:
-    """The handle of the layer of a `Draws.tag`, 0 for a copy of one. Reads its address only, never the device."""
-    return _by_address.get(tag.data_ptr(), 0)
-
-
-def ran_of(tag: Tensor) -> Ran:
-    """The record of the layer of a `Draws.tag`; an unused record for a copy of a tag."""
-    layer = _by_handle.get(handle_of(tag))
-    return Ran() if layer is None else layer.ran
+def layer_of(words: Tensor) -> Draws | None:
+    """The layer whose amax history has these words, None for a copy of them. Reads their address, never the device."""
+    return _by_address.get(words.data_ptr())
 
 
 def place_all(device: torch.device) -> list[Draws]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import autograd
-from .autograd import Step
 from .convolution import Geometry, Pair
+from .layer import Config
 from .method import Method
 from .presets import DEFAULT, preset
 from .transform.tokens import Grid
@@ -98,12 +98,7 @@ def linear(
     """
     method = as_method(method)
     check_input(name, x, weight.shape[0 if transposed else 1], -1)
-    return linear_step(x, weight, bias, Step(method, key, grid, transposed, name))
-
-
-def linear_step(x: Tensor, weight: Tensor, bias: Tensor | None, step: Step) -> Tensor:
-    """`linear` with a prepared step and a checked input."""
-    return autograd.Linear.apply(x, weight, bias, step)
+    return _apply(x, weight, bias, Config(method, grid, transposed, name=name), key)
 
 
 def conv2d(
@@ -151,14 +146,11 @@ def conv2d(
         padding_mode,
     )
     check_input(name, x, weight.shape[1] * groups, -3)
-    return convolve(x, weight, bias, geometry, Step(as_method(method), key, name=name))
+    return _apply(x, weight, bias, Config(as_method(method), geometry=geometry, name=name), key)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, step: Step) -> Tensor:
-    """`conv2d` with a prepared geometry and step and a checked input."""
-    if x.dim() == 3:
-        return autograd.Conv2d.apply(x[None], weight, bias, geometry, step)[0]
-    return autograd.Conv2d.apply(x, weight, bias, geometry, step)
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, key: int) -> Tensor:
+    return autograd.apply(x, weight, bias, autograd.call_of(config, x), key)
 
 
 def _pair(value: int | Pair) -> Pair:

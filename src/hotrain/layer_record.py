@@ -1,18 +1,42 @@
-"""The record of a layer's last training step (method, kernels, saved bytes), the same in eager and compiled code."""
+"""What a layer keeps between steps beside its parameters: the record of the last one, and the kernels' amax history."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from .method import Method
 
+BINS = 64  # of the partial amax of one tensor
+
+
+class AmaxHistory:
+    """For delayed scaling: the last amax of each tensor that a layer quantizes. It changes speed only.
+
+    Attributes:
+        words: int32, (5, 2 + `BINS`): for each tensor the last amax, an arrival counter, and bins of partial amax.
+        rows: its rows.
+        bins: of each row.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+        self.rows = list(words)
+        self.bins = [row[2:] for row in self.rows]
+
+    @classmethod
+    def on(cls, device: torch.device) -> AmaxHistory:
+        """An empty one."""
+        return cls(torch.zeros(5, 2 + BINS, dtype=torch.int32, device=device))
+
 
 @dataclass
 class Ran:
-    """One layer's record.
+    """The record of a layer's last training step, the same in eager and compiled code.
 
     Attributes:
         method: with its number format chosen for the device; None before the first training step.
@@ -37,10 +61,10 @@ class Ran:
     elements: int = 0
     recomputed: bool = False
 
-    def kept(self, x: Tensor, tensors: Sequence[Tensor], in_backward: bool) -> None:
+    def kept(self, x: Tensor, tensors: Sequence[Tensor | None], in_backward: bool) -> None:
         """Record the tensors that are saved of x, in forward, or in backward where that makes them again."""
         self.exact_bytes, self.elements, self.recomputed = x.nbytes, x.numel(), in_backward
-        self.shapes = [(str(t.dtype).removeprefix("torch."), t.nbytes) for t in tensors]
+        self.shapes = [(_name(t.dtype), t.nbytes) for t in tensors if t is not None]
 
     def step(self, method: Method, kernels: bool, source: str, frozen: bool) -> None:
         """Record how the step is computed: called in forward in eager mode, in backward in compiled code."""
@@ -49,3 +73,8 @@ class Ran:
         self.recomputed = self.recomputed and not (source or frozen)
         if source or frozen or self.recomputed:
             self.shapes = []
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

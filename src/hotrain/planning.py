@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import autograd
-from .autograd import Step
 from .convolution import Geometry
+from .layer import Config
 from .method import Method
 from .transform.tokens import Grid
 
@@ -210,7 +210,7 @@ class _Layer:
             self.x = x.requires_grad_(q.needs_x)
             self.w = self._noise(q, q.w, q.weights).requires_grad_()
             self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_() if q.bias else None
-            self.q, self.step = q, Step(q.method, 1, q.grid, q.transposed, "planned", handle=-1)
+            self.q, self.config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
             with self.mode():
                 self.g = torch.randn_like(self.exact())
         finally:
@@ -238,9 +238,7 @@ class _Layer:
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
     def converted(self) -> Tensor:
-        if self.q.geometry is not None:
-            return autograd.Conv2d.apply(self.x, self.w, self.b, self.q.geometry, self.step)
-        return autograd.Linear.apply(self.x, self.w, self.b, self.step)
+        return autograd.apply(self.x, self.w, self.b, autograd.call_of(self.config, self.x), 1)
 
     def run(self, forward: Callable[[], Tensor]) -> None:
         """Forward and backward."""

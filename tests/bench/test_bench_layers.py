@@ -65,12 +65,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     def definition(method: hotrain.Method, lay: Any, key: Tensor) -> Definition:
         return Definition(shapes[lay], method, int(key) % (1 << 64))
 
-    def keep(x: Tensor, method: hotrain.Method, lay: Any, key: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    def keep(x: Tensor, method: hotrain.Method, lay: Any, key: Tensor, history: Any) -> tuple[Tensor, Tensor]:
         codes, scale = definition(method, lay, key).keep(Inputs(x, x, x))
         return torch.nn.functional.pad(codes.T, (0, -lay.rows % 16)), scale
 
     def gradients(
-        g_y: Tensor, w: Tensor, kept: tuple[Tensor, Tensor], method: hotrain.Method, lay: Any, key: Tensor, handle: int,
+        g_y: Tensor, w: Tensor, kept: tuple[Tensor, Tensor], method: hotrain.Method, lay: Any, key: Tensor, _: Any,
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         codes, scale = kept
@@ -79,16 +79,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return tuple(None if t is None else module.spoil(t) for t in found)
 
     def grad_codes(
-        g_y: Tensor, side: Tensor, method: hotrain.Method, lay: Any, key: Tensor, handle: int,
+        g_y: Tensor, side: Tensor, method: hotrain.Method, lay: Any, key: Tensor, history: Any,
         needs: tuple[bool, bool, bool],
     ) -> object:  # fmt: skip
         return definition(method, lay, key).grad_codes(Inputs(g_y, g_y, g_y), (), needs)
 
-    def weight_codes(w: Tensor, method: hotrain.Method, key: Tensor, handle: int) -> object:
+    def weight_codes(w: Tensor, method: hotrain.Method, key: Tensor, history: Any) -> object:
         return backward.rotated_weight(w, method.grad_input, int(key) % (1 << 64))
 
     module.reason = lambda method, lay, dtype, device: None
-    module.prepare = lambda handle, device: None
     module.keep, module.gradients = keep, gradients
     module.grad_codes, module.weight_codes = grad_codes, weight_codes
     monkeypatch.setitem(sys.modules, "hotrain.kernels", module)

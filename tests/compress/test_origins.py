@@ -4,7 +4,6 @@ be found."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import gc
 import pickle
@@ -27,7 +26,6 @@ from hotrain.compress.formats import BITS, FORMATS, GROUPED
 from hotrain.compress.interpose import Compressed
 from hotrain.compress.report import ATTRIBUTE, Buffers
 from hotrain.compress.sharing import Origins
-from hotrain.nn.state import LayerState
 
 BACKEND = "aot_eager_decomp_partition"
 X = (2, 16, 32)
@@ -305,26 +303,23 @@ def test_gradients_are_those_of_the_tensor_that_is_made_again(
     model = build()
     hotrain.convert(model, method, memory="block")
     layer: Any = model.out if "linear" in name else model.conv
-    steps: list[autograd.Step] = []
-    real = LayerState.step
+    real = autograd.apply
+    taken: list[Any] = []
 
-    def recorded(*args: Any, **kwargs: Any) -> autograd.Step | None:
-        steps.append(real(*args, **kwargs))  # type: ignore[arg-type]
-        return steps[-1]
+    def recorded(x: Tensor, w: Tensor, b: Tensor | None, *rest: Any) -> Tensor:
+        taken[:] = rest
+        return real(x, w, b, *rest)
 
-    monkeypatch.setattr(LayerState, "step", recorded)
+    monkeypatch.setattr(autograd, "apply", recorded)
     seen: list[Tensor] = []
     layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = model(draw(*shape).requires_grad_())
-        (taken,), (x,) = steps, seen
-        assert taken.origin is not None
+        (found, key, origin), (x,) = taken, seen
+        assert origin is not None
         dtype = torch.bfloat16 if autocast else torch.float32
-        made = taken.origin.remake(taken.origin.tensors, x.shape, dtype).requires_grad_()
-        alone = dataclasses.replace(taken, origin=None)
-        function: Any = autograd.Linear if "linear" in name else autograd.Conv2d
-        geometry = () if "linear" in name else (layer.geometry,)
-        again = function.apply(made, layer.weight, layer.bias, *geometry, alone)
+        made = origin.remake(origin.tensors, x.shape, dtype).requires_grad_()
+        again = real(made, layer.weight, layer.bias, found, key)
     g = draw(*y.shape, seed=8).to(y.dtype)
     got = torch.autograd.grad(y, (x, layer.weight, layer.bias), g)
     want = torch.autograd.grad(again, (made, layer.weight, layer.bias), g)

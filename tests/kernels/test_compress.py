@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from hotrain import draws
 from hotrain.kernels import quantize_kernels as C
 from hotrain.kernels.reference import kept_rows
+from hotrain.layer_record import AmaxHistory
 from hotrain.method import GradInput
 from hotrain.quantize.integer import quantize
 from hotrain.transform.hadamard import rotate
@@ -71,8 +72,8 @@ def test_rows_are_drawn_in_whichever_pass_is_first(rotated, projected, device):
     rows = torch.full_like(want, 255)
     limits = {C.NONE: 0.0, C.INT: 127.0, C.E4M3: 448.0}
     outputs = C.Output(rotated, limits[rotated], each=rotated == C.INT), C.Output(projected, limits[projected])
-    drawn = C.compress(t, lay, rows, key, *outputs, draw=True, hint=C.Hints(device))
-    given = C.compress(t, lay, want, key, *outputs, hint=C.Hints(device))
+    drawn = C.compress(t, lay, rows, key, *outputs, draw=True, history=AmaxHistory.on(device))
+    given = C.compress(t, lay, want, key, *outputs, history=AmaxHistory.on(device))
     assert torch.equal(rows, want)
     for a, b in zip(drawn, given, strict=True):
         assert (a is None and b is None) or torch.equal(a.float(), b.float())
@@ -132,7 +133,7 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
     orders, each 2⁻²⁴ of Σ|t|/4 ≤ 4 max|t|, are 2⁻¹⁹ of the largest entry that was mixed.
     """
     lay = layout_of(lead, grid, rank, sampled)
-    key, hint = key_on(device), C.Hints(device)
+    key, history = key_on(device), AmaxHistory.on(device)
     rows = kept_rows(lay, key)
     dtype8 = C.DTYPES[number]
     output = C.Output(number, torch.finfo(dtype8).max)
@@ -140,7 +141,9 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
     base = matrix(lay.samples * lay.tokens, channels, dtype, device)
     for growth in (1.0, 1.0, 200.0, 2.0**-8):
         t = (base.float() * growth).to(dtype)
-        rot, rot_scale, proj, proj_scale, sums = C.compress(t, lay, rows, key, output, output, sums=True, hint=hint)
+        rot, rot_scale, proj, proj_scale, sums = C.compress(
+            t, lay, rows, key, output, output, sums=True, history=history
+        )
         tokenwise, channelwise = (t.double().abs().amax(axis, keepdim=True) for axis in (1, 0))
         for codes, scale, exact, mixed in (
             (rot, rot_scale, rotate(t.float()), tokenwise),
@@ -163,7 +166,7 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
         assert not proj[:, lay.rows :].float().any()
         assert not proj[channels:].float().any()
         assert (sums - t.double().sum(0)).abs().max() <= 2**-21 * t.double().abs().sum(0).max()
-        assert not any(row[1:].any() for row in hint.rows), "tickets and bins are cleared for the next step"
+        assert not any(row[1:].any() for row in history.rows), "tickets and bins are cleared for the next step"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -172,7 +175,7 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
 def test_a_non_finite_entry_is_passed_on(number, bad, device):
     """Its token's codes (fp8) or all under its scale (integers) come back non-finite, and the next step is clean."""
     lay = layout_of((2, 32), None, 8, 4)
-    key, hint = key_on(device), C.Hints(device)
+    key, history = key_on(device), AmaxHistory.on(device)
     rows = kept_rows(lay, key)
     limit = {C.INT: 127.0, C.E4M3: 448.0, C.E5M2: 57344.0}[number]
     good = torch.randn(64, 32, device=device)
@@ -180,7 +183,7 @@ def test_a_non_finite_entry_is_passed_on(number, bad, device):
     t[5, 7] = bad
     for data, clean in ((good, True), (t, False), (good, True)):
         rot, rot_scale, proj, proj_scale, sums = C.compress(
-            data, lay, rows, key, C.Output(number, limit), C.Output(number, limit), sums=True, hint=hint
+            data, lay, rows, key, C.Output(number, limit), C.Output(number, limit), sums=True, history=history
         )
         assert bool((rot.float() * rot_scale).isfinite().all()) is clean
         assert bool((proj.float() * proj_scale).isfinite().all()) is clean
@@ -196,13 +199,13 @@ def test_a_non_finite_entry_is_passed_on(number, bad, device):
 @pytest.mark.parametrize("number", [C.INT, C.E4M3])
 def test_zeros_and_denormals(number, device):
     lay = layout_of((2, 32), None, 8, 0)
-    key, hint = key_on(device), C.Hints(device)
+    key, history = key_on(device), AmaxHistory.on(device)
     rows = kept_rows(lay, key)
     limit = 127.0 if number == C.INT else 448.0
     for value in (0.0, 1e-41):
         t = torch.full((64, 32), value, device=device)
         rot, rot_scale, proj, proj_scale, _ = C.compress(
-            t, lay, rows, key, C.Output(number, limit), C.Output(number, limit), hint=hint
+            t, lay, rows, key, C.Output(number, limit), C.Output(number, limit), history=history
         )
         assert (rot.float() * rot_scale).abs().max() <= 16 * value
         assert (proj.float() * proj_scale).abs().max() <= 16 * value

@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import backward, kernels
+from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.presets import preset
 from hotrain.saved import Format
@@ -76,12 +77,13 @@ def test_gradients_are_the_definitions(lead, grid, outputs, inputs, name, dtype,
     key = key_on(device)
     want_x, want_w = by_definition(x, g_y, w, method, lay, lead)
     tolerance = TOLERANCE[method.grad_weight.number] if method.grad_weight.bits else 4 * torch.finfo(dtype).eps
+    history = AmaxHistory.on(device)
     for _ in range(2):  # without a guess of the scales, and with one
-        kept = kernels.keep(x, method, lay, key, handle=hash(name) & 0xFFFF)
+        kept = kernels.keep(x, method, lay, key, history)
         shapes = [(tuple(t.shape), t.dtype) for t in kept]
         assert shapes == kernels.kept_shapes(inputs, lay, method, dtype)
         g_x, g_w, g_b = kernels.gradients(
-            g_y, w, kept, method, lay, key, hash(name) & 0xFFFF, (True, True, True), dtype=torch.float32
+            g_y, w, kept, method, lay, key, history, (True, True, True), dtype=torch.float32
         )
         assert g_x.dtype == dtype
         assert g_x.shape == (lead[0] * lead[1], inputs)
@@ -100,9 +102,11 @@ def test_only_what_is_needed_is_computed(name, needs, device):
     lay = layout_of((2, 32), None, 8, method.grad_weight.sampled)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
     key = key_on(device)
-    kept = kernels.keep(x, method, lay, key, 1) if needs[1] else ()
-    full = kernels.gradients(g_y, w, kernels.keep(x, method, lay, key, 1), method, lay, key, 1, (True, True, True))
-    part = kernels.gradients(g_y, w if needs[0] else None, kept, method, lay, key, 1, needs)
+    kept = kernels.keep(x, method, lay, key, None) if needs[1] else ()
+    full = kernels.gradients(
+        g_y, w, kernels.keep(x, method, lay, key, None), method, lay, key, None, (True, True, True)
+    )
+    part = kernels.gradients(g_y, w if needs[0] else None, kept, method, lay, key, None, needs)
     for need, a, b in zip(needs, part, full, strict=True):
         assert (a is not None) == need
         if need:
@@ -123,11 +127,11 @@ def test_the_forward_product_of_codes(lead, grid, outputs, inputs, name, number,
     x, _, w = data(lead, outputs, inputs, torch.bfloat16, device)
     b, key = torch.randn(outputs, device=device), key_on(device)
     given = w.T.contiguous() if transposed else w
-    y, kept = kernels.forward(x, given, b, method, lay, key, 5, True, transposed)
+    y, kept = kernels.forward(x, given, b, method, lay, key, None, True, transposed)
     assert y.shape == (lead[0] * lead[1], outputs)
     assert y.dtype == x.dtype
     assert relative(y, forward.product(x.float(), w, b, number)) <= 2**-8 + 4e-3
-    codes, side = kernels.keep(x, method, lay, key, 5)
+    codes, side = kernels.keep(x, method, lay, key, None)
     count = inputs, lay.rows
     a, z = (c[: count[0], : count[1]].float() * s[0] for c, s in ((kept[0], kept[1]), (codes, side)))
     assert relative(a, z) <= 1e-3, "the same values, whatever power of two the scale is"
@@ -135,7 +139,7 @@ def test_the_forward_product_of_codes(lead, grid, outputs, inputs, name, number,
         kept[1][4:].view(torch.uint8)[: lay.samples * lay.tiles * 8],
         side[4:].view(torch.uint8)[: lay.samples * lay.tiles * 8],
     )
-    assert kernels.forward(x, given, b, method, lay, key, 5, False, transposed)[1] == ()
+    assert kernels.forward(x, given, b, method, lay, key, None, False, transposed)[1] == ()
 
 
 @pytest.mark.parametrize("name", ["hot", "hot-unbiased-e4m3"])
@@ -145,9 +149,9 @@ def test_a_transposed_weight(name, device):
     lay = layout_of((2, 32), None, 8, method.grad_weight.sampled)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
     key = key_on(device)
-    kept = kernels.keep(x, method, lay, key, 2)
-    a = kernels.gradients(g_y, w, kept, method, lay, key, 2, (True, True, False))
-    b = kernels.gradients(g_y, w.T.contiguous(), kept, method, lay, key, 2, (True, True, False), transposed=True)
+    kept = kernels.keep(x, method, lay, key, None)
+    a = kernels.gradients(g_y, w, kept, method, lay, key, None, (True, True, False))
+    b = kernels.gradients(g_y, w.T.contiguous(), kept, method, lay, key, None, (True, True, False), transposed=True)
     # Integer codes are the same; fp8's scale was guessed the second time, which moves only what underflows.
     tolerance = 0.0 if name == "hot" else 1e-2
     assert relative(a[0], b[0]) <= tolerance
@@ -160,8 +164,8 @@ def test_the_same_key_gives_the_same_bits_and_another_one_others(device):
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
 
     def run(key: int) -> tuple[Tensor | None, ...]:
-        codes, side = kernels.keep(x, method, lay, key_on(device, key), 3)
-        found = kernels.gradients(g_y, w, (codes, side), method, lay, key_on(device, key), 3, (True, True, True))
+        codes, side = kernels.keep(x, method, lay, key_on(device, key), None)
+        found = kernels.gradients(g_y, w, (codes, side), method, lay, key_on(device, key), None, (True, True, True))
         return codes, side[0], side[4:].view(torch.uint8)[:32], *found
 
     first, again, other = run(7), run(7), run(8)
@@ -183,14 +187,14 @@ def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device
     lay = layout_of((2, 32), None, 8, 4)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
     key = key_on(device)
-    kept = kernels.keep(x, method, lay, key, 4)
-    want = kernels.gradients(g_y, w, kept, method, lay, key, 4, (True, True, True))
+    kept = kernels.keep(x, method, lay, key, None)
+    want = kernels.gradients(g_y, w, kept, method, lay, key, None, (True, True, True))
     monkeypatch.setattr(quantize_kernels, "compress", fails)
 
     def twice() -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        kept = kernels.keep(x, method, lay, key, 4)
-        found = kernels.gradients(g_y, w, kept, method, lay, key, 4, (True, True, True))
-        kernels.keep(x, method, lay, key, 4)
+        kept = kernels.keep(x, method, lay, key, None)
+        found = kernels.gradients(g_y, w, kept, method, lay, key, None, (True, True, True))
+        kernels.keep(x, method, lay, key, None)
         return kept, found
 
     with pytest.warns(UserWarning, match="no such instruction") as caught:

@@ -179,7 +179,7 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
 
 
 def _as_if_on_a_gpu(question):
-    return lambda self, device, *facts: question(self, torch.device("cuda"), *facts)
+    return lambda self, facts, geometry: question(self, (*facts[:2], torch.device("cuda"), *facts[3:]), geometry)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkey
     if options["number"] != "int":
         method = method.override(number=options["number"])
     method = method.override(forward=options.get("forward", "exact"))
+    kernels.prepare(device)  # as when a layer is placed
     planning.rehearse(
         planning.Question(
             (2, 50, 32), (48, 32), torch.float32, torch.float32, True, True, method, None, False, None, device

@@ -19,8 +19,9 @@ and projections whose weight is used without calling a layer (inside `nn.Multihe
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -155,9 +156,15 @@ def cost(
         return Cost(mode, [paper.row(s, chosen[s.name]) for s in shapes])
     if asked is not None:
         states = found or _if_converted(model, asked)
-        found = {name: replace(state, method=asked) for name, state in states.items()}
+        found = {name: _following(state, asked) for name, state in states.items()}
     count = _Counter(float_bits)
     return Cost(mode, [_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
+
+
+def _following(state: LayerState, method: Method) -> LayerState:
+    found = copy.copy(state)
+    found.method = method
+    return found
 
 
 def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:

@@ -22,6 +22,7 @@ from hotrain import backward
 from hotrain.bench import timing
 from hotrain.bench.conditions import Clocks
 from hotrain.draws import mix
+from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.presets import preset
 from hotrain.saved import Format, Kept
@@ -229,26 +230,25 @@ class Kernels:
         if reason is not None:
             raise ValueError(f"{shape.subject}: no kernels for {method}: {reason}")
         self.key = torch.tensor(key - (key >> 63 << 64), dtype=torch.int64, device=device)
-        self.handle = mix(key, *map(ord, f"{shape.subject} {method}")) >> 1
-        self.kernels.prepare(self.handle, device)
+        self.history = AmaxHistory.on(device)
 
     def keep(self, s: Inputs) -> tuple[Tensor, ...]:
         """Project and pack x, as at forward."""
-        codes, side = self.kernels.keep(s.x, self.method, self.lay, self.key, self.handle)
+        codes, side = self.kernels.keep(s.x, self.method, self.lay, self.key, self.history)
         return codes, side
 
     def grad_codes(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> object:
         """Quantize g_y for both gradients."""
-        return self.kernels.grad_codes(s.g_y, saved[1], self.method, self.lay, self.key, self.handle, needs)
+        return self.kernels.grad_codes(s.g_y, saved[1], self.method, self.lay, self.key, self.history, needs)
 
     def weight_codes(self, s: Inputs) -> object:
         """Transform and quantize w."""
-        return self.kernels.weight_codes(s.w, self.method, self.key, self.handle)
+        return self.kernels.weight_codes(s.w, self.method, self.key, self.history)
 
     def gradients(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> Gradients:
         """Compute the gradients (g_x, g_w, g_b) that ``needs`` asks for; None for the others."""
         found: Gradients = self.kernels.gradients(
-            s.g_y, s.w, saved, self.method, self.lay, self.key, self.handle, needs
+            s.g_y, s.w, saved, self.method, self.lay, self.key, self.history, needs
         )
         return found
 

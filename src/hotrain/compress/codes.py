@@ -13,7 +13,7 @@ from ..kernels import FUNCTIONS, rows_in_memory
 from ..saved import group_size
 from .formats import GROUPED
 from .launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .rematerialize import in_backward, is_image, make, parsed, restore
+from .rematerialize import Activated, Codes, Normed, Product, Recipe, in_backward, is_image, make, parsed, restore
 
 LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
@@ -85,29 +85,28 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
 @cache
 def _factors(recipe: str) -> tuple[tuple[bool, str], ...] | None:
     """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
-    parts = parsed(recipe)
-    found = [_factor(part) for part in (parts[1:] if parts[0] == "product" else [parts])]
+    recipes = parsed(recipe)
+    found = [_factor(part) for part in ((recipes.a, recipes.b) if isinstance(recipes, Product) else (recipes,))]
     factors = [factor for factor in found if factor is not None]
-    if len(factors) < len(found) or len({tuple(packing) for packing, _, _ in factors}) > 1:
+    if len(factors) < len(found) or len({(c.form, c.columns, c.kind == "image") for c, _, _ in factors}) > 1:
         return None
     return tuple((normed, name) for _, normed, name in factors)
 
 
-def _factor(parts: Sequence[Any]) -> tuple[Sequence[Any], bool, str] | None:
-    """(form and columns, whether there are γ and β, f) of a recipe's factor; None if no kernel supports it."""
+def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
+    """(codes, whether there are γ and β, f) of a recipe's factor; None if no kernel supports it."""
     name = ""
-    if parts[0] == "of":
-        _, name, parts = parts
-    normed = parts[0] == "norm"
-    if normed:
-        parts = parts[1]
+    if isinstance(part, Activated):
+        name, part = part.name, part.inner
+    normed = isinstance(part, Normed)
+    codes = part.inner if isinstance(part, Normed) else part
     # The kernel has a table for f; it takes 4-bit codes, whatever their rounding.
-    if parts[0] not in ("values", "output") or name not in FUNCTIONS:
+    if not isinstance(codes, Codes) or codes.kind not in ("values", "image", "output") or name not in FUNCTIONS:
         return None
-    spec, columns = GROUPED[parts[1]], parts[2]
-    if spec.bits != 4 or columns % group_size(columns, spec.whole):
+    spec = GROUPED[codes.form]
+    if spec.bits != 4 or codes.columns % group_size(codes.columns, spec.whole):
         return None
-    return parts[1:], normed, name
+    return codes, normed, name
 
 
 def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:

@@ -1,24 +1,17 @@
 """Rematerialization: recipes by which backward computes a layer's input from the producer's quantized tensors.
 
-A recipe is JSON, a string so that it can be an operator's argument. It takes its tensors from a list, in order.
-
-    ["values", form, C]           codes and scales of rows of C elements
-    ["values", form, C, "image"]  the same of (N, C, H, W), rows along its channels
-    ["output", form, C]           attention's result, whose codes are saved for the reader alone
-    ["heads", form, C]            codes of (B, T, H, C), for attention's (B, H, T, C): its transpose alone can be made
-    ["norm", values, cast]        values as above, then γ and β or None: γ x̂ + β; cast: x̂ is rounded first
-    ["of", name, inner]           an activation's result
-    ["product", inner, inner]     a product by element
+A recipe is passed as its word, a string, since it is an operator's argument: its kind and fields, each followed by a
+comma, in prefix order (``norm,values,int4 nearest,96,``). The functions `values`, `normed`, `of`, `product` and `heads`
+write words, `parsed` reads one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,51 +69,174 @@ def wide(t: Tensor) -> Tensor:
     return t.to(backward.wide(t.dtype))
 
 
-# ---- recipes ----
+# ---- recipes; `made` computes the tensor, and takes what it reads from `supply`, in order ----
 
-_IMAGE, _SAVED = ', "image"', ', "saved"'
+Supply = Iterator[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes and scales of rows.
+
+    Attributes:
+        kind: ``"values"``; ``"image"``, of (N, C, H, W), with rows along its channels; ``"heads"``, of (B, T, H, C),
+            for attention's result (B, H, T, C), whose transpose alone can be made. ``"output"`` and ``"output heads"``
+            are attention's result (B, T, H, C) and (B, H, T, C) where the codes are saved for the reader alone.
+        form: a name in `GROUPED`.
+        columns: C.
+    """
+
+    kind: str
+    form: str
+    columns: int
+
+    def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        codes, scales = next(supply), next(supply)
+        assert codes is not None
+        assert scales is not None
+        rows = (shape[0], *shape[2:], shape[1]) if self.kind == "image" else (-1, self.columns)
+        t = restore(GROUPED[self.form], (codes, scales), rows, dtype)
+        return t.movedim(-1, 1) if self.kind == "image" else t.reshape(tuple(shape))
+
+    def __str__(self) -> str:
+        return f"attention's output ({self.form})" if self.kind == "output" else f"operator before ({self.form})"
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm's result, γ x̂ + β, of the codes of x̂, γ or None, and β or None.
+
+    Attributes:
+        inner: x̂.
+        cast: whether x̂ is rounded to the dtype of the result before γ.
+    """
+
+    inner: Codes
+    cast: bool
+
+    def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        image = self.inner.kind == "image"
+        normal = self.inner.made(supply, shape if image else (-1, self.inner.columns), backward.wide(dtype))
+        w, b = next(supply), next(supply)
+        if self.cast:
+            normal = wide(normal.to(dtype))
+        along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
+        shaped = b if w is None else w
+        if shaped is not None and shaped.dim() > 1:
+            normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
+        if w is not None:
+            normal = normal * wide(w).view(along)
+        if b is not None:
+            normal = normal + wide(b).view(along)
+        return normal.to(dtype).reshape(tuple(shape))
+
+    def __str__(self) -> str:
+        return f"norm ({self.inner.form})"
+
+
+@dataclass(frozen=True)
+class Activated:
+    """An activation's result.
+
+    Attributes:
+        name: in `ACTIVATIONS`.
+        inner: its input.
+    """
+
+    name: str
+    inner: Recipe
+
+    def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return ACTIVATIONS[self.name].f(self.inner.made(supply, shape, dtype))
+
+    def __str__(self) -> str:
+        own = isinstance(self.inner, Codes) and self.inner.kind in ("values", "image")
+        return f"{self.name} of its input ({self.inner.form})" if own else f"{self.name} of {self.inner}"  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product by element."""
+
+    a: Recipe
+    b: Recipe
+
+    def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.a.made(supply, shape, dtype) * self.b.made(supply, shape, dtype)
+
+    def __str__(self) -> str:
+        return f"{self.a} × {self.b}"
+
+
+Recipe = Codes | Normed | Activated | Product
+
+
+# ---- words ----
 
 
 def values(form: str, columns: int, image: bool = False) -> str:
-    """The recipe of codes and scales of `GROUPED[form]`, of rows of that many elements."""
-    return f'["values", "{form}", {operator.index(columns)}{_IMAGE if image else ""}]'
-
-
-def normed(inner: str, cast: bool) -> str:
-    """The recipe of a norm's result; ``inner`` is that of x̂, ``cast`` whether x̂ is rounded before γ."""
-    return f'["norm", {inner}, {"true" if cast else "false"}]'
-
-
-def of(name: str, inner: str) -> str:
-    """The recipe of an activation's result."""
-    return f'["of", "{name}", {inner}]'
-
-
-def product(a: str, b: str) -> str:
-    """The recipe of a product by element."""
-    return f'["product", {a}, {b}]'
+    """The word of `Codes` of a tensor, or of an image's rows along its channels."""
+    return f"{'image' if image else 'values'},{form},{operator.index(columns)},"
 
 
 def heads(form: str, columns: int, saved: bool) -> str:
-    """The recipe of attention's result (B, H, T, D), with codes of (B, T, H, D): its transpose alone can be made.
+    """The word of `Codes` of attention's result; `saved`: whether attention's backward reads these codes too."""
+    return f"{'heads' if saved else 'output heads'},{form},{operator.index(columns)},"
 
-    Args:
-        form: a name in `GROUPED`.
-        columns: D.
-        saved: whether attention's backward reads these codes too; else they are there for the layer behind alone.
-    """
-    return f'["heads", "{form}", {operator.index(columns)}{_SAVED if saved else ""}]'
+
+def by_tokens(recipe: str) -> str:
+    """The word of the transpose (B, T, H, D), from that of `heads`."""
+    kind, _, rest = recipe.partition(",")
+    return f"{'values' if kind == 'heads' else 'output'},{rest}"
+
+
+def normed(inner: str, cast: bool) -> str:
+    """The word of `Normed`."""
+    return f"{'norm cast' if cast else 'norm'},{inner}"
+
+
+def of(name: str, inner: str) -> str:
+    """The word of `Activated`."""
+    return f"of,{name},{inner}"
+
+
+def product(a: str, b: str) -> str:
+    """The word of `Product`."""
+    return f"product,{a}{b}"
+
+
+@cache
+def parsed(recipe: str) -> Recipe:
+    """The recipe of a word."""
+    return _read(iter(recipe.split(",")))
+
+
+def _read(parts: Iterator[str]) -> Recipe:
+    kind = next(parts)
+    if kind == "product":
+        return Product(_read(parts), _read(parts))
+    if kind == "of":
+        return Activated(next(parts), _read(parts))
+    if kind in ("norm", "norm cast"):
+        inner = _read(parts)
+        assert isinstance(inner, Codes)
+        return Normed(inner, kind == "norm cast")
+    return Codes(kind, next(parts), int(next(parts)))
+
+
+def is_recipe(form: str) -> bool:
+    """Whether a form is a recipe, not the name of a format."""
+    return form.endswith(",")
 
 
 def is_by_heads(recipe: str) -> bool:
     """Whether a recipe is of `heads`."""
-    return recipe.startswith('["heads"')
+    return recipe.startswith(("heads,", "output heads,"))
 
 
-def by_tokens(recipe: str) -> str:
-    """The recipe of the transpose (B, T, H, D), from that of `heads`."""
-    kind = "values" if _SAVED in recipe else "output"
-    return recipe.replace("heads", kind, 1).replace(_SAVED, "", 1)
+def is_image(recipe: str) -> bool:
+    """Whether a recipe is of an image, with rows along its channels."""
+    return "image," in recipe
 
 
 def is_in_order(recipe: str) -> bool:
@@ -128,31 +244,9 @@ def is_in_order(recipe: str) -> bool:
     return not is_by_heads(recipe) and not is_image(recipe)
 
 
-def is_image(recipe: str) -> bool:
-    """Whether a recipe is of an image, with rows along its channels."""
-    return _IMAGE in recipe
-
-
 def describe(recipe: str) -> str:
     """A recipe in words, for the report: which saved tensor is shared, and its format."""
-    return _described(parsed(recipe))
-
-
-def _described(recipe: Any) -> str:
-    kind, *rest = recipe
-    if kind == "output":
-        return f"attention's output ({rest[0]})"
-    if kind in ("values", "heads"):
-        return f"operator before ({rest[0]})"
-    if kind == "norm":
-        return f"norm ({rest[0][1]})"
-    if kind == "of":
-        return (
-            f"{rest[0]} of its input ({rest[1][1]})"
-            if rest[1][0] == "values"
-            else f"{rest[0]} of {_described(rest[1])}"
-        )
-    return " × ".join(map(_described, rest))
+    return str(parsed(recipe))
 
 
 def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
@@ -162,31 +256,20 @@ def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
         recipe: of a layer's input, "" where it is its own.
         elements: of the tensor that is made.
     """
-    if not recipe.startswith('["output"'):
+    codes = parsed(recipe) if recipe else None
+    if not isinstance(codes, Codes) or codes.kind != "output":
         return []
-    _, form, columns = parsed(recipe)
-    spec = GROUPED[form]
-    size = group_size(columns, spec.whole)
-    groups = elements // columns * -(-columns // size)
+    spec = GROUPED[codes.form]
+    size = group_size(codes.columns, spec.whole)
+    groups = elements // codes.columns * -(-codes.columns // size)
     return [("uint8", groups * size * spec.bits // 8), ("bfloat16", groups * torch.bfloat16.itemsize)]
-
-
-def is_recipe(form: str) -> bool:
-    """Whether a form is a recipe, not the name of a format."""
-    return form.startswith("[")
-
-
-@functools.lru_cache(maxsize=4096)
-def parsed(recipe: str) -> Any:
-    """A recipe as nested lists."""
-    return json.loads(recipe)
 
 
 def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Compute the tensor of a recipe.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe's word.
         tensors: what it takes, in order.
         shape: of the result; any view of the tensor if `is_in_order`.
         dtype: of the result.
@@ -194,37 +277,4 @@ def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dt
     Returns:
         The dequantized tensor.
     """
-    return _made(parsed(recipe), iter(tensors), shape, dtype)
-
-
-def _made(recipe: Any, supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    kind, *rest = recipe
-    if kind in ("values", "output"):
-        return _values(rest, supply, shape, dtype)
-    if kind == "of":
-        return ACTIVATIONS[rest[0]].f(_made(rest[1], supply, shape, dtype))
-    if kind == "product":
-        return _made(rest[0], supply, shape, dtype) * _made(rest[1], supply, shape, dtype)
-    (_, form, columns, *image), cast = rest
-    normal = _values((form, columns, *image), supply, shape if image else (-1, columns), backward.wide(dtype))
-    w, b = next(supply), next(supply)
-    if cast:
-        normal = wide(normal.to(dtype))
-    along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
-    shaped = b if w is None else w
-    if shaped is not None and shaped.dim() > 1:
-        normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
-    if w is not None:
-        normal = normal * wide(w).view(along)
-    if b is not None:
-        normal = normal + wide(b).view(along)
-    return normal.to(dtype).reshape(tuple(shape))
-
-
-def _values(parts: Sequence[Any], supply: Iterator[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    form, columns, *image = parts
-    kept = next(supply), next(supply)
-    if image:
-        n, c, *rest = shape
-        return restore(GROUPED[form], kept, (n, *rest, c), dtype).movedim(-1, 1)  # type: ignore[arg-type]
-    return restore(GROUPED[form], kept, (-1, columns), dtype).reshape(tuple(shape))  # type: ignore[arg-type]
+    return parsed(recipe).made(iter(tensors), shape, dtype)

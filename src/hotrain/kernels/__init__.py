@@ -26,6 +26,7 @@ from .dispatch import (
     reason,
     rows_in_memory,
     run,
+    switched_off,
     weight_codes,
 )
 
@@ -46,5 +47,6 @@ __all__ = [
     "reason",
     "rows_in_memory",
     "run",
+    "switched_off",
     "weight_codes",
 ]

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from .. import draws
+from ..layer_record import AmaxHistory
 from ..method import FLOATS, Method, partner
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 
 if TYPE_CHECKING:
-    from .quantize_kernels import Hints, Output
+    from .quantize_kernels import Output
 
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -89,8 +90,7 @@ def _unsupported_method(method: Method) -> str | None:
 
 
 def _off_or_unsupported(device: torch.device) -> str | None:
-    off = getattr(_off, "value", False) or os.environ.get("HOTRAIN_KERNELS") == "0"
-    return _SWITCHED_OFF if off else _unsupported_device(device)
+    return _SWITCHED_OFF if switched_off() else _unsupported_device(device)
 
 
 def _unsupported_dtype(dtype: torch.dtype) -> str | None:
@@ -124,6 +124,16 @@ def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return _off_or_unsupported(device) or _unsupported_dtype(dtype)
 
 
+def switched_off() -> bool:
+    """Whether the kernels are switched off, by `disabled` or for the process."""
+    return getattr(_off, "value", False) or _off_for_the_process()
+
+
+@functools.cache
+def _off_for_the_process() -> bool:
+    return os.environ.get("HOTRAIN_KERNELS") == "0"
+
+
 def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
     """Warn, once for each reason, that a layer on a GPU uses the reference."""
     if why not in _warned and why != _SWITCHED_OFF:
@@ -135,24 +145,17 @@ def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-# --- amax history: the kernels' state of a layer between steps, which changes speed only
+@functools.cache
+def _without_layer(device: torch.device) -> AmaxHistory:
+    """The amax history of calls of `hotrain.functional`, which have no layer."""
+    return AmaxHistory.on(device)
 
-_hints: dict[tuple[int, torch.device], Hints] = {}
 
-
-def prepare(handle: int, device: torch.device) -> None:
-    """Allocate a layer's amax history, before anything is captured into a CUDA graph."""
+def prepare(device: torch.device) -> None:
+    """Allocate what all layers share, before anything is captured into a CUDA graph."""
     if _unsupported_device(device) is None:
-        _hint(handle, device)
-
-
-def _hint(handle: int, device: torch.device) -> Hints:
-    found = _hints.get((handle, device))
-    if found is None:
-        from .quantize_kernels import Hints
-
-        found = _hints[handle, device] = Hints(device)
-    return found
+        _without_layer(device)
+        _no_key(device)
 
 
 # --- a kernel that does not compile
@@ -263,7 +266,9 @@ def _contiguous_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
-def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+def keep(
+    x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None
+) -> tuple[Tensor, Tensor]:
     """The tensors that forward saves for g_w: the codes of P x, transposed, with their scale and the rows of P.
 
     Args:
@@ -271,7 +276,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
         method: of the layer.
         lay: of the tokens.
         key: int64 on x's device; None for a method that draws nothing.
-        handle: of the layer.
+        history: of the layer; None where there is no layer.
 
     Returns:
         Codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile keeps,
@@ -286,7 +291,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, handle: int
 
     def kernel() -> Tensor:
         codes = compress(
-            x, lay, _rows(lay, side), key, projected=output, draw=True, hint=_hint(handle, x.device),
+            x, lay, _rows(lay, side), key, projected=output, draw=True, history=history or _without_layer(x.device),
             quantities=(ROTATED, X), scale_to=side[:1], tiling=_tilings(x.dtype, _few_rows(lay, output))[0],
         )[2]  # fmt: skip
         assert codes is not None
@@ -310,7 +315,7 @@ def forward(
     method: Method,
     lay: Layout,
     key: Tensor | None,
-    handle: int,
+    history: AmaxHistory | None,
     keeps: bool,
     transposed: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -323,7 +328,7 @@ def forward(
         method: of the layer.
         lay: of the tokens.
         key: as in `keep`.
-        handle: of the layer.
+        history: as in `keep`.
         keeps: whether g_w needs x.
         transposed: whether w is (I, O).
 
@@ -336,14 +341,14 @@ def forward(
     fp8 = method.forward == "fp8"
     operand = Output(E4M3, floating.largest_code("e4m3")) if fp8 else Output(INT, float(largest_code(8)), each=True)
     output = _outputs(method)[0] if keeps else NOTHING
-    hint, outputs = _hint(handle, x.device), w.shape[0]
+    history, outputs = history or _without_layer(x.device), w.shape[0]
     side = _new_side(lay, x.device, output) if keeps else None
 
     def kernel() -> tuple[Tensor | None, ...]:
         rows = None if side is None else _rows(lay, side)
         return compress(
-            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps, hint=hint,
-            quantities=(FORWARD, X), scale_to=None if side is None else side[:1],
+            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps,
+            history=history, quantities=(FORWARD, X), scale_to=None if side is None else side[:1],
             tiling=_tilings(x.dtype, _few_rows(lay, operand))[1],
         )  # fmt: skip
 
@@ -359,7 +364,7 @@ def forward(
 
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
-            w, whole(outputs, False), None, key, operand, rotate=False, hint=hint, quantities=(WEIGHT, X),
+            w, whole(outputs, False), None, key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
             tiling=_tilings(w.dtype, fp8)[1],
         )  # fmt: skip
 
@@ -414,7 +419,13 @@ def _few_rows(lay: Layout, *outputs: Output) -> bool:
 
 
 def grad_codes(
-    g_y: Tensor, side: Tensor | None, method: Method, lay: Layout, key: Tensor | None, handle: int, needs: Needs
+    g_y: Tensor,
+    side: Tensor | None,
+    method: Method,
+    lay: Layout,
+    key: Tensor | None,
+    history: AmaxHistory | None,
+    needs: Needs,
 ) -> tuple[Tensor | None, ...]:
     """Read g_y once and compute all that the gradients need of it.
 
@@ -424,7 +435,7 @@ def grad_codes(
         method: of the layer.
         lay: of the tokens.
         key: as in `keep`.
-        handle: of the layer.
+        history: as in `keep`.
         needs: which of x, w and b require gradients.
 
     Returns:
@@ -444,7 +455,8 @@ def grad_codes(
 
     def kernel() -> tuple[Tensor | None, ...]:
         return compress(
-            g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2], hint=_hint(handle, g_y.device),
+            g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2],
+            history=history or _without_layer(g_y.device),
             tiling=_tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
         )  # fmt: skip
 
@@ -476,36 +488,38 @@ def accumulation() -> Iterator[None]:
         _weights = before
 
 
-def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+def weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
     """Codes of Hᵀ w, transposed, and their scale.
 
     Args:
         w: (O, I), any strides.
         method: of the layer.
         key: as in `keep`.
-        handle: of the layer.
+        history: as in `keep`.
 
     Returns:
         Codes (I', O') and float32 scales, () or (I,).
     """
     drawn = method.grad_input.weight_rounding == "stochastic"
     if _weights is None or drawn or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _weight_codes(w, method, key, handle)
-    place, state = (handle, w.device, method), (w.data_ptr(), w._version, w.shape, w.stride())
+        return _weight_codes(w, method, key, history)
+    place, state = (history, w.device, method), (w.data_ptr(), w._version, w.shape, w.stride())
     found = _weights.get(place)
     if found is None or found[0] != state:
-        found = _weights[place] = state, _weight_codes(w, method, key, handle)
+        found = _weights[place] = state, _weight_codes(w, method, key, history)
     return found[1]
 
 
-def _weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
     from .quantize_kernels import compress_weight
 
     w, key = _contiguous_rows(w), _key(key, w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(w, key, output, _hint(handle, w.device), rotates, _tilings(w.dtype, False)[2])
+        return compress_weight(
+            w, key, output, history or _without_layer(w.device), rotates, _tilings(w.dtype, False)[2]
+        )
 
     def definition() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
@@ -522,7 +536,7 @@ def gradients(
     method: Method,
     lay: Layout,
     key: Tensor | None,
-    handle: int,
+    history: AmaxHistory | None,
     needs: Needs,
     transposed: bool = False,
     dtype: torch.dtype | None = None,
@@ -537,7 +551,7 @@ def gradients(
         method: of the layer.
         lay: of the tokens.
         key: as in `keep`.
-        handle: of the layer.
+        history: as in `keep`.
         needs: which of x, w and b require gradients.
         transposed: whether w is (I, O).
         dtype: of g_w; None is g_y's.
@@ -550,7 +564,7 @@ def gradients(
     codes, side = kept if needs[1] else (None, None)
     if columns is None:
         columns = w.shape[0 if transposed else 1] if w is not None else codes.shape[0] if codes is not None else 0
-    rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, handle, needs)
+    rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, history, needs)
     g_x = g_w = g_b = None
     if needs[2]:
         g_b = g_y.sum(0) if sums is None else sums.to(g_y.dtype)
@@ -560,7 +574,7 @@ def gradients(
         if rot is None:
             g_x = g_y @ matrix.to(g_y.dtype)
         else:
-            g_x = product(rot, *weight_codes(matrix, method, key, handle), rot_scale, g_y.dtype, columns)
+            g_x = product(rot, *weight_codes(matrix, method, key, history), rot_scale, g_y.dtype, columns)
     if needs[1]:
         assert proj is not None
         assert codes is not None

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..layer_record import BINS, AmaxHistory
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
 from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, overlaps, power_of_2
@@ -40,10 +41,8 @@ from .rows import kept_rows, of_layout
 NONE, INT, E4M3, E5M2, COPY = range(5)
 _INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
 
-# A layer's amax history, per tensor: the previous amax (its bits), an arrival counter, and bins of partial amax.
+# The rows of a layer's amax history: the previous amax (its bits), an arrival counter, and bins of partial amax.
 X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
-BINS = 64
-HINT = 2 + BINS  # int32 words per tensor
 _BINS = tl.constexpr(BINS)
 _HEADROOM = tl.constexpr(2)  # binades above the previous amax: a gradient may grow fourfold without a second pass
 _SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written again
@@ -531,15 +530,6 @@ def padded(n: int) -> int:
     return -(-n // 16) * 16
 
 
-class Hints:
-    """The amax history of a layer: for each of its tensors a row of int32 words, with bins of partial amax. Empty."""
-
-    def __init__(self, device: torch.device) -> None:
-        words = torch.zeros(5, HINT, dtype=torch.int32, device=device)
-        self.rows = [words[q] for q in range(5)]
-        self.bins = [row[2:] for row in self.rows]
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Launch parameters of a call that depend on its shapes and formats only."""
@@ -626,7 +616,7 @@ def compress(
     rotate: bool = True,
     sums: bool = False,
     draw: bool = False,
-    hint: Hints | None = None,
+    history: AmaxHistory | None = None,
     quantities: tuple[int, int] = (ROTATED, PROJECTED),
     scale_to: Tensor | None = None,
     tiling: Tiling = Tiling(),
@@ -644,7 +634,7 @@ def compress(
         rotate: False leaves out H (the plain cast of a forward operand).
         sums: whether to compute the column sums.
         draw: whether to draw the rows of P.
-        hint: the layer's amax history, needed for fp8.
+        history: the layer's amax history, needed for fp8.
         quantities: its rows for t H and P t.
         scale_to: float32, (1,): where to write the scale of P t.
         tiling: block sizes.
@@ -682,7 +672,7 @@ def compress(
         proj_scale = scale_to
     else:
         proj_scale = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
-    rot_hint, proj_hint = (t, t) if hint is None else (hint.rows[quantities[0]], hint.rows[quantities[1]])
+    rot_hint, proj_hint = (t, t) if history is None else (history.rows[quantities[0]], history.rows[quantities[1]])
     # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
     rot_max = proj_max = rot_scale
     if plan.integers:
@@ -690,10 +680,10 @@ def compress(
         own += -own % 4
         zeros = torch.zeros(own + (channels if projected.each else BINS), dtype=torch.int32, device=device)
         rot_max, proj_max = zeros, zeros[own:]
-    if rotated.is_fp8 and hint is not None:
-        rot_max = hint.bins[quantities[0]]
-    if projected.is_fp8 and hint is not None:
-        proj_max = hint.bins[quantities[1]]
+    if rotated.is_fp8 and history is not None:
+        rot_max = history.bins[quantities[0]]
+    if projected.is_fp8 and history is not None:
+        proj_max = history.bins[quantities[1]]
     partial = torch.empty(plan.blocks, channels, dtype=torch.float32, device=device) if sums else rot_scale
     table = t if rows is None else rows
     rot_to, proj_to = (t if rot is None else rot), (t if proj is None else proj)
@@ -747,7 +737,7 @@ def compress_weight(
     w: Tensor,
     key: Tensor,
     output: Output,
-    hint: Hints | None,
+    history: AmaxHistory | None,
     rotate: bool = True,
     tiling: Tiling = Tiling(2, 128, 4, 2),
 ) -> tuple[Tensor, Tensor]:
@@ -759,7 +749,7 @@ def compress_weight(
         w: (O, I), unit stride along I.
         key: of the draws, int64, ().
         output: format; `each` is per input channel.
-        hint: the layer's amax history, needed for fp8.
+        history: the layer's amax history, needed for fp8.
         rotate: whether to rotate along O.
         tiling: block sizes.
 
@@ -769,7 +759,7 @@ def compress_weight(
     lay = whole(w.shape[0], rotate)
     rows = natural_rows(w.shape[0], w.device)
     _, _, codes, scale, _ = compress(
-        w, lay, rows, key, NOTHING, output, hint=hint, quantities=(ROTATED, WEIGHT), tiling=tiling
+        w, lay, rows, key, NOTHING, output, history=history, quantities=(ROTATED, WEIGHT), tiling=tiling
     )
     assert codes is not None
     assert scale is not None

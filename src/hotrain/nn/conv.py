@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .. import functional, ops
-from ..compress.mode_stack import aside
+from .. import functional
 from ..convolution import Geometry
 from ..method import Method
 from ..presets import DEFAULT
-from .state import ATTRIBUTE, LayerState, constants
+from .state import ATTRIBUTE, LayerState
 
 
 class HadamardConv2d(nn.Conv2d):
@@ -37,34 +33,11 @@ class HadamardConv2d(nn.Conv2d):
         return Geometry(kernel, stride, padding, dilation, self.groups, self.padding_mode)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._training_forward(input) if self.training else super().forward(input)
-
-    def _training_forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            return self._traced_forward(input)
-        with aside():
-            functional.check_input(self._hotrain, input, self.in_channels, -3)
-            step = self._hotrain.step(self, input, math.prod(input.shape[-2:]) == 1)
-            if step is not None:
-                return functional.convolve(input, self.weight, self.bias, self.geometry, step)
-        return super().forward(input)
-
-    def _traced_forward(self, input: Tensor) -> Tensor:
-        state = self._hotrain
-        functional.check_input(state, input, self.in_channels, -3)
-        # From the attributes and not from `geometry`: Dynamo needs plain tuples.
-        padding = self.padding if isinstance(self.padding, str) else constants(self.padding)
-        fields = (
-            constants(self.kernel_size), constants(self.stride), padding, constants(self.dilation),
-            operator.index(self.groups), self.padding_mode,
-        )  # fmt: skip
-        kernels = state.traced(self, input, math.prod(input.shape[-2:]) == 1, geometry=fields)
-        if kernels is None:
+        if not self.training:
             return super().forward(input)
-        return ops.conv2d(
-            input, self.weight, self.bias, state.draws, state.spec, state.random, kernels,
-            self.stride, self.padding, self.dilation, self.groups, self.padding_mode,
-        )  # fmt: skip
+        place = self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode
+        y = self._hotrain.forward(self, input, self.in_channels, place)
+        return super().forward(input) if y is None else y
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (B, O, H, W), as a matrix of tokens, (B·H·W, O)."""

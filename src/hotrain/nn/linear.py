@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .. import functional, ops
-from ..compress.mode_stack import aside
+from .. import functional
 from ..method import Method
 from ..presets import DEFAULT
 from ..transform.tokens import Grid
@@ -35,25 +32,8 @@ class HadamardLinear(nn.Linear):
         self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._training_forward(input) if self.training else super().forward(input)
-
-    def _training_forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            return self._traced_forward(input)
-        with aside():
-            functional.check_input(self._hotrain, input, self.in_features, -1)
-            step = self._hotrain.step(self, input, math.prod(input.shape[1:-1]) == 1)
-            if step is not None:
-                return functional.linear_step(input, self.weight, self.bias, step)
-        return super().forward(input)
-
-    def _traced_forward(self, input: Tensor) -> Tensor:
-        state = self._hotrain
-        functional.check_input(state, input, self.in_features, -1)
-        kernels = state.traced(self, input, math.prod(input.shape[1:-1]) == 1)
-        if kernels is None:
-            return super().forward(input)
-        return ops.linear(input, self.weight, self.bias, state.draws, state.spec, state.random, kernels)
+        y = self._hotrain.forward(self, input, self.in_features) if self.training else None
+        return super().forward(input) if y is None else y
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

@@ -1,22 +1,24 @@
-"""`LayerState`: method, random draws, plan and fallback of a converted layer, and the step of each forward."""
+"""`LayerState`: method, random draws, plan and fallback of a converted layer, and the forward of its class."""
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import autograd, ops, planning
-from ..autograd import Step
-from ..compress.sharing import Origin, Origins
+from .. import autograd, functional, ops, planning
+from ..autograd import Call, Key
+from ..compress.mode_stack import aside
+from ..compress.sharing import Origins
 from ..convolution import Geometry
 from ..draws import Draws, place_all
+from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
 from ..transform.tokens import Grid
@@ -26,55 +28,67 @@ REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the r
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
+Place = tuple[Any, ...]  # the fields of a `Geometry`, as torch.nn.Conv2d has them
 
-@dataclass
+
 class LayerState:
     """The state of one converted layer.
 
     Attributes:
         name: fully qualified, in its model.
-        method: assignable; the next forward follows it.
+        method: assignable, as grid and plan; the next forward follows it.
         grid: of its tokens, where known.
+        plan: whether the layer stays exact on a GPU where its method would be slower (`hotrain.convert`).
+        running: the method with its number format chosen for the device of the last forward, or of the weight.
+        spec: of method, grid and plan: what Dynamo reads of them, and so guards on.
         chosen: whether a `filter_fn` selected the layer, so that rows that are samples count as tokens too.
+        transposed: whether the weight is (I, O).
         fallback: why the layer ran exact, if it did.
         calls: training forwards that followed the method; of a compiled layer, those that were traced.
-        plan: whether the layer stays exact on a GPU where its method would be slower (`hotrain.convert`).
-        draws: its random draws.
-        spec, random, low_rank: what Dynamo reads of the running method and the grid, and so guards on.
+        draws: its random draws, the record of its last step, and its amax history.
         origins: the producers of saved activations, for activation sharing (``memory="block"``).
-        verdicts: cached decisions of the plan for the current method, grid and plan.
-        running: the method with its number format chosen for the device of the last forward, or of the weight.
     """
 
-    name: str
-    method: Method
-    grid: Grid | None = None
-    chosen: bool = False
-    fallback: str | None = None
-    calls: int = 0
-    plan: str = "memory"
-    draws: Draws = field(default=None)  # type: ignore[assignment]
-    spec: str = field(init=False, repr=False, default="")
-    random: bool = field(init=False, repr=False, default=False)
-    low_rank: bool = field(init=False, repr=False, default=False)
-    origins: Origins | None = field(repr=False, compare=False, default=None)
-    verdicts: dict[Any, str | None] = field(init=False, repr=False, compare=False, default_factory=dict)
-    running: Method = field(init=False, repr=False, compare=False, default=None)  # type: ignore[assignment]
+    def __init__(self, name: str, method: Method, grid: Grid | None = None, chosen: bool = False) -> None:
+        self.name, self.chosen, self.transposed = name, chosen, False
+        self.fallback: str | None = None
+        self.calls = 0
+        self.draws = Draws.of(name)
+        self.origins: Origins | None = None
+        self._set(method, grid, "memory")
 
-    def __post_init__(self) -> None:
-        if self.draws is None:
-            self.draws = Draws.of(self.name)
+    def _set(self, method: Method, grid: Grid | None, plan: str) -> None:
+        self._given = method, grid, plan
+        self.running = numbers_chosen(method, False)
+        self.spec = f"{Config(self.running, grid).word} {method.automatic} {plan}"
+        self._calls: dict[Any, Call | str] = {}  # (shape, dtype, device …) of x → how it runs, or why exact
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("method", "grid", "plan"):
-            self.__dict__["verdicts"] = {}
-        if name == "method":
-            self.__dict__["running"] = numbers_chosen(self.method, False)
-        if name in ("method", "running", "grid") and "grid" in self.__dict__:
-            self.__dict__["spec"] = ops.encode(self.running, self.grid)
-            self.__dict__["random"] = self.running.draws
-            self.__dict__["low_rank"] = self.running.grad_weight.is_low_rank
+    @property
+    def method(self) -> Method:
+        return self._given[0]
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        self._set(method, self.grid, self.plan)
+
+    @property
+    def grid(self) -> Grid | None:
+        return self._given[1]
+
+    @grid.setter
+    def grid(self, grid: Grid | None) -> None:
+        self._set(self.method, grid, self.plan)
+
+    @property
+    def plan(self) -> str:
+        return self._given[2]
+
+    @plan.setter
+    def plan(self, plan: str) -> None:
+        self._set(self.method, self.grid, plan)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_calls": {}}
 
     @property
     def ran(self) -> Ran:
@@ -86,170 +100,207 @@ class LayerState:
         """Whether a training step has run through the layer."""
         return self.draws.ran.method is not None or self.draws.step >= 0
 
+    @property
+    def low_rank(self) -> bool:
+        return self.method.grad_weight.is_low_rank
+
     def choose_numbers(self, device: torch.device) -> None:
         """Choose the number format of an automatic method for that device."""
         if self.method.automatic:
             kernels = autograd.kernels_for(device)
-            running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
-            if running is not self.running:
-                self.running = running
+            self.running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
 
-    def step(self, module: Any, x: Tensor, samples_only: bool, transposed: bool = False) -> Step | None:
-        """The step of this forward, or None where the exact path runs.
+    def forward(self, module: Any, x: Tensor, channels: int, place: Place | None = None) -> Tensor | None:
+        """The result of a layer in training, or None where PyTorch's own forward is to run.
 
         Args:
             module: the layer.
             x: its input.
-            samples_only: whether the rows of x are samples rather than tokens (a 2-D input, one token per sample, a
-                1×1 image). A low-rank step would mix them, so the layer runs exact unless a `filter_fn` selected it.
-            transposed: whether the weight is (I, O).
+            channels: that it must have.
+            place: of a convolution.
+
+        Raises:
+            TypeError, ValueError: as `functional.check_input`.
         """
-        if not module.training:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(module, x, channels, place)
+        if not torch._C._len_torch_function_stack():
+            return self._eager(module, x, channels, place)
+        with aside():
+            return self._eager(module, x, channels, place)
+
+    def _eager(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+        if not isinstance(x, Tensor):
+            functional.check_input(self, x, channels, -1)
+        w = module.weight
+        if not (autograd.differentiates() and (x.requires_grad or w.requires_grad)):
+            functional.check_input(self, x, channels, -1 if place is None else -3)
+            # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
+            # one repeats its draws.
+            self._next_key(x.device, False)
             return None
-        asked = self._asked(module, x)
-        if asked:
-            self.choose_numbers(x.device)
-            self.fallback = _SAMPLES if samples_only and self._mixes(module) else self._planned(module, x, transposed)
-            if self.fallback is not None:
-                return None
-        # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second one
-        # repeats its draws.
-        key: int | Tensor
-        word = None
-        if x.device.type == "cuda":
-            if self.plan == "speed" and not torch.cuda.is_current_stream_capturing():
-                advise_compiling()
-            self._place(x.device)
-            kernels = autograd.kernels_for(x.device)
-            assert kernels is not None
-            key, word = self.draws.next_on(x.device, kernels.next_key), self.draws.host_key()
-        else:
-            key = self.draws.next()
-        if not asked:
+        device, kernels = x.device, autograd.kernels_for(x.device)
+        off = None if kernels is None else kernels.switched_off()
+        cast = autograd.autocast_to(device.type)
+        seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
+        found = self._calls.get(seen)
+        if found is None:
+            functional.check_input(self, x, channels, -1 if place is None else -3)
+            found = self._calls[seen] = self._decide(module, x, place)
+        if isinstance(found, str):
+            self.fallback = found
             return None
+        self.fallback = None
+        key = self._next_key(device, found.config.kernels)
         self.calls += 1
-        return Step(
-            self.running, key, self.grid, transposed, self.name, self.draws.handle, word,
-            origin=self.origin(x), ran=self.draws.ran,
-        )  # fmt: skip
+        origin = None if self.origins is None else self.origins.of(x)
+        return autograd.apply(x, w, module.bias, found, key, origin)
 
-    def _planned(self, module: Any, x: Tensor, transposed: bool) -> str | None:
-        """Why the layer stays exact by the plan, cached for each shape."""
-        if self.plan == "memory":
-            return None
-        w, dtype = module.weight, autograd.autocast_dtype(x)
-        asked = (x.device, w.requires_grad, x.shape, dtype, x.requires_grad)
-        if asked not in self.verdicts:
-            geometry = getattr(module, "geometry", None)
-            facts = (tuple(x.shape), dtype, x.requires_grad, tuple(w.shape), w.dtype, module.bias is not None)
-            self.verdicts[asked] = self._plan(self._question(x.device, w.requires_grad, geometry, *facts, transposed))
-        return self.verdicts[asked]
+    def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:
+        """How the layer runs an input like x, or why it stays exact; kept for each shape."""
+        w = module.weight
+        geometry = None if place is None else Geometry(*_constant(place))
+        self.choose_numbers(x.device)
+        question = self._question(_facts(module, x), geometry)
+        why = self._why_exact(question, w.requires_grad and _is_of_samples(x, place))
+        if x.device.type == "cuda" and self.plan == "speed" and not torch.cuda.is_current_stream_capturing():
+            advise_compiling()
+        if why is not None:
+            return why
+        call = autograd.call_of(self._config(geometry), x, self.draws)
+        if call.config.kernels:
+            self._place(x.device)
+        return call
 
-    def origin(self, x: Tensor) -> Origin | None:
-        """The producer of x, if it saves an activation that x can be rematerialized from."""
-        return None if self.origins is None else self.origins.of(x)
+    def _config(self, geometry: Geometry | None, kernels: bool = False) -> Config:
+        return Config(self.running, self.grid, self.transposed, geometry, kernels, self.name)
 
-    def traced(
-        self,
-        module: Any,
-        x: Tensor,
-        samples_only: bool,
-        transposed: bool = False,
-        geometry: tuple[Any, ...] | None = None,
-    ) -> bool | None:
-        """`step` under Dynamo: whether kernels may run the layer, or None where the exact path runs.
+    def _next_key(self, device: torch.device, kernels: bool) -> Key:
+        """The key of this forward; on a GPU, where it is known without waiting, an integer for the reference."""
+        if device.type != "cuda":
+            return self.draws.next()
+        if self.draws.counter is None or self.draws.counter.device != device:
+            self._place(device)
+        found = autograd.kernels_for(device)
+        assert found is not None
+        key = self.draws.next_on(device, found.next_key)
+        word = None if kernels else self.draws.host_key()
+        return key if word is None else word
+
+    def _traced(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+        """`_eager` under Dynamo.
 
         Nothing that changes from step to step is read, so that nothing is compiled twice; the record of the layer is
-        written while it is traced.
+        written when the compiled code runs.
+        """
+        functional.check_input(self, x, channels, -1 if place is None else -3)
+        w = module.weight
+        if not (autograd.differentiates() and (x.requires_grad or w.requires_grad)):
+            return None
+        samples = False
+        if w.requires_grad and _is_of_samples(x, place):  # a branch, which specializes a symbolic bool
+            samples = True
+        found = self._prepare(self.spec, samples, None if place is None else _constant(place), *_facts(module, x))
+        if found is None:
+            return None
+        config, draws = found
+        layer = ops.linear if place is None else ops.conv2d
+        counter = self.draws.counter if draws else None
+        history = self.draws.history.words  # type: ignore[union-attr]
+        y: Tensor = layer(x, w, module.bias, counter, history, config, "", [])
+        return y
+
+    def _prepare(self, spec: str, samples: bool, place: Place | None, *facts: Any) -> tuple[str, bool] | None:
+        """The part of `_traced` that runs outside of Dynamo, once, when the layer is traced.
 
         Args:
-            module: the layer.
-            x: its input.
-            samples_only: as in `step`.
-            transposed: whether the weight is (I, O).
-            geometry: the fields of a convolution's `Geometry`.
+            spec: so that Dynamo reads it.
+            samples: as of `_why_exact`.
+            place: of a convolution.
+            *facts: of `_facts`.
+
+        Returns:
+            The word of the configuration and whether it draws; None where the exact path runs.
         """
-        if not self._asked(module, x):
+        geometry = None if place is None else Geometry(*place)
+        shape, dtype, device, *_ = facts
+        self.choose_numbers(device)
+        question = self._question(facts, geometry)
+        self.fallback = self._why_exact(question, samples)
+        self.calls += self.fallback is None
+        for draws in place_all(device):
+            _make_ready(draws, device)
+        self._place(device)
+        if self.fallback is not None:
             return None
-        w = module.weight
-        facts = (constants(x.shape), autograd.autocast_dtype(x), x.requires_grad, constants(w.shape), w.dtype)
-        mixes = False
-        if samples_only and self._mixes(module):  # a branch, which specializes a symbolic bool
-            mixes = True
-        return self._prepare(mixes, geometry, x.device, w.requires_grad, *facts, module.bias is not None, transposed)
+        if question is not None:
+            planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
+        config = self._config(geometry)
+        kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
+        return self._config(geometry, kernels).word, config.draws
 
-    def _asked(self, module: Any, x: Tensor) -> bool:
-        return autograd.differentiates() and (x.requires_grad or module.weight.requires_grad)
+    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
-    def _mixes(self, module: Any) -> bool:
-        return self.low_rank and module.weight.requires_grad and not self.chosen
-
-    def _plan(self, question: planning.Question | None) -> str | None:
-        """Why the layer stays exact on a GPU, or None."""
-        if question is None or self.plan == "memory":
-            return None
-        why = self._without_kernel(question.device, question.dtype, question.geometry)
-        if why is not None:
-            return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
-        return planning.verdict(question, graphs=self.plan == "graphs")
-
-    def _without_kernel(self, device: torch.device, dtype: torch.dtype, geometry: Geometry | None) -> str | None:
-        """Why no kernel supports the layer on a GPU, or None."""
-        kernels = autograd.kernels_for(device)
-        if kernels is None:
-            return "not a GPU"
-        if geometry is not None and not geometry.is_patches:
-            return "its patches overlap"
-        # The layout matters only in that there are tokens.
-        why: str | None = kernels.reason(self.running, Step(self.running, 0, self.grid).layout((1, 16)), dtype, device)
-        return why
-
-    def _question(
-        self,
-        device: torch.device,
-        trained: bool,
-        geometry: Geometry | None,
-        x: tuple[int, ...],
-        dtype: torch.dtype,
-        needs_x: bool,
-        w: tuple[int, ...],
-        weights: torch.dtype,
-        bias: bool,
-        transposed: bool,
-    ) -> planning.Question | None:
-        """The layer on a GPU as a question to `hotrain.planning`; `trained`: whether w requires a gradient."""
+    def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
+        """The layer on a GPU as a question to `hotrain.planning`; None elsewhere, and where its weight is frozen."""
+        x, dtype, device, needs_x, w, weights, trained, bias = facts
         if device.type != "cuda" or not trained:
             return None
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
         return planning.Question(
-            x, w, dtype, weights, bias, needs_x, self.running, self.grid, transposed, geometry, device
+            x, w, dtype, weights, bias, needs_x, self.running, self.grid, self.transposed, geometry, device
         )
 
-    def _prepare(
-        self, mixes: bool, geometry: tuple[Any, ...] | None, device: torch.device, trained: bool, *facts: Any
-    ) -> bool | None:
-        """The part of `traced` that runs outside of Dynamo, once, when the layer is traced; facts as in `_question`."""
-        place = None if geometry is None else Geometry(*geometry)
-        self.choose_numbers(device)
-        question = self._question(device, trained, place, *facts)
-        self.fallback = _SAMPLES if mixes else self._plan(question)
-        self.calls += self.fallback is None
-        for draws in place_all(device):
-            _ready(draws, device)
-        self._place(device)
-        if self.fallback is not None:
-            return None
-        dtype: torch.dtype = facts[1]
-        if question is not None:
-            planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
-        return self._without_kernel(device, dtype, place) is None
+    def _why_exact(self, question: planning.Question | None, samples: bool) -> str | None:
+        """Why the layer stays exact, or None.
 
-    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+        Args:
+            question: where a plan may keep it exact.
+            samples: whether rows are samples rather than tokens (a 2-D input, one token per sample, a 1×1 image), and
+                the weight is trained. A low-rank step would mix them, unless a `filter_fn` selected the layer.
+        """
+        if samples and self.low_rank and not self.chosen:
+            return _SAMPLES
+        if question is None or self.plan == "memory":
+            return None
+        config = self._config(question.geometry)
+        # The layout matters only in that there are tokens.
+        why = autograd.unsupported(config, config.layout((1, 16)), question.dtype, question.device)
+        if why is not None:
+            return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
+        return planning.verdict(question, graphs=self.plan == "graphs")
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
-            _ready(self.draws, device)
+            _make_ready(self.draws, device)
+
+
+def _is_of_samples(x: Tensor, place: Place | None) -> bool:
+    return math.prod(x.shape[1:-1] if place is None else x.shape[-2:]) == 1
+
+
+def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on: of x its shape, dtype in a product, device and gradient, then of the weight, and bias."""
+    w = module.weight
+    of_x = constants(x.shape), autograd.autocast_dtype(x), x.device, x.requires_grad
+    return *of_x, constants(w.shape), w.dtype, w.requires_grad, module.bias is not None
+
+
+def _constant(place: Place) -> Place:
+    """The fields of a convolution, with integers where Dynamo may have made them symbolic."""
+    return tuple(
+        [n if isinstance(n, str) else constants(n) if isinstance(n, tuple) else operator.index(n) for n in place]
+    )
+
+
+def _make_ready(draws: Draws, device: torch.device) -> None:
+    """Mark a layer's new tensors as static inputs of compiled graphs, and prepare what the kernels share."""
+    for tensor in (draws.counter, draws.history.words):  # type: ignore[union-attr]
+        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
+    kernels = autograd.kernels_for(device)
+    if kernels is not None:
+        kernels.prepare(device)
 
 
 @cache
@@ -271,16 +322,6 @@ def numbers_chosen(method: Method, fp8: bool) -> Method:
 def constants(sizes: Sequence[int]) -> tuple[int, ...]:
     """Sizes that Dynamo may have made symbolic, as integers: a graph is specialized to one shape."""
     return tuple([operator.index(n) for n in sizes])
-
-
-def _ready(draws: Draws, device: torch.device) -> None:
-    """Mark the layer's new tensors as static inputs of compiled graphs, and prepare the kernels' buffers."""
-    for tensor in (draws.counter, draws.tag):
-        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
-    kernels = autograd.kernels_for(device)
-    if kernels is not None:
-        kernels.prepare(0, device)  # of layers whose tag was copied: `draws.handle_of`
-        kernels.prepare(draws.handle, device)
 
 
 def layer_state(module: nn.Module) -> LayerState | None:

@@ -33,11 +33,12 @@ def share_inputs(op: Callable[..., Tensor]) -> None:
     """Let a converted layer share its producer's saved tensors when compiled.
 
     Args:
-        op: the layer's operator; its arguments seven and eight are the recipe of its input and the tensors for it.
+        op: the layer's operator; its last arguments are the recipe of its input and the tensors for it.
     """
 
     def run(scope: Scope, *args: Any) -> Tensor | None:
-        known = None if args[7] else scope.origins.of(args[0])
-        return None if known is None else op(*args[:7], known.recipe, list(known.tensors), *args[9:])
+        *given, recipe, _ = args
+        known = None if recipe else scope.origins.of(args[0])
+        return None if known is None else op(*given, known.recipe, list(known.tensors))
 
     REGISTRY[op] = run
