@@ -28,6 +28,8 @@ REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the r
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
+_SHAPES = 256  # of inputs that a layer remembers: their layouts have tensors of one element per token
+
 Place = tuple[Any, ...]  # the fields of a `Geometry`, as torch.nn.Conv2d has them
 
 
@@ -131,6 +133,8 @@ class LayerState:
         found = self._calls.get(seen)
         if found is None:
             functional.check_input(self, x, channels, -1 if place is None else -3)
+            if len(self._calls) == _SHAPES:
+                self._calls.clear()
             found = self._calls[seen] = self._decide(module, x, place)
         if isinstance(found, str):
             self.fallback = found
