@@ -431,5 +431,5 @@ def test_layers_are_guarded_by_nothing_that_names_them() -> None:
     state = layer_state(model.blocks[0].fc1)
     assert state is not None
     before = state.spec
-    state.grid = hotrain.Grid(5, 8)
+    state.follow(state.method, hotrain.Grid(5, 8), state.plan)
     assert state.spec != before

@@ -38,8 +38,8 @@ Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what t
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 
-def kernels_for(device: torch.device) -> ModuleType | None:
-    """`hotrain.kernels` for a CUDA device, None for other devices."""
+def kernels_for(device: torch.device) -> Any:
+    """The module `hotrain.kernels` for a CUDA device, None for other devices."""
     return _kernels() if device.type == "cuda" else None
 
 
@@ -70,6 +70,10 @@ class Origin(Protocol):
 
 
 # ---- the work of a layer, in eager and compiled code ----
+#
+# Arguments of the four functions: x, (*lead, I), and g_y, (*lead, O), cast; w, (O, I), or (I, O) when transposed, of
+# any float dtype, and b, (O,) or None; the key of the draws, for the kernels on x's device; the layer's configuration;
+# the layout of x; the layer's amax history, which only the kernels use; what `pack` returned, needed for g_w only.
 
 
 def host_key(key: Key) -> int:
@@ -87,19 +91,9 @@ def saved_key(key: Key, config: Config) -> Tensor | None:
 
 
 def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
-    """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not.
-
-    Args:
-        x: (*lead, C), tokens as in `lay`.
-        key: of the draws; for the kernels on x's device.
-        config: of the layer.
-        lay: of the tokens.
-        history: of the layer, for the kernels.
-    """
+    """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not."""
     if config.kernels:
-        kernels = kernels_for(x.device)
-        assert kernels is not None
-        kept: Packed = kernels.keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
+        kept: Packed = kernels_for(x.device).keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
     word = host_key(key)
     wide = x if config.method.saved.bits is None else x.to(backward.wide(x.dtype))
@@ -111,27 +105,13 @@ def product(
     x: Tensor, w: Tensor, b: Tensor | None, key: Key, config: Config, lay: Layout, history: AmaxHistory | None,
     keeps: bool,
 ) -> tuple[Tensor, Packed]:  # fmt: skip
-    """The low-precision forward product, and what `pack` returns if `keeps`; arguments as of `pack`.
-
-    Args:
-        x: (*lead, I).
-        w: (O, I), or (I, O) when transposed, any float dtype.
-        b: (O,) or None.
-        key: of the draws.
-        config: of the layer.
-        lay: of x.
-        history: of the layer.
-        keeps: whether g_w needs x.
-
-    Returns:
-        y, (*lead, O), in x's dtype, and the saved tensors.
-    """
+    """The low-precision forward product y, (*lead, O), in x's dtype, and what `pack` returns if g_w needs x."""
     matrix = x.reshape(-1, x.shape[-1])
     kept: Packed = (None, None)
     if config.kernels:
-        kernels = kernels_for(x.device)
-        assert kernels is not None
-        y, found = kernels.forward(matrix, w, b, config.method, lay, key, history, keeps, config.transposed)
+        y, found = kernels_for(x.device).forward(
+            matrix, w, b, config.method, lay, key, history, keeps, config.transposed
+        )
         kept = found or kept
     else:
         y = forward.product(matrix, w.T if config.transposed else w, b, config.method.forward)
@@ -146,14 +126,7 @@ def linear_gradients(
     """The gradients of a Linear.
 
     Args:
-        g_y: (*lead, O).
-        w: (O, columns), or (columns, O) when transposed; needed for g_x only.
-        packed: of `pack`; needed for g_w only.
-        key: as in forward.
-        config: of the layer.
-        lay: of x.
-        history: of the layer.
-        columns: number of input channels.
+        columns: number of input channels; w is needed for g_x only.
         w_dtype: dtype of g_w.
         needs: which of x, w and b require gradients.
 
@@ -162,9 +135,7 @@ def linear_gradients(
     """
     matrix, method = g_y.reshape(-1, g_y.shape[-1]), config.method
     if config.kernels:
-        kernels = kernels_for(g_y.device)
-        assert kernels is not None
-        found: Grads = kernels.gradients(
+        found: Grads = kernels_for(g_y.device).gradients(
             matrix, w, packed, method, lay, key, history, needs,
             transposed=config.transposed, dtype=w_dtype, columns=columns,
         )  # fmt: skip
@@ -192,16 +163,11 @@ def conv2d_gradients(
     Args:
         g_y: (B, O, H', W').
         w: (O, C/groups, kh, kw); needed for g_x only.
-        packed: of `pack`; needed for g_w only.
-        key: as in forward.
-        config: of the layer.
         lay: of the positions of x.
-        shape: of x.
-        w_dtype: dtype of g_w.
-        needs: which of x, w and b require gradients.
+        shape: of x, (B, C, H, W).
 
     Returns:
-        (g_x, g_w, g_b), None where not needed: as x, as w, and (O,).
+        (g_x, g_w, g_b), None where not needed: as x, as w in `w_dtype`, and (O,).
     """
     method, geometry, word = config.method, config.geometry, host_key(key)
     assert geometry is not None

@@ -349,10 +349,10 @@ def convert(
         if state is None:
             state = LayerState(label, method, place, filter_fn is not None)
         else:
-            state.name, state.method, state.grid = label, method, place
-            state.chosen, state.fallback = filter_fn is not None, None
+            state.name, state.chosen, state.fallback = label, filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
-        state.plan, state.transposed = plan, getattr(target, "transposed", False)
+        state.follow(method, place, plan)
+        state.transposed = getattr(target, "transposed", False)
         weight = module.weight
         assert isinstance(weight, Tensor)
         state.choose_numbers(weight.device)

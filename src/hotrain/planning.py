@@ -210,8 +210,9 @@ class _Layer:
             self.x = x.requires_grad_(q.needs_x)
             self.w = self._noise(q, q.w, q.weights).requires_grad_()
             self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_() if q.bias else None
-            self.q, self.config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
+            self.q, config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
             with self.mode():
+                self.call = autograd.call_of(config, self.x)
                 self.g = torch.randn_like(self.exact())
         finally:
             if q.device.type == "cuda":
@@ -238,7 +239,7 @@ class _Layer:
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
     def converted(self) -> Tensor:
-        return autograd.apply(self.x, self.w, self.b, autograd.call_of(self.config, self.x), 1)
+        return autograd.apply(self.x, self.w, self.b, self.call, 1)
 
     def run(self, forward: Callable[[], Tensor]) -> None:
         """Forward and backward."""

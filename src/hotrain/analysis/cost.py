@@ -179,7 +179,7 @@ def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
 
 
 def _in_force(shape: LayerShape, state: LayerState | None, exact: Method) -> Method:
-    """The method that a call follows: a low-rank one does not mix samples (`LayerState.step`)."""
+    """The method that a call follows: a low-rank one does not mix samples (`LayerState`)."""
     if state is None or state.fallback not in (None, REVERTED):
         return exact
     samples = shape.samples_only and state.low_rank and shape.needs_grad_weight and not state.chosen

@@ -28,6 +28,8 @@ REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the r
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
+_SHAPES = 256  # of inputs that a layer remembers: their layouts have tensors of one element per token
+
 Place = tuple[Any, ...]  # the fields of a `Geometry`, as torch.nn.Conv2d has them
 
 
@@ -36,7 +38,7 @@ class LayerState:
 
     Attributes:
         name: fully qualified, in its model.
-        method: assignable, as grid and plan; the next forward follows it.
+        method: assignable; the next forward follows it.
         grid: of its tokens, where known.
         plan: whether the layer stays exact on a GPU where its method would be slower (`hotrain.convert`).
         running: the method with its number format chosen for the device of the last forward, or of the weight.
@@ -55,37 +57,22 @@ class LayerState:
         self.calls = 0
         self.draws = Draws.of(name)
         self.origins: Origins | None = None
-        self._set(method, grid, "memory")
+        self.follow(method, grid, "memory")
 
-    def _set(self, method: Method, grid: Grid | None, plan: str) -> None:
-        self._given = method, grid, plan
+    def follow(self, method: Method, grid: Grid | None, plan: str) -> None:
+        """Set method, grid and plan; the next forward follows them."""
+        self._method, self.grid, self.plan = method, grid, plan
         self.running = numbers_chosen(method, False)
         self.spec = f"{Config(self.running, grid).word} {method.automatic} {plan}"
         self._calls: dict[Any, Call | str] = {}  # (shape, dtype, device …) of x → how it runs, or why exact
 
     @property
     def method(self) -> Method:
-        return self._given[0]
+        return self._method
 
     @method.setter
     def method(self, method: Method) -> None:
-        self._set(method, self.grid, self.plan)
-
-    @property
-    def grid(self) -> Grid | None:
-        return self._given[1]
-
-    @grid.setter
-    def grid(self, grid: Grid | None) -> None:
-        self._set(self.method, grid, self.plan)
-
-    @property
-    def plan(self) -> str:
-        return self._given[2]
-
-    @plan.setter
-    def plan(self, plan: str) -> None:
-        self._set(self.method, self.grid, plan)
+        self.follow(method, self.grid, self.plan)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_calls": {}}
@@ -137,7 +124,7 @@ class LayerState:
             functional.check_input(self, x, channels, -1 if place is None else -3)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
-            self._next_key(x.device, False)
+            self._next_key(x.device, None)
             return None
         device, kernels = x.device, autograd.kernels_for(x.device)
         off = None if kernels is None else kernels.switched_off()
@@ -146,12 +133,14 @@ class LayerState:
         found = self._calls.get(seen)
         if found is None:
             functional.check_input(self, x, channels, -1 if place is None else -3)
+            if len(self._calls) == _SHAPES:
+                self._calls.clear()
             found = self._calls[seen] = self._decide(module, x, place)
         if isinstance(found, str):
             self.fallback = found
             return None
         self.fallback = None
-        key = self._next_key(device, found.config.kernels)
+        key = self._next_key(device, found.config)
         self.calls += 1
         origin = None if self.origins is None else self.origins.of(x)
         return autograd.apply(x, w, module.bias, found, key, origin)
@@ -175,17 +164,17 @@ class LayerState:
     def _config(self, geometry: Geometry | None, kernels: bool = False) -> Config:
         return Config(self.running, self.grid, self.transposed, geometry, kernels, self.name)
 
-    def _next_key(self, device: torch.device, kernels: bool) -> Key:
-        """The key of this forward; on a GPU, where it is known without waiting, an integer for the reference."""
+    def _next_key(self, device: torch.device, config: Config | None) -> Key:
+        """The key of this forward, for its configuration if it follows the method: the reference needs an integer."""
         if device.type != "cuda":
             return self.draws.next()
         if self.draws.counter is None or self.draws.counter.device != device:
             self._place(device)
-        found = autograd.kernels_for(device)
-        assert found is not None
-        key = self.draws.next_on(device, found.next_key)
-        word = None if kernels else self.draws.host_key()
-        return key if word is None else word
+        key = self.draws.next_on(device, autograd.kernels_for(device).next_key)
+        if config is None or config.kernels:
+            return key
+        word = self.draws.host_key()
+        return word if word is not None or not config.draws else autograd.host_key(key)
 
     def _traced(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
         """`_eager` under Dynamo.
