@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..autograd import autocast_to
 from ..compress.mode import Example
-from ..private import fake_tensor_mode, map_tensors
+from ..private import fakes, map_tensors
 from .saved_bytes import SavedBytes, saved_bytes
 
 
@@ -65,7 +65,7 @@ def _predicted(
 ) -> SavedBytes:
     """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
     try:
-        with fake_tensor_mode(), _as_on_a_cpu():
+        with fakes.mode(), _as_on_a_cpu():
             memory: dict[int, Any] = {}
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
