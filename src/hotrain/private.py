@@ -180,6 +180,7 @@ def schema_of(operator: Any) -> Any:
 
 # ---- fake tensors ----
 
+
 class Fakes(NamedTuple):
     """Tensors with a shape and no memory, and the context in which all tensors are made so."""
 
