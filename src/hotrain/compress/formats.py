@@ -31,4 +31,5 @@ FORMATS = {
     "conv": "int4 nearest",
 }
 
+KEY = "hotrain"  # of a graph node's metadata: the model that the node belongs to
 SMALL = 1 << 14  # tensors with fewer elements are saved as they are

@@ -18,8 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
 from .composed_norms import ComposedRMSNorm, is_composed
+from .formats import KEY
 from .mixins import Mixin, mix, unmix
-from .mode import ATTRIBUTE, KEY, Buffers, Compressed
+from .mode import ATTRIBUTE, Buffers, Compressed
 from .mode_stack import top
 
 

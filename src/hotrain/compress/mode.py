@@ -42,7 +42,6 @@ _numbers = itertools.count()
 EAGER = 'the host limits the speed of the GPU: use torch.compile, with CUDA graphs (mode="reduce-overhead") if possible'
 UNCUT = "compiled: from Inductor's cache or by another backend, so that what the graph keeps is unknown"
 DERIVATIVE, BIT = "4-bit derivative", "1 bit per element"  # formats in the report
-KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
 ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
 
 

@@ -16,12 +16,11 @@ from .. import autograd, ops, planning
 from ..autograd import Step
 from ..compress.sharing import Origin, Origins
 from ..convolution import Geometry
-from ..draws import Draws, place_all
+from ..draws import ATTRIBUTE, Draws, place_all
 from ..layer_record import Ran
 from ..method import Method
 from ..transform.tokens import Grid
 
-ATTRIBUTE = "_hotrain"
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
