@@ -14,7 +14,7 @@ ROOT = Path(hotrain.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # The rooms that everything else is built on, and those that may use them but are never used by them.
-OUTER = ("hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
+OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
 CORE_MAY_IMPORT = {"torch", "numpy"}
 # The exceptions: what is imported only for a model that brought transformers, and only where a kernel is to run.
 ALSO = {"hotrain.nn.hf": {"transformers"}, "hotrain.kernels": {"triton"}}
@@ -32,15 +32,13 @@ OUTER_MAY_IMPORT = {
         "sklearn",
         "rich",
     },
-    "hotrain.bench": {"torch", "timm", "transformers", "torchao"},
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
     "hotrain.plotting": {"torch", "numpy", "matplotlib", "mpl_toolkits", "jinja2", "markupsafe"},
 }
 MAY_USE = {
     "hotrain.train": {"hotrain.train"},
-    "hotrain.bench": {"hotrain.bench", "hotrain.train"},
     "hotrain.plotting": {"hotrain.plotting"},
-    "hotrain.cli": {"hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
+    "hotrain.cli": {"hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
 }
 
 # Each room imports only from rooms above it (and from itself).
@@ -182,12 +180,15 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize("path", OUTER_FILES, ids=dotted)
 def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> None:
-    """The command line knows all, bench the trainer besides itself; train and plotting know nobody else."""
+    """The command line knows all; train and plotting know nobody else."""
     own = room(dotted(path))
     used = {room(module) for module, _ in imports(path) if is_outer(module)}
     used = {"hotrain_recipes" if u.startswith("hotrain_recipes") else u for u in used}
     assert used <= MAY_USE[own]
-    assert {third_party(module) for module, _ in imports(path)} - {None} - {"hotrain_recipes"} <= OUTER_MAY_IMPORT[own]
+    assert {third_party(module) for module, _ in imports(path)} - {None} - {
+        "hotrain_recipes",
+        "hotrain_bench",
+    } <= OUTER_MAY_IMPORT[own]
 
 
 def test_the_walk_sees_what_is_there() -> None:

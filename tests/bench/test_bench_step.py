@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hotrain_bench import step, tasks
+from hotrain_bench.step import Bounds, FirstStep, Variant
 from torch import nn
-
-from hotrain.bench import step, tasks
-from hotrain.bench.step import Bounds, FirstStep, Variant
 
 CPU = torch.device("cpu")
 VIT, LLAMA = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192"

@@ -23,11 +23,11 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.bench import side_by_side, timing
-from hotrain.bench.conditions import Clocks
-from hotrain.bench.tasks import SUBJECTS, Task, build, checkpoint_blocks
 from hotrain.presets import preset
 from hotrain.train import parse_method
+from hotrain_bench import side_by_side, timing
+from hotrain_bench.conditions import Clocks
+from hotrain_bench.tasks import SUBJECTS, Task, build, checkpoint_blocks
 
 BASELINE = "exact+compile"
 MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
