@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .analysis.cost import cost
     from .analysis.fidelity import fidelity
     from .analysis.fit import fit
-    from .analysis.planner import plan
+    from .analysis.layer_times import plan
     from .audit.predicted import predicted_bytes
     from .audit.saved_bytes import saved_bytes
     from .budget import checkpoint_blocks
@@ -45,7 +45,7 @@ _LAZY = {
     "cost": "analysis.cost",
     "fidelity": "analysis.fidelity",
     "fit": "analysis.fit",
-    "plan": "analysis.planner",
+    "plan": "analysis.layer_times",
 }
 
 __all__ = [

@@ -7,5 +7,5 @@ Analyses leave the model unchanged: modes, buffers, gradients, generators and dr
     predicted     the same without running the model
     cost          FLOPs and bit operations of forward and both gradient paths; `paper` holds the published formulas
     fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency; surfaces of |g_y|
-    planner       times the exact backward against a method's, layer by layer, on this device
+    layer_times   times the exact backward against a method's, layer by layer, on this device
 """
