@@ -75,7 +75,7 @@ def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: s
         for block in blocks:
             if any(True for _ in block.parameters()):  # a reshape keeps nothing, so that nothing asks for it again
                 block.register_forward_pre_hook(lambda module, args: calls.append(module))
-    tasks.checkpoint_blocks(task)
+    tasks.with_checkpoints(task)
     losses = []
     for each in (plain, task):
         torch.manual_seed(1)
