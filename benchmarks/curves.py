@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hotrain_bench.conditions import conditions, write
 
-from hotrain.bench.conditions import conditions, write
 from hotrain.cli.prepare import configure
 from hotrain.train import Progress, TrainRun, train
 

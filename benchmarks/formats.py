@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hotrain_bench.conditions import conditions, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import hotrain
-from hotrain.bench.conditions import conditions, write
 from hotrain.compress import formats as policy
 from hotrain.compress.interpose import Compressed
 from hotrain.compress.report import Buffers

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hotrain_bench.conditions import conditions, write
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.bench.conditions import conditions, write
 from hotrain.cli.prepare import configure
 from hotrain.train.distributed import processes
 from hotrain.train.loop import Training

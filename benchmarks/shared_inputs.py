@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 import torch
+from hotrain_bench.conditions import conditions, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
 import hotrain.train  # first: it lets timm load beside a CPU-only PyTorch
-from hotrain.bench.conditions import conditions, write
 
 KINDS = ("qkv", "attn.proj", "fc1", "fc2")
 BATCHES = 3

@@ -3,7 +3,7 @@
     python benchmarks/steps.py resnet50/b256=exact+compile,hotrain-memory \\
         vit_base_patch16_224/b128=exact+compile,hotrain --steps 30 --seconds 255 --stagger 10 --out FILE
 
-All are prepared in parallel processes and timed one after the other (`hotrain.bench.side_by_side`). `NAME@1=…` runs on
+All are prepared in parallel processes and timed one after the other (`hotrain_bench.side_by_side`). `NAME@1=…` runs on
 the second GPU; all variants of a subject should run on the same one, and GPUs do not wait for one another. Groups start
 `--stagger` seconds apart, since every process first runs one step of the exact model in eager mode, which needs most
 memory. Parts that are not ready after `--seconds` are stopped; failures are recorded with their error.
@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 
 import torch
-
-from hotrain.bench import side_by_side
-from hotrain.bench.conditions import conditions, write
+from hotrain_bench import side_by_side
+from hotrain_bench.conditions import conditions, write
 
 
 def main() -> int:

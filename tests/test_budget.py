@@ -124,7 +124,7 @@ def test_a_budget_takes_as_many_as_it_needs() -> None:
 
 
 def test_what_frees_most_for_its_time_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotrain.analysis import budget
+    from hotrain import budget
 
     model = Net()
     before = hotrain.saved_bytes(model, X).total
@@ -136,7 +136,7 @@ def test_what_frees_most_for_its_time_comes_first(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_small_block_is_let_go_where_a_large_one_was_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotrain.analysis import budget
+    from hotrain import budget
 
     model = Net()
     least = hotrain.saved_bytes(model, X).total

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from hotrain_bench.step import VARIANTS
 
 import hotrain
-from hotrain.bench.step import VARIANTS
 from hotrain.method import Method
 from hotrain.presets import DEFAULT
 from hotrain.train import parse_method

@@ -14,7 +14,7 @@ ROOT = Path(hotrain.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # The rooms that everything else is built on, and those that may use them but are never used by them.
-OUTER = ("hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
+OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
 CORE_MAY_IMPORT = {"torch", "numpy"}
 # The exceptions: what is imported only for a model that brought transformers, and only where a kernel is to run.
 ALSO = {"hotrain.nn.hf": {"transformers"}, "hotrain.kernels": {"triton"}}
@@ -32,20 +32,18 @@ OUTER_MAY_IMPORT = {
         "sklearn",
         "rich",
     },
-    "hotrain.bench": {"torch", "timm", "transformers", "torchao"},
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
     "hotrain.plotting": {"torch", "numpy", "matplotlib", "mpl_toolkits", "jinja2", "markupsafe"},
 }
 MAY_USE = {
     "hotrain.train": {"hotrain.train"},
-    "hotrain.bench": {"hotrain.bench", "hotrain.train"},
     "hotrain.plotting": {"hotrain.plotting"},
-    "hotrain.cli": {"hotrain.train", "hotrain.bench", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
+    "hotrain.cli": {"hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
 }
 
 # Each room imports only from rooms above it (and from itself).
 ORDER = [
-    ("hotrain._version", "hotrain.tables"),
+    ("hotrain._version", "hotrain.tables", "hotrain.private"),
     ("hotrain.method",),
     ("hotrain.layer_record",),
     ("hotrain.presets",),
@@ -61,14 +59,16 @@ ORDER = [
     ("hotrain.layer",),
     ("hotrain.kernels",),
     ("hotrain.autograd",),
-    ("hotrain.ops", "hotrain.planning", "hotrain.compress"),
+    ("hotrain.compress", "hotrain.planning"),
+    ("hotrain.ops",),
     ("hotrain.functional",),
     ("hotrain.nn",),
     ("hotrain.grids",),
     ("hotrain.audit",),
     ("hotrain.conversion",),
     ("hotrain.compiling",),
-    ("hotrain.calibration", "hotrain.analysis", "hotrain.optim"),
+    ("hotrain.layer_gradients",),
+    ("hotrain.calibration", "hotrain.analysis", "hotrain.budget", "hotrain.optim"),
 ]
 RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
@@ -159,7 +159,7 @@ def test_only_kernels_pull_in_triton() -> None:
 def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
     """method → transform → quantize → saved → backward → kernels → autograd → ops → functional → nn → the rest.
 
-    `draws` looks at a model's layers in two functions, to save and load their counters: lazily, and only there.
+    Imports inside functions and for type annotations count too.
     """
     name = dotted(path)
     if name == "hotrain":
@@ -167,22 +167,31 @@ def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
     assert room(name) in RANK, f"{name} is in no room of ORDER: say where it belongs"
     late = [
         module
-        for module, eager in imports(path)
-        if module.startswith("hotrain.")
-        and RANK[room(module)] > RANK[room(name)]
-        and not (name == "hotrain.draws" and module == "hotrain.nn.state" and not eager)
+        for module, _ in imports(path)
+        if module.startswith("hotrain.") and room(module) != room(name) and RANK[room(module)] >= RANK[room(name)]
     ]
     assert late == []
 
 
+def test_no_circles() -> None:
+    """Also not through imports inside functions or for annotations; the package's `__init__` imports everything."""
+    waiting = {dotted(path): {module for module, _ in imports(path)} for path in FILES if path != ROOT / "__init__.py"}
+    while free := {name for name, needs in waiting.items() if not needs & waiting.keys()}:
+        waiting = {name: needs for name, needs in waiting.items() if name not in free}
+    assert {name: sorted(needs & waiting.keys()) for name, needs in waiting.items()} == {}
+
+
 @pytest.mark.parametrize("path", OUTER_FILES, ids=dotted)
 def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> None:
-    """The command line knows all, bench the trainer besides itself; train and plotting know nobody else."""
+    """The command line knows all; train and plotting know nobody else."""
     own = room(dotted(path))
     used = {room(module) for module, _ in imports(path) if is_outer(module)}
     used = {"hotrain_recipes" if u.startswith("hotrain_recipes") else u for u in used}
     assert used <= MAY_USE[own]
-    assert {third_party(module) for module, _ in imports(path)} - {None} - {"hotrain_recipes"} <= OUTER_MAY_IMPORT[own]
+    assert {third_party(module) for module, _ in imports(path)} - {None} - {
+        "hotrain_recipes",
+        "hotrain_bench",
+    } <= OUTER_MAY_IMPORT[own]
 
 
 def test_the_walk_sees_what_is_there() -> None:
@@ -190,7 +199,6 @@ def test_the_walk_sees_what_is_there() -> None:
     found = dict(imports(ROOT / "autograd.py"))
     assert found["hotrain.backward"] is True
     assert found["hotrain.transform.tokens"] is True
-    assert dict(imports(ROOT / "draws.py"))["hotrain.nn.state"] is False
     assert dict(imports(ROOT / "conversion.py"))["hotrain.nn.hf"] is False
     assert len(CORE_FILES) > 20
     assert len(OUTER_FILES) > 10

@@ -14,16 +14,20 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hotrain
-from hotrain.bench.layers import Shape, shapes
 from hotrain.train.run import parse_method
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+from hotrain_bench.layers import Shape, shapes  # noqa: E402
+
+RESULTS = BENCHMARKS / "results"
 FIELDS = (
     "subject",
     "variant",

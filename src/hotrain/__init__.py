@@ -25,13 +25,13 @@ from .presets import preset, presets
 from .transform.tokens import Grid
 
 if TYPE_CHECKING:
-    from .analysis.budget import checkpoint_blocks
     from .analysis.cost import cost
     from .analysis.fidelity import fidelity
     from .analysis.fit import fit
-    from .analysis.planner import plan
+    from .analysis.layer_times import plan
     from .audit.predicted import predicted_bytes
     from .audit.saved_bytes import saved_bytes
+    from .budget import checkpoint_blocks
     from .calibration import BitSchedule, Calibration, calibrate
 
 # Questions asked of a model: imported when first asked for.
@@ -41,11 +41,11 @@ _LAZY = {
     "BitSchedule": "calibration",
     "predicted_bytes": "audit.predicted",
     "saved_bytes": "audit.saved_bytes",
-    "checkpoint_blocks": "analysis.budget",
+    "checkpoint_blocks": "budget",
     "cost": "analysis.cost",
     "fidelity": "analysis.fidelity",
     "fit": "analysis.fit",
-    "plan": "analysis.planner",
+    "plan": "analysis.layer_times",
 }
 
 __all__ = [

@@ -22,10 +22,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import draws
-from .analysis.layer_gradients import exact_calls
-from .analysis.loss import LossFn
 from .audit.unchanged import as_found
 from .backward import rotated_grad, wide
+from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
 from .tables import table

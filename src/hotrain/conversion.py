@@ -29,6 +29,7 @@ from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state, layer_states
 from .presets import DEFAULT
+from .private import compiled_part, warn_of_missing
 from .tables import bytes_text
 from .transform.tokens import Grid
 
@@ -292,6 +293,7 @@ def convert(
         ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
             converted with another plan, or no layer matched (with a `filter_fn`, or with ``memory="linear"``).
     """
+    warn_of_missing()
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
@@ -376,7 +378,7 @@ def convert(
 def _refuse_compiled(model: nn.Module) -> None:
     """Raise ValueError for a model that is compiled already, in whole or in part."""
     for name, module in model.named_modules():
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        if compiled_part(module) is not None:
             where = f"{name!r} is" if name else "the model is"
             raise ValueError(
                 f"hotrain.convert: {where} compiled already. Convert first and compile then: "
@@ -471,9 +473,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     """(name, module, reason it is unsupported or None) of every Linear and convolution, shared ones once."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((name, module))
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((name, module))
     without_call = {
         id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from .layer_record import AmaxHistory, Ran
 if TYPE_CHECKING:
     from torch import nn
 
+ATTRIBUTE = "_hotrain"  # of a converted layer: its `nn.state.LayerState`, which has the layer's draws
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
@@ -267,12 +268,9 @@ def state_dict(model: nn.Module) -> dict[str, int]:
     Returns:
         Plain integers: ``"seed"``, and ``"step.<layer>"`` for each layer.
     """
-    from .nn.state import layer_states
-
     state = {"seed": signed(current_seed())}  # signed: formats that hold 64-bit integers keep its value
-    for name, layer in layer_states(model):
-        fresh = layer.draws.generation == _seed.generation
-        state[f"step.{name}"] = layer.draws.step if fresh else -1
+    for name, draws in _layers(model):
+        state[f"step.{name}"] = draws.step if draws.generation == _seed.generation else -1
     return state
 
 
@@ -286,9 +284,7 @@ def load_state_dict(model: nn.Module, state: dict[str, int]) -> None:
     Raises:
         ValueError: the layers are not the same.
     """
-    from .nn.state import layer_states
-
-    layers = dict(layer_states(model))
+    layers = dict(_layers(model))
     missing = [name for name in layers if f"step.{name}" not in state]
     unknown = [key[5:] for key in state if key.startswith("step.") and key[5:] not in layers]
     if missing or unknown:
@@ -297,8 +293,15 @@ def load_state_dict(model: nn.Module, state: dict[str, int]) -> None:
             "convert the model with the same method first"
         )
     manual_seed(state["seed"])
-    for name, layer in layers.items():
-        layer.draws.step, layer.draws.generation = state[f"step.{name}"], _seed.generation
+    for name, draws in layers.items():
+        draws.step, draws.generation = state[f"step.{name}"], _seed.generation
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Draws]]:
+    """(name, draws) of every converted layer."""
+    for name, module in model.named_modules():
+        if ATTRIBUTE in module.__dict__:
+            yield name, module.__dict__[ATTRIBUTE].draws
 
 
 def _signed32(word: int) -> int:

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import hotrain
 from hotrain.analysis.fidelity import energy_by_sequency, fidelity, gradient_surface
-from hotrain.analysis.layer_gradients import exact_calls
 from hotrain.audit.unchanged import as_found
+from hotrain.layer_gradients import exact_calls
 from hotrain.transform.hadamard import TILE, matrix
 from hotrain.transform.rows import Rows
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotrain.analysis.loss import loss_of
+from hotrain.layer_gradients import loss_of
 
 X, Y = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
 

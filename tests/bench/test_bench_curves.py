@@ -15,16 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-
 
 @pytest.fixture(scope="module")
 def curves() -> Iterator[ModuleType]:
-    sys.path.insert(0, BENCHMARKS)
     try:
         yield importlib.import_module("curves")
     finally:
-        sys.path.remove(BENCHMARKS)
         sys.modules.pop("curves", None)
 
 

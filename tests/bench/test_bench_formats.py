@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -17,17 +16,13 @@ from hotrain.compress.interpose import Compressed
 from hotrain.compress.report import Buffers
 from hotrain.compress.slopes import ACTIVATIONS
 
-BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-
 
 @pytest.fixture(scope="module")
 def formats() -> Iterator[ModuleType]:
     before = dict(policy.GROUPED)
-    sys.path.insert(0, BENCHMARKS)
     try:
         yield importlib.import_module("formats")
     finally:
-        sys.path.remove(BENCHMARKS)
         sys.modules.pop("formats", None)
         policy.GROUPED.clear()
         policy.GROUPED.update(before)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from hotrain_bench import layers, ops, timing
+from hotrain_bench.layers import Definition, Inputs, Shape
 from torch import Tensor
 
 import hotrain
 from hotrain import backward
-from hotrain.bench import layers, ops, timing
-from hotrain.bench.layers import Definition, Inputs, Shape
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from hotrain.bench import layers, ops, step, timing
+from hotrain_bench import layers, ops, step, timing
 
 pytestmark = pytest.mark.gpu
 VIT = "vit_base_patch16_224/b128"

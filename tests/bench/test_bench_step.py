@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hotrain_bench import step, tasks
+from hotrain_bench.step import Bounds, FirstStep, Variant
 from torch import nn
-
-from hotrain.bench import step, tasks
-from hotrain.bench.step import Bounds, FirstStep, Variant
 
 CPU = torch.device("cpu")
 VIT, LLAMA = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192"
@@ -76,7 +75,7 @@ def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: s
         for block in blocks:
             if any(True for _ in block.parameters()):  # a reshape keeps nothing, so that nothing asks for it again
                 block.register_forward_pre_hook(lambda module, args: calls.append(module))
-    tasks.checkpoint_blocks(task)
+    tasks.with_checkpoints(task)
     losses = []
     for each in (plain, task):
         torch.manual_seed(1)

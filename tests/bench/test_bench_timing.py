@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from hotrain.bench import conditions, timing
+from hotrain_bench import conditions, timing
 
 
 class Ticks:

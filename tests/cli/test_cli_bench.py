@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hotrain_bench import layers, ops, step
 from typer.testing import CliRunner, Result
 
-from hotrain.bench import layers, ops, step
+import hotrain
 from hotrain.cli.main import app
 
 CPU = ["--device", "cpu", "--tiny"]
@@ -88,3 +93,14 @@ def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeyp
     ], "small models are named as such"
     assert "the times mean nothing" in done.stdout
     assert [row["variant"] for row in written(tmp_path / "r.jsonl")] == ["broken", "exact"]
+
+
+def test_a_package_without_the_tools_says_where_they_are(tmp_path: Path) -> None:
+    shutil.copytree(Path(hotrain.__file__).parent, tmp_path / "hotrain")
+    command = [sys.executable, "-m", "hotrain.cli", "bench", "layers", "--batch", "3"]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+    assert run.returncode == 2
+    assert run.stderr == (
+        "error: hotrain bench: its tools are not in the package; clone the repository and pip install -e .\n"
+    )

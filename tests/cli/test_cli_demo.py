@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hotrain.cli.demo import METHODS as DEMO_METHODS
-from hotrain.cli.demo_records import pick_surfaces, pictured
-from hotrain.cli.demo_text import notes
+from hotrain.cli.demo_records import notes, pick_surfaces, pictured
 from hotrain.cli.main import app
 from hotrain.cli.options import split_names
 from hotrain.cli.parallel_runs import train_cells

@@ -1,11 +1,11 @@
 """Analysis of a model: saved bytes, operations, gradient errors, per-layer timing, largest batch.
 
-Analyses leave the model unchanged: modes, buffers, gradients, generators and draw counters (`as_found`). Only `budget`
-changes it, which is its purpose. The results print as tables and have their rows as plain dicts.
+Analyses leave the model unchanged: modes, buffers, gradients, generators and draw counters
+(`as_found`). The results print as tables and have their rows as plain dicts.
 
     saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
     predicted     the same without running the model
     cost          FLOPs and bit operations of forward and both gradient paths; `paper` holds the published formulas
     fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency; surfaces of |g_y|
-    planner       times the exact backward against a method's, layer by layer, on this device
+    layer_times   times the exact backward against a method's, layer by layer, on this device
 """

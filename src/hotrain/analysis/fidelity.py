@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..audit.unchanged import as_found
+from ..layer_gradients import Call, LossFn, exact_calls
 from ..tables import table
 from ..transform.hadamard import TILE, rotate, sequency
-from .layer_gradients import Call, exact_calls
-from .loss import LossFn
 
 PATHS = ("grad_input", "grad_weight")
 

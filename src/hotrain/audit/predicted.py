@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from ..autograd import autocast_to
 from ..compress.report import Example
+from ..private import fakes, map_tensors
 from .saved_bytes import SavedBytes, saved_bytes
 
 
@@ -66,7 +65,7 @@ def _predicted(
 ) -> SavedBytes:
     """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
     try:
-        with FakeTensorMode(), _as_on_a_cpu():
+        with fakes.mode(), _as_on_a_cpu():
             memory: dict[int, Any] = {}
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
@@ -75,7 +74,7 @@ def _predicted(
             shapes = copy.deepcopy(model, memory)
             if change is not None:
                 change(shapes)
-            args, named = tree_map_only(Tensor, _shape_alone, (inputs, dict(kwargs)))
+            args, named = map_tensors(_shape_alone, (inputs, dict(kwargs)))
             return saved_bytes(shapes, *args, **named)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..private import compiled_part, node_number
 from ..tables import bytes_text, table
 from .unchanged import as_found
 
@@ -188,7 +190,7 @@ class _Seen:
 
     def pack(self, tensor: Tensor) -> _Kept:
         # A node gets its number when it is made, and saves before the next one is made: it has the last number.
-        sequence = torch.autograd._get_sequence_nr() - 1
+        sequence = node_number()
         # Detached: a result refers to its node, and if the node saves it, the two would keep each other alive.
         operator = CHECKPOINT if _called_by_checkpoint() else WEIGHT_COPY if self._is_weight_copy(tensor) else None
         kept = _Kept(tensor.detach(), self.stack[-1], sequence, operator)
@@ -270,8 +272,7 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
 def _traced_modules(model: nn.Module) -> set[nn.Module]:
     """Modules that `torch.compile` or `nn.Module.compile` traces."""
-    whole = [m._orig_mod for m in model.modules() if isinstance(m, torch._dynamo.OptimizedModule)]
-    whole += [m for m in model.modules() if m._compiled_call_impl is not None]
+    whole = [part for m in model.modules() if (part := compiled_part(m)) is not None]
     return {inner for module in whole for inner in module.modules()}
 
 
@@ -285,7 +286,7 @@ def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
         if node in visited:
             continue
         visited.add(node)
-        names[node._sequence_nr()] = operator_name(node)
+        names[node_number(node)] = operator_name(node)
         todo.extend(following for following, _ in node.next_functions if following is not None)
     return names
 
@@ -318,7 +319,7 @@ def _storages(tensor: Tensor) -> list[tuple[int, int]]:
     if tensor.layout is torch.sparse_coo:
         return _storages(tensor._indices()) + _storages(tensor._values())
     storage = tensor.untyped_storage()
-    return [(storage._cdata, storage.nbytes())]
+    return [(StorageWeakRef(storage).cdata, storage.nbytes())]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

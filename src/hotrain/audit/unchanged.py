@@ -27,9 +27,9 @@ def as_found(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     states = [state for _, state in layer_states(model)]
     counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation, replace(s.ran)) for s in states]
@@ -40,10 +40,9 @@ def as_found(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                with torch.no_grad():
-                    buffer.copy_(value)
+            setattr(module, name, buffer)
+            with torch.no_grad():
+                buffer.copy_(value)
         for state, calls, fallback, step, generation, ran in counters:
             state.calls, state.fallback = calls, fallback
             state.draws.step, state.draws.generation, state.draws.ran = step, generation, ran

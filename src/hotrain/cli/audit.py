@@ -1,8 +1,9 @@
-"""``hotrain memory``, ``cost`` and ``fidelity``: a model's saved bytes, operations and gradient errors."""
+"""``hotrain memory``, ``cost``, ``fidelity`` and ``calibrate``: saved bytes, operations, gradient errors, LQS."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -276,3 +277,39 @@ def fidelity(
         print_json({"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows})
     else:
         typer.echo(f"{run.model} on {run.data}, {run.method_label}\n{found}")
+
+
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("calibration.json"),
+    method: MethodOption = None,
+    data: DataOption = None,
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Number of training batches.")] = 4,
+    checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Choose per-token scales or one per-tensor scale for every layer (LQS).
+
+    Use the file with `hotrain train RECIPE --set calibration_file=FILE`, for the same recipe and method.
+    """
+    import hotrain
+    from hotrain.cli.prepare import converted, look
+    from hotrain.train import training_batches
+
+    if out.exists() and not force:
+        raise ValueError(f"--out: {out} exists already; give another file, or --force to replace it")
+    with working(f"{model}: calibrating on {batches} training batches"):
+        run = look(model, method=method, data=data, settings=settings, seed=seed, device=device)
+        setup = converted(run, checkpoint)
+        chosen = list(training_batches(setup, batches))
+        with setup.autocast():
+            found = hotrain.calibrate(setup.model, chosen, setup.loss, max_batches=len(chosen))
+    found.save(out)
+    if json:
+        print_json({"model": run.model, "method": run.method_label, "file": out, **asdict(found)})
+    else:
+        typer.echo(f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}")

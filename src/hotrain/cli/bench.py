@@ -1,201 +1,30 @@
-"""``hotrain bench layers``, ``step`` and ``ops``: times on this machine, with their baselines from the same run."""
+"""``hotrain bench``: the measuring tools of a checkout (`benchmarks/hotrain_bench`), which a wheel does not contain."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from hotrain.cli.errors import note
-from hotrain.cli.options import Command, JsonOption, PlainFlags, print_json, split_names
+_CHECKOUT = Path(__file__).parents[3] / "benchmarks"
+if (_CHECKOUT / "hotrain_bench").is_dir():
+    sys.path.append(str(_CHECKOUT))
 
-if TYPE_CHECKING:
-    import torch
+try:
+    from hotrain_bench.cli import app
+except ModuleNotFoundError as missing:
+    if missing.name != "hotrain_bench":
+        raise
+    app = typer.Typer(no_args_is_help=True, help="Time layers, training steps and kernels (in a clone).")
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-
-class Group(PlainFlags, TyperGroup):
-    """The commands of `hotrain bench`."""
-
-
-app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    help="Time layers, training steps and kernels on a GPU, each with its baseline.",
-)
-
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Append the records to this JSONL file.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda (the default), cuda:N or cpu.")]
-TinyOption = Annotated[bool, typer.Option("--tiny", help="Small shapes: whether it runs, not how fast.")]
-CommitOption = Annotated[str | None, typer.Option("--commit", help="Of the tree, where git does not tell.")]
-RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Rounds in which every variant runs once.")]
-MethodsOption = Annotated[str, typer.Option("--methods", help="Presets, with overrides as in hot:rank=4+scale=token.")]
-
-_BYTES = {
-    "peak_bytes": "peak GiB",
-    "reserved_bytes": "reserved GiB",
-    "activation_bytes": "activations GiB",
-    "above_bytes": "above state GiB",
-}
+    @app.command("layers", context_settings=anything)
+    @app.command("step", context_settings=anything)
+    @app.command("ops", context_settings=anything)
+    def clone_first() -> None:
+        """Needs a clone of the repository."""
+        raise ValueError("hotrain bench: its tools are not in the package; clone the repository and pip install -e .")
 
 
-def _record(
-    rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Add the conditions of measurement to the rows and write each as soon as it is measured."""
-    from hotrain.bench import conditions
-
-    common = conditions.conditions(device, sys.argv, commit)
-    for row in rows:
-        conditions.write(out, row | common)
-        yield row | common
-
-
-def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]], tiny: bool, json: bool) -> None:
-    """Print the records as JSON or a table; times of small shapes are marked as such."""
-    from hotrain.tables import table
-
-    if json:
-        print_json(rows)
-        return
-    if tiny:
-        typer.echo("--tiny: small models and shapes under these names. It shows that they run; the times mean nothing.")
-        lines = [[f"{line[0]} (tiny)", *line[1:]] for line in lines]
-    typer.echo(table(headers, lines))
-
-
-@app.command("layers", cls=Command)
-def layers(
-    models: Annotated[str, typer.Option("--models", help="vit_b and llama.")] = "vit_b,llama",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
-    methods: MethodsOption = "hot-unbiased",
-    repeats: RepeatsOption = 50,
-    device: DeviceOption = None,
-    tiny: TinyOption = False,
-    commit: CommitOption = None,
-    out: OutOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Backward of Linear layers, with the quantized save at forward, against cuBLAS in bf16 (ViT-B: fp32, TF32 too).
-
-    Gradients are checked first; a wrong one ends with exit code 1 and no times.
-    """
-    from hotrain.bench import layers as library
-    from hotrain.bench.conditions import device_named
-
-    where = device_named(device)
-    rows = library.run(split_names(models, "--models"), batch, split_names(methods, "--methods"), where, repeats, tiny)
-    try:
-        done = list(_record(rows, where, commit, out))
-    except library.Wrong as wrong:
-        note(f"wrong: {wrong}")
-        raise typer.Exit(1) from wrong
-    base = {row["subject"]: row["median_ms"] for row in done if row["variant"] == library.BASELINE}
-    lines = [
-        [
-            row["subject"],
-            row["variant"],
-            f"{row['median_ms'] * 1e3:.1f}",
-            f"{row['spread_ms'] * 1e3:.1f}",
-            f"{row['eager_ms'] * 1e3:.1f}",
-            f"{base[row['subject']] / row['median_ms']:.2f}",
-        ]
-        for row in done
-    ]
-    _show(["layer", "variant", "µs", "±", "eager µs", "bf16 ÷ it"], lines, done, tiny, json)
-
-
-@app.command("step", cls=Command)
-def step(
-    subjects: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
-    variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
-    again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
-    seconds: Annotated[
-        float | None, typer.Option("--seconds", help="Start no variant after so long; with --together, wait for none.")
-    ] = None,
-    together: Annotated[
-        bool, typer.Option("--together", help="Prepare all at once, a process each, and time one after the other.")
-    ] = False,
-    device: DeviceOption = None,
-    tiny: TinyOption = False,
-    commit: CommitOption = None,
-    out: OutOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Whole training steps: time and memory of every variant, each in a fresh model.
-
-    Peak and reserved are maxima over all steps after the first; activations are the bytes saved by one forward for
-    backward; above state is the peak without parameters, gradients, optimizer state and batches.
-
-    A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
-    """
-    from hotrain.bench import side_by_side
-    from hotrain.bench import step as library
-    from hotrain.bench.conditions import device_named
-    from hotrain.bench.tasks import SUBJECTS
-
-    where = device_named(device)
-    chosen = None if variants is None else split_names(variants, "--variants")
-    if together:
-        parts = [(name, variant) for name in subjects or SUBJECTS for variant in chosen or library.VARIANTS]
-        options = [*(["--tiny"] if tiny else []), "--steps", str(steps), "--device", str(where)]
-        rows = side_by_side.together(parts, options, seconds)
-    else:
-        rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
-    lines, done = [], []
-    failed = 0
-    for row in _record(rows, where, commit, out):
-        done.append(row)
-        if row["error"] is not None:
-            failed += 1
-            note(f"{row['subject']} {row['variant']}: {row['error']}")
-            continue
-        note(f"{row['subject']} {row['variant']}: {row['median_ms']:.2f} ms")
-        cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
-        cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
-        lines.append(cells)
-    _show(["subject", "variant", "ms/step", "±", *_BYTES.values()], lines, done, tiny, json)
-    if failed:
-        raise typer.Exit(1)
-
-
-@app.command("ops", cls=Command)
-def ops(
-    methods: MethodsOption = "hot-unbiased",
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
-    repeats: RepeatsOption = 50,
-    device: DeviceOption = None,
-    tiny: TinyOption = False,
-    commit: CommitOption = None,
-    out: OutOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Kernels against the GPU's copy bandwidth and matrix product rates, measured in the same run."""
-    from hotrain.bench import ops as library
-    from hotrain.bench.conditions import device_named
-    from hotrain.bench.layers import Wrong
-
-    where = device_named(device)
-    rows = library.run(split_names(methods, "--methods"), batch, where, repeats, tiny)
-    try:
-        done = list(_record(rows, where, commit, out))
-    except Wrong as wrong:
-        note(f"wrong: {wrong}")
-        raise typer.Exit(1) from wrong
-    lines = [
-        [
-            row["subject"],
-            row["variant"],
-            f"{row['median_ms'] * 1e3:.1f}",
-            f"{row['tb_s']:.2f}",
-            f"{row['tflop_s']:.0f}",
-            row["ceiling"] or "",
-            "" if row["share"] is None else f"{row['share']:.0%}",
-        ]
-        for row in done
-    ]
-    _show(["work", "variant", "µs", "TB/s", "TFLOP/s", "ceiling", "share"], lines, done, tiny, json)
+__all__ = ["app"]

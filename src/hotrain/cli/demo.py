@@ -26,8 +26,7 @@ def demo(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, with one thread each.")] = 2,
 ) -> None:
     """Train a small ViT and a small ResNet on real digits with the default and six others; one table, one report."""
-    from hotrain.cli.demo_records import look_at, pick_surfaces
-    from hotrain.cli.demo_text import models, notes
+    from hotrain.cli.demo_records import look_at, models, notes, pick_surfaces
     from hotrain.cli.parallel_runs import train_cells
     from hotrain.cli.prepare import configure
     from hotrain.cli.run_records import conditions, keep, records_of

@@ -1,8 +1,9 @@
-"""``hotrain recipes`` and ``hotrain presets``: lists of recipes and methods."""
+"""``hotrain recipes``, ``presets`` and ``report``: lists of recipes and methods, and the report of saved records."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -111,3 +112,12 @@ def presets(
     rows = [[each + " (default)" * entry["default"], entry["what"]] for each, entry in methods.items()]
     typer.echo(table(["preset", "what"], rows))
     typer.echo("\n`hotrain presets NAME` shows what one computes, its source and what it loses.")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder with summary.json (and records.json).")] = Path("runs/demo"),
+) -> None:
+    """Draw report.html from the records of a demo or a comparison. Trains and measures nothing."""
+    from hotrain.plotting.report import write_report
+
+    typer.echo(f"wrote {write_report(folder)}")

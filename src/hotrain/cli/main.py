@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, bench, calibrate, compare, demo, listing, report, train
+from hotrain.cli import audit, bench, compare, demo, listing, train
 from hotrain.cli.errors import HotrainGroup
 from hotrain.cli.options import Command
 
@@ -39,14 +39,14 @@ TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
 app.command("train", cls=Command, rich_help_panel=TRAIN, epilog=train.EXAMPLES)(train.train)
 app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPLES)(compare.compare)
 app.command("demo", cls=Command, rich_help_panel=TRAIN)(demo.demo)
-app.command("calibrate", cls=Command, rich_help_panel=LOOK)(calibrate.calibrate)
+app.command("calibrate", cls=Command, rich_help_panel=LOOK)(audit.calibrate)
 app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.EXAMPLES)(audit.memory)
 app.command("cost", cls=Command, rich_help_panel=LOOK)(audit.cost)
 app.command("fidelity", cls=Command, rich_help_panel=LOOK)(audit.fidelity)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 app.command("recipes", cls=Command, rich_help_panel=RECORD)(listing.recipes)
 app.command("presets", cls=Command, rich_help_panel=RECORD)(listing.presets)
-app.command("report", cls=Command, rich_help_panel=RECORD)(report.report)
+app.command("report", cls=Command, rich_help_panel=RECORD)(listing.report)
 
 
 def main() -> None:

@@ -21,25 +21,13 @@ CLASSES, BATCH = 1000, 8
 """Defaults for a timm model."""
 
 
-def configure(
-    recipe: str | None,
-    *,
-    resume: Path | None = None,
-    method: str | None = None,
-    data: str | None = None,
-    settings: Sequence[str] | None = None,
-    seed: int | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-) -> TrainRun:
+def configure(recipe: str | None, *, resume: Path | None = None, **options: Any) -> TrainRun:
     """Return the run of a recipe or checkpoint with the command line's options.
 
     Args:
         recipe: name of a recipe.
         resume: a checkpoint or the folder of a run; used if no recipe is given.
-        method: preset with overrides, as in ``hot:rank=4``.
-        data, seed, device, out: fields of the run; None: unchanged. They take precedence over ``settings``.
-        settings: ``field=value`` strings.
+        **options: as for `with_options`.
 
     Raises:
         ValueError: an unknown recipe, field or method (with the nearest known one), a bad value, or a checkpoint that
@@ -55,7 +43,7 @@ def configure(
         base = saved_run(resume)
     else:
         raise ValueError("no RECIPE is given; `hotrain recipes` lists them. To resume a run give --resume FOLDER")
-    return _with_options(base, method=method, data=data, settings=settings, seed=seed, device=device, out=out)
+    return with_options(base, **options)
 
 
 def look(name: str, **options: Any) -> TrainRun:
@@ -63,7 +51,7 @@ def look(name: str, **options: Any) -> TrainRun:
 
     Args:
         name: a recipe or a timm model.
-        **options: as for `configure`. Without a method, a recipe that is exact gets the default of `hotrain.convert`.
+        **options: as for `with_options`. Without a method, an exact recipe gets the default one.
 
     Raises:
         ValueError: neither a recipe nor a timm model, and as `configure`.
@@ -84,7 +72,7 @@ def look(name: str, **options: Any) -> TrainRun:
             hint = f"; did you mean {' or '.join(near)}?" if near else "; `hotrain recipes` lists the recipes"
             raise ValueError(f"{name!r} is neither a recipe nor a timm model{hint}")
         size = None if name in SMALL else (timm.get_pretrained_cfg_value(name, "input_size") or (224,))[-1]
-        run = _with_options(TrainRun(name=name, model=name, image_size=size, batch_size=BATCH), **options)
+        run = with_options(TrainRun(name=name, model=name, image_size=size, batch_size=BATCH), **options)
     if options.get("method") is None and run.method == "exact":
         run = replace(run, method=DEFAULT)
     return run
@@ -109,7 +97,7 @@ def is_recipe(name: str) -> bool:
     return name in all_recipes()
 
 
-def _with_options(
+def with_options(
     run: TrainRun,
     *,
     method: str | None = None,
@@ -119,6 +107,14 @@ def _with_options(
     device: str | None = None,
     out: Path | None = None,
 ) -> TrainRun:
+    """Return the run with the command line's options.
+
+    Args:
+        run: the run.
+        method: preset with overrides, as in ``hot:rank=4``.
+        data, seed, device, out: fields of the run; None: unchanged. They take precedence over ``settings``.
+        settings: ``field=value`` strings.
+    """
     from hotrain.train import parse_method, replace, with_settings
 
     changes: dict[str, Any] = {"data": data, "seed": seed, "device": device}

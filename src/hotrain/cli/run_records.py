@@ -35,7 +35,7 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
     """
     from hotrain.presets import DEFAULT
     from hotrain.train.models import resolve_device
-    from hotrain.train.record import conditions as of_device
+    from hotrain.train.record import environment
 
     def each(field: str) -> Any:
         values = {run.model: getattr(run, field) for run in runs}
@@ -43,7 +43,7 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
 
     length = "epochs" if runs[0].steps is None else "steps"
     return {
-        **of_device(resolve_device(runs[0].device)),
+        **environment(resolve_device(runs[0].device)),
         "command": shlex.join(["hotrain", *sys.argv[1:]]),
         "started": time.strftime("%Y-%m-%d %H:%M %Z"),
         "seeds": list(seeds),

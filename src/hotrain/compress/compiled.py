@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._inductor.config
@@ -31,20 +31,17 @@ from . import formats, graph, rules
 from .formats import SMALL, packer
 from .graph import KEY, entries
 
-if TYPE_CHECKING:
-    from .report import Buffers
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
-_regions: weakref.WeakValueDictionary[str, Buffers] = weakref.WeakValueDictionary()
+_regions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def region(buffers: Buffers) -> str:
+def region(buffers: Any) -> str:
     """Register a model with the pass, and install the pass in Inductor.
 
     Args:
-        buffers: the model's records.
+        buffers: the model's records, a `mode.Buffers`.
 
     Returns:
         The mark of the model's nodes, in their metadata under `KEY`.

@@ -399,7 +399,7 @@ def _key(key: Tensor | None, device: torch.device) -> Tensor:
 def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
     """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
 
-    Tuned on an H200 (benchmarks/tune.py): there programs over x have long loops, because each draws its rows first,
+    Tuned on an H200: there programs over x have long loops, because each draws its rows first,
     and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
     bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
     """

@@ -17,13 +17,12 @@ from ..autograd import Call, Key
 from ..compress.mode_stack import aside
 from ..compress.sharing import Origins
 from ..convolution import Geometry
-from ..draws import Draws, place_all
+from ..draws import ATTRIBUTE, Draws, place_all
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
 from ..transform.tokens import Grid
 
-ATTRIBUTE = "_hotrain"
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"

@@ -76,7 +76,7 @@ def render(records: Records) -> str:
         choices=_choices(records),
         surfaces=_surfaces(records),
         threshold=f"{_threshold(records):g}",
-        conditions=conditions(records.meta),
+        conditions=condition_rows(records.meta),
     )
 
 
@@ -128,7 +128,7 @@ def noise(table: Sequence[lines.Line], test_images: Mapping[str, int]) -> str:
     return f"Noise is {'; elsewhere '.join(said)}."
 
 
-def conditions(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+def condition_rows(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The measurement's conditions as (name, value), in the order a reader asks for them."""
     names = {
         "command": "command", "device": "device", "threads": "threads", "jobs": "runs at a time", "seeds": "seeds",

@@ -679,7 +679,7 @@ class Training:
             "layers": result.layers,
             "seconds": result.seconds,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **record.conditions(self.device),
+            **record.environment(self.device),
             "config": self.run.to_dict(),
             "calibration": _plain(self.calibration),
             "history": self.history,

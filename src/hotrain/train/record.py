@@ -158,8 +158,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def conditions(device: torch.device) -> dict[str, Any]:
-    """Return the conditions of a run: versions, device, threads, commit and command."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what a run ran on: versions, device, threads, commit and command."""
     versions = {"hotrain": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("timm", "peft", "numpy"):
         try:

@@ -118,7 +118,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
-def checkpoint_blocks(task: Task) -> None:
+def with_checkpoints(task: Task) -> None:
     """Wrap every block of the task's model in `Checkpointed`."""
     for blocks in task.blocks:
         for number, block in enumerate(list(blocks)):

@@ -23,11 +23,11 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.bench import side_by_side, timing
-from hotrain.bench.conditions import Clocks
-from hotrain.bench.tasks import SUBJECTS, Task, build, checkpoint_blocks
 from hotrain.presets import preset
 from hotrain.train import parse_method
+from hotrain_bench import side_by_side, timing
+from hotrain_bench.conditions import Clocks
+from hotrain_bench.tasks import SUBJECTS, Task, build, with_checkpoints
 
 BASELINE = "exact+compile"
 MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
@@ -154,7 +154,7 @@ VARIANTS = {
         Variant("exact", _unchanged, EXACT, compiled=False),
         Variant("exact+compile", _unchanged, EXACT),
         Variant("exact+graphs", _unchanged, EXACT, graphs=True),
-        Variant("exact+compile+checkpoint", checkpoint_blocks, EXACT),
+        Variant("exact+compile+checkpoint", with_checkpoints, EXACT),
         Variant("exact+compile+budget", _unchanged, EXACT, within=_budget),
         Variant("exact+compile+offload", _offload, EXACT),
         Variant("exact+compile+adamw8bit", _adamw8bit, EXACT),
@@ -170,7 +170,7 @@ VARIANTS = {
         Variant("hotrain-all", _converted(method=LOW_RANK, plan="memory"), METHOD, graphs=True),
         Variant("hotrain-memory", _compressed, METHOD, graphs=True),
         Variant("hotrain-memory-nographs", _converted(method=LOW_RANK, plan="speed", memory="block"), METHOD),
-        Variant("hotrain-memory+checkpoint", _both(_compressed, checkpoint_blocks), METHOD, graphs=True),
+        Variant("hotrain-memory+checkpoint", _both(_compressed, with_checkpoints), METHOD, graphs=True),
         Variant("hotrain-memory+adamw8bit", _both(_compressed, _adamw8bit), METHOD, graphs=True),
     )
 }

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotrain.bench import timing
-from hotrain.bench.conditions import Clocks
-from hotrain.bench.layers import (
+from hotrain.method import GradInput, GradWeight, Method
+from hotrain.saved import Format, values
+from hotrain_bench import timing
+from hotrain_bench.conditions import Clocks
+from hotrain_bench.layers import (
     AGREEMENT,
     KEY,
     MODELS,
@@ -30,8 +32,6 @@ from hotrain.bench.layers import (
     relative,
     shapes,
 )
-from hotrain.method import GradInput, GradWeight, Method
-from hotrain.saved import Format, values
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def rows(ops: Sequence[Op], times: Mapping[str, timing.Times]) -> Iterator[dict[
 def run(
     methods: Sequence[str], batch: int, device: torch.device, repeats: int, tiny: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Check the kernels, then time them and the ceilings on the layers of `hotrain.bench.layers`.
+    """Check the kernels, then time them and the ceilings on the layers of `hotrain_bench.layers`.
 
     Args:
         methods: methods as on the command line.

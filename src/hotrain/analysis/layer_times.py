@@ -1,7 +1,7 @@
 """Per-layer timing of the exact backward and of a method's on this device, to convert only the layers that gain.
 
 A method can save memory in a layer and still be slower there, above all where exact products are fast and the shape is
-small. The planner times both on the device and in the dtype of the model; its `filter_fn` keeps slower layers exact.
+small. `plan` times both on the device and in the dtype of the model; its `filter_fn` keeps slower layers exact.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..audit.saved_bytes import bytes_inside, saved_bytes
-from ..audit.unchanged import as_found
-from ..compress.checkpointing import blocks, keep_all, recompute
-from ..tables import bytes_text
+from .audit.saved_bytes import bytes_inside, saved_bytes
+from .audit.unchanged import as_found
+from .compress.checkpointing import blocks, keep_all, recompute
+from .tables import bytes_text
 
 _TIMED = 3  # forwards that a block's time is the median of
 

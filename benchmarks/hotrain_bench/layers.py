@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from hotrain import backward
-from hotrain.bench import timing
-from hotrain.bench.conditions import Clocks
 from hotrain.draws import mix
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
@@ -28,6 +26,8 @@ from hotrain.presets import preset
 from hotrain.saved import Format, Kept
 from hotrain.train import parse_method
 from hotrain.transform.tokens import Grid, Layout, layout, project
+from hotrain_bench import timing
+from hotrain_bench.conditions import Clocks
 
 MODELS = ("vit_b", "llama")
 BASELINE = "bf16"

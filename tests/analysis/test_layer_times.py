@@ -1,4 +1,4 @@
-"""The planner's logic with times given, and one plan really timed."""
+"""`hotrain.plan` with times given, and one plan really timed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from small_models import ConvNet, TokenNet, assert_as_found, found
 from torch import nn
 
 import hotrain
-from hotrain.analysis import planner
+from hotrain.analysis import layer_times
 
 
 def _times(monkeypatch: pytest.MonkeyPatch, of: dict[int, tuple[float, float]]) -> None:
     """(exact, method) milliseconds by the layer's number of outputs, in place of the clock."""
-    monkeypatch.setattr(planner, "_time", lambda module, seen, repeats: of[seen.shape.outputs])
+    monkeypatch.setattr(layer_times, "_time", lambda module, seen, repeats: of[seen.shape.outputs])
 
 
 def test_layers_that_lose_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,286 @@
+"""Private PyTorch API: every use of it, what it is for, and what happens in a PyTorch that does not have it.
+
+No other module uses any (`tests/test_private.py`). Missing names never raise: what needs them falls back, as their
+docstring says, and `warn_of_missing` tells the user. PyTorch's operators are not counted as private, with or without an
+underscore (`torch.ops.aten.*`, `torch._int_mm`, `torch._scaled_mm`, `torch._fused_sdp_choice`): exported programs
+contain them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+TESTED = ("2.11", "2.13")
+
+# What falls back where a name is missing.
+EXACT = "converted layers compute exact gradients"
+FULL = "activations between the layers are saved in full precision"
+GRAPHS = "compiled graphs save in full precision what no operator of hotrain saves"
+PREDICTION = "bytes cannot be predicted"
+SLOWER = "training is slower"
+MISSING: dict[str, str] = {}  # name → what falls back
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _find(name: str, fallback: str) -> Any:
+    """What ``torch.<name>`` is; None where this PyTorch does not have it, which is noted in `MISSING`."""
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        MISSING[name] = fallback
+    return found
+
+
+def falls_back(what: str) -> str:
+    """Why ``what`` (`EXACT` or another one) falls back, "" if it does not."""
+    names = [name for name, fallback in MISSING.items() if fallback == what]
+    return f"PyTorch {torch.__version__} has no torch.{', torch.'.join(names)}" if names else ""
+
+
+@functools.cache
+def warn_of_missing() -> None:
+    """Warn, once per process, of what falls back in this PyTorch."""
+    for what in dict.fromkeys(MISSING.values()):
+        warnings.warn(
+            f"hotrain: {falls_back(what)}: {what}. hotrain is tested with PyTorch {' and '.join(TESTED)}.", stacklevel=3
+        )
+
+
+# ---- autograd ----
+
+_functorch = _find("_C._are_functorch_transforms_active", EXACT)
+_forward_level = _find("autograd.forward_ad._current_level", EXACT)
+_graph_task = _find("_C._current_graph_task_id", EXACT)
+_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks", FULL)
+_hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
+_versions = itertools.count()
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` or forward-mode AD is active, which autograd functions with a context do not support.
+
+    Without it, or another name that `EXACT` needs: True, so that layers compute exact gradients.
+    """
+    return not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running: a forward seen now is a recomputation. Without it: layers are exact."""
+    return _graph_task is not None and _graph_task() != -1
+
+
+def saved_tensor_hooks() -> tuple[Any, bool]:
+    """The innermost default saved-tensor hooks, and whether hooks are allowed.
+
+    Without it: activations between the layers are saved in full precision.
+    """
+    return (None, False) if _top_hooks is None or _hooks_enabled is None else (_top_hooks(True), _hooks_enabled())
+
+
+def version_of(t: Tensor) -> int:
+    """The version counter, which grows with in-place writes. Without it: new each time, so that nothing is reused."""
+    return t._version if _has_version else next(_versions)
+
+
+_has_version = _find("Tensor._version", FULL) is not None
+
+
+def is_view(t: Tensor) -> bool:
+    """Whether autograd treats t as a view. Without it: True, and results are written by slower operators."""
+    return t._is_view() if _has_is_view else True
+
+
+_has_is_view = _find("Tensor._is_view", SLOWER) is not None
+
+
+def node_number(node: Any = None) -> int:
+    """The number of a node of the graph, or of the newest one. Without it: 0, and `saved_bytes` names no operators."""
+    if node is None:
+        newest = getattr(torch.autograd, "_get_sequence_nr", None)
+        return 0 if newest is None else newest() - 1
+    number = getattr(node, "_sequence_nr", None)
+    return 0 if number is None else number()
+
+
+# ---- modes and dispatch ----
+
+_dispatch_depth = _find("_C._len_torch_dispatch_stack", EXACT)
+_disable_dispatch_modes = _find("utils._python_dispatch._disable_current_modes", EXACT)
+_function_depth = _find("_C._len_torch_function_stack", FULL)
+_function_at = _find("_C._get_function_stack_at", FULL)
+_pop_function = _find("_C._pop_torch_function_stack", FULL)
+_push_function = _find("_C._push_on_torch_function_stack", FULL)
+_has_kernel = _find("_C._dispatch_has_kernel_for_dispatch_key", FULL)
+_has_function_stack = None not in (_function_depth, _function_at, _pop_function, _push_function)
+
+
+def under_dispatch_mode() -> bool:
+    """Whether a tracer or another dispatch mode is active, so that tensors must not be cached. Without it: True."""
+    return _dispatch_depth is None or _dispatch_depth() > 0
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Context for constants with data while a tracer is active. Without it: no effect, layers are exact."""
+    return nullcontext() if _disable_dispatch_modes is None else _disable_dispatch_modes()
+
+
+def top_function_mode() -> Any:
+    """The innermost TorchFunctionMode, None if there is none. Without it: None, and hotrain's mode is not used."""
+    depth = _function_depth() if _has_function_stack else 0
+    return _function_at(depth - 1) if depth else None
+
+
+class without_function_modes:
+    """Context that removes TorchFunctionModes of a class from the top of the stack. Without it: there are none."""
+
+    __slots__ = ("kind", "modes")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        self.modes: list[Any] = []
+        while isinstance(top_function_mode(), self.kind):
+            self.modes.append(_pop_function())
+
+    def __exit__(self, *_: object) -> None:
+        while self.modes:
+            _push_function(self.modes.pop())
+
+
+def autocasts_itself(operator: str, device: str) -> bool:
+    """Whether autocast lists the ATen operator on that device. Without it: False, and `FULL` falls back."""
+    return _has_kernel is not None and _has_kernel(f"aten::{operator}", f"Autocast{device.upper()}")
+
+
+def memory_format_of(t: Tensor) -> torch.memory_format:
+    """The memory format by which PyTorch's operators choose that of their result. Without it: contiguous."""
+    try:
+        from torch._prims_common import suggest_memory_format
+    except ImportError:
+        return torch.contiguous_format
+    return suggest_memory_format(t)
+
+
+def schema_of(operator: Any) -> Any:
+    """The schema of an operator, None for other functions. Without it: None, as if it neither writes nor aliases."""
+    return getattr(operator, "_schema", None)
+
+
+# ---- fake tensors ----
+
+
+class Fakes(NamedTuple):
+    """Tensors with a shape and no memory, and the context in which all tensors are made so."""
+
+    tensor: type[Any]
+    mode: Callable[[], AbstractContextManager[Any]]
+
+
+def _no_fakes() -> AbstractContextManager[Any]:
+    raise NotImplementedError(f"PyTorch {torch.__version__} has no fake tensors")
+
+
+fakes = Fakes(
+    _find("_subclasses.FakeTensor", PREDICTION) or Tensor, _find("_subclasses.FakeTensorMode", PREDICTION) or _no_fakes
+)
+"""For `predicted_bytes`, and to recognize them. Without it: nothing is predicted."""
+
+
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A call's arguments with each tensor in them changed. Without it: only those in tuples and dicts are."""
+    try:
+        from torch.utils._pytree import tree_map_only
+    except ImportError:
+        return _mapped(change, tree)
+    return tree_map_only(Tensor, change, tree)
+
+
+def _mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) is dict:
+        return {key: _mapped(change, value) for key, value in tree.items()}
+    return type(tree)(_mapped(change, value) for value in tree) if type(tree) in (tuple, list) else tree
+
+
+# ---- torch.compile ----
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Decorator: Dynamo calls the function once while it traces and takes the result as a constant.
+
+    `torch.compiler.assume_constant_result`, without its import of Dynamo, which takes seconds. Without it: Dynamo
+    traces the function, or breaks the graph.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def static_in_graphs(t: Tensor) -> None:
+    """Let CUDA graphs read t at its address.
+
+    `torch._dynamo.mark_static_address`, without its import of Dynamo. Without it: CUDA graphs copy t at each step.
+    """
+    t._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
+def compiled_part(module: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile` or `Module.compile` traces in this one's place. Without it: None."""
+    original = module.__dict__.get("_modules", {}).get("_orig_mod")
+    if original is None and getattr(module, "_compiled_call_impl", None) is not None:
+        return module
+    return original  # type: ignore[no-any-return]
+
+
+def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
+    """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled.
+
+    Args:
+        skipped: a function that Dynamo must not compile where it is called in eager mode.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        return None
+    code: CodeType = skipped.__code__  # type: ignore[attr-defined]
+    skip_code(code)
+    return graph
+
+
+class Inductor(NamedTuple):
+    """What `compress.compiled` uses of Inductor and AOTAutograd."""
+
+    config: Any  # whose `custom_partitioner_fn` it sets
+    partitioner: type  # the base class of that setting
+    cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
+    decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
+
+
+@functools.cache
+def inductor() -> Inductor:
+    """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back."""
+    import torch._inductor.config as config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.decomposition import select_decomp_table
+
+    _ = config.custom_partitioner_fn  # AttributeError where the setting is missing
+    return Inductor(config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table)
+
+
+_exact_names = EXACT not in MISSING.values()
