@@ -27,6 +27,7 @@ from .convolution import channels_last
 from .draws import Draws
 from .layer import Config
 from .layer_record import AmaxHistory
+from .private import constant_in_graphs, is_transformed, is_view
 from .transform.tokens import Layout, project
 
 Needs = tuple[bool, bool, bool]  # of x, w, b
@@ -293,13 +294,12 @@ def differentiates() -> bool:
     return torch.is_grad_enabled() and not _is_traced_or_transformed()
 
 
+@constant_in_graphs
 def _is_traced_or_transformed() -> bool:
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return transformed or torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 # Dynamo evaluates it once, outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
-_is_traced_or_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
@@ -405,7 +405,7 @@ class Linear(torch.autograd.Function):
             else:
                 y, packed = call.product(x_cast, w_cast, b_cast, key, keeps)
             # With three axes y is a view, which autograd would not let the next layer change in place.
-            y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+            y = torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
         _save(ctx, call, key, origin, x, x_cast, w, packed)
         return y
 

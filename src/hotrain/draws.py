@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .layer_record import AmaxHistory, Ran
+from .private import in_backward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,11 +116,6 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     key = h ^ ((h >> 31) & ((1 << 33) - 1))
     counter[2:].copy_(key)
     return key
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running: a forward seen now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Draws:

@@ -13,24 +13,23 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..private import fakes, inductor, schema_of
 from . import formats, graph, rules
 from .formats import SMALL, packer
 from .graph import KEY, entries
 
+_inductor = inductor()
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
@@ -41,12 +40,12 @@ def region(buffers: Any) -> str:
     """Register a model with the pass, and install the pass in Inductor.
 
     Args:
-        buffers: the model's records, a `mode.Buffers`.
+        buffers: the model's records, a `report.Buffers`.
 
     Returns:
         The mark of the model's nodes, in their metadata under `KEY`.
     """
-    config = torch._inductor.config
+    config = _inductor.config
     if not isinstance(config.custom_partitioner_fn, Partitioner):
         config.custom_partitioner_fn = Partitioner(config.custom_partitioner_fn)
     _regions[buffers.name] = buffers
@@ -54,14 +53,14 @@ def region(buffers: Any) -> str:
     return buffers.name
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
     """PyTorch's partitioner followed by `compress`.
 
     Args:
         inner: a partitioner to use in place of PyTorch's.
     """
 
-    def __init__(self, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, inner: Any = None) -> None:
         self.inner = inner
 
     def __call__(
@@ -71,7 +70,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        ours = get_hash_for_files((__file__, graph.__file__, rules.__file__, formats.__file__))
+        files = (__file__, graph.__file__, rules.__file__, formats.__file__)
+        ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
@@ -90,12 +90,12 @@ def partition(
 
     Args:
         gm: the joint graph; what has no line here is as PyTorch passes it to a partitioner.
-        inner: the partitioner that cuts; None for `min_cut_rematerialization_partition`.
+        inner: the partitioner that cuts; None for PyTorch's own.
 
     Returns:
         The graphs of forward and backward.
     """
-    inner = inner or min_cut_rematerialization_partition
+    inner = inner or _inductor.cut
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
         compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or ())
@@ -183,7 +183,7 @@ def _base(node: Node) -> Node:
 
 
 def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     aliases = schema is not None and schema.arguments and schema.arguments[0].alias_info is not None
     return bool(aliases) and len(node.all_input_nodes) == 1
 
@@ -192,7 +192,7 @@ def _is_large(node: Node) -> bool:
     """Whether a node is a large floating-point tensor of a converted model."""
     value = node.meta.get("val")
     return (
-        type(value) is FakeTensor
+        isinstance(value, fakes.tensor)
         and value.dtype in _FLOATS
         and bool(_region(node))
         and entries(node) >= SMALL
@@ -391,13 +391,10 @@ class _Halves:
 
 def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
     """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
-    from torch._inductor.decomposition import select_decomp_table
-
     values = [node.meta["val"] for node in inputs]
-    mode = detect_fake_mode(values)
-    assert mode is not None
+    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
     with mode, torch.no_grad():
-        traced = make_fx(fn, decomposition_table=select_decomp_table())(*values)
+        traced = make_fx(fn, decomposition_table=_inductor.decompositions())(*values)
     places = traced.graph.find_nodes(op="placeholder")
     env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
     with half.inserting_before(before):

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..private import fakes, saved_tensor_hooks, version_of
 from . import rules
 from .formats import SMALL, packer
 from .rules import Rule
 
 # hotrain's own among them, where one mode is inside of another
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor replaces any of them where bytes are predicted
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+_PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them where bytes are predicted
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -63,9 +63,8 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
         rule: of `rule_of`.
         func: the function of PyTorch, called with ``args`` and ``kwargs``.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer, allowed = saved_tensor_hooks()
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
-    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)
     one = _Call(rule, args, outer)
@@ -127,7 +126,7 @@ class _Call:
             self.forms.add(saved.form)
         elif use == rules.EXACT:
             storage = t.untyped_storage()
-            self.full[storage._cdata] = storage.nbytes()
+            self.full[StorageWeakRef(storage).cdata] = storage.nbytes()
         return saved
 
     def _use(self, t: Tensor) -> str:
@@ -147,7 +146,7 @@ class _Saved:
 
     def __init__(self, t: Tensor, use: str, outer: _Hooks | None, state: tuple[Any, ...] = ()) -> None:
         self.use, self.form, self.outer, self.state = use, rules.FORM[use], outer, state
-        self.version, self.shape = t._version, t.shape
+        self.version, self.shape = version_of(t), t.shape
         self.parts: tuple[Any, ...] = (t,)
         if self.form:
             pack, self.restore = packer(t, self.form)
@@ -171,10 +170,11 @@ def _unpack(saved: _Saved) -> Tensor:
     parts = saved.parts
     if saved.outer is not None:
         parts = tuple(saved.outer[1](part) for part in parts)
-    elif saved.counter._version != saved.version:
+    elif version_of(saved.counter) != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: of shape "
-            f"{list(saved.shape)}, it is at version {saved.counter._version}; expected version {saved.version} instead"
+            f"{list(saved.shape)}, it is at version {version_of(saved.counter)}; expected version {saved.version} "
+            "instead"
         )
     y: Tensor = saved.restore(*parts) if saved.form else parts[0]
     return y
@@ -185,7 +185,7 @@ def _state(t: Tensor, outer: _Hooks | None) -> tuple[Any, ...]:
 
     The weak reference keeps new memory from having the address of the old.
     """
-    return t._version, t.shape, t.stride(), t.storage_offset(), StorageWeakRef(t.untyped_storage()), outer
+    return version_of(t), t.shape, t.stride(), t.storage_offset(), StorageWeakRef(t.untyped_storage()), outer
 
 
 def _overlaps(t: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
+from ..private import FULL, constant_in_graphs, falls_back, is_transformed
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
@@ -79,13 +80,13 @@ class Compressed(Mode):
         return not _transforms() and current_checkpoint() == self.checkpoint
 
 
+@constant_in_graphs
 def _transforms() -> bool:
     """Whether `torch.func` transforms this call, which autograd functions with a context do not support."""
-    return torch._C._are_functorch_transforms_active()
+    return is_transformed()
 
 
 # Dynamo calls it once and takes the result as a constant.
-_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- module classes ----
@@ -179,6 +180,10 @@ def wrap(model: nn.Module) -> Buffers:
     """
     buffers = Buffers()
     buffers.root = weakref.ref(model)
+    if why := falls_back(FULL):
+        buffers.record_full("everything", why)
+        unwrap(model)
+        return buffers
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
         buffers.record_full("what no block calls", why)

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import autograd
+from ..private import constant_in_graphs, under_dispatch_mode
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}  # opaque operator → its Python function
 
 
+@constant_in_graphs
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run on this device, for tensors of this dtype."""
     kernels = autograd.kernels_for(device)
     return kernels is not None and kernels.buffers_reason(device, dtype) is None
-
-
-supported._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
 
 
 def is_eager(t: Tensor) -> bool:
@@ -73,6 +72,6 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 def operator_for(t: Tensor, name: str) -> Callable[..., Any]:
     """The opaque operator of that name for t; its Python function where dispatch would change nothing."""
-    if is_eager(t) and not torch._C._len_torch_dispatch_stack():
+    if is_eager(t) and not under_dispatch_mode():
         return _implementations[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from .. import autograd
+from ..private import constant_in_graphs, map_tensors
 from .sharing import Origins
 
 _numbers = itertools.count()
@@ -44,7 +44,7 @@ class Example:
         def shape_alone(t: Tensor) -> Tensor:
             return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
 
-        shapes, named = tree_map_only(Tensor, shape_alone, (args, dict(kwargs)))
+        shapes, named = map_tensors(shape_alone, (args, dict(kwargs)))
         kind = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
         return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
 
@@ -101,10 +101,12 @@ class Buffers:
         if self.example is None:
             self.example = Example.of(model, args, kwargs)
 
+    @constant_in_graphs
     def record(self, what: str, form: str) -> None:
         """Record that an operator saves its tensors in a format."""
         self.served[what] = form
 
+    @constant_in_graphs
     def record_full(self, what: str, why: str) -> None:
         """Record why an operator's tensors are kept in full precision."""
         self.full[what] = why
@@ -118,14 +120,15 @@ class Buffers:
         width = max(len(what) for what, _ in rows)
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 
+    @constant_in_graphs
     def region(self) -> str:
         """The mark that Dynamo writes to the metadata of this model's nodes."""
-        from . import compiled
-
         self.waits = False
+        try:
+            from . import compiled
+        except (ImportError, AttributeError) as error:
+            self.record_full("in compiled graphs", f"this PyTorch lacks what the partitioner needs: {error}")
+            return ""
         return compiled.region(self)
 
     # Dynamo runs them once and traces nothing.
-    record._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    record_full._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    region._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -60,9 +60,17 @@ def is_wide(entries: int) -> bool:
     return entries >= 1 << 30
 
 
+@functools.cache
+def _current_stream() -> Any:
+    """Triton's function from a device's index to its current stream; `torch.cuda.current_stream` is slower."""
+    import triton
+
+    return triton.runtime.driver.active.get_current_stream
+
+
 def is_current(device: torch.device) -> bool:
     """Whether Triton launches there: it does on the current device."""
-    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return device.type != "cuda" or device.index == torch.accelerator.current_device_index()
 
 
 def launch(
@@ -85,7 +93,7 @@ def launch(
     place = (id(kernel), case)  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = _current_stream()(device.index)
         found[0][(programs, 1, 1)](*args, *found[1], stream=stream)
         return
     compiled = kernel[(programs,)](*args, **constants, **options)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
-from ..compress.mode_stack import aside
+from ..compress.mode_stack import aside, top
 from ..compress.sharing import Origins
 from ..convolution import Geometry
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
+from ..private import constant_in_graphs, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -110,7 +111,7 @@ class LayerState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._traced(module, x, channels, place)
-        if not torch._C._len_torch_function_stack():
+        if top() is None:
             return self._eager(module, x, channels, place)
         with aside():
             return self._eager(module, x, channels, place)
@@ -198,6 +199,7 @@ class LayerState:
         y: Tensor = layer(x, w, module.bias, counter, history, config, "", [])
         return y
 
+    @constant_in_graphs
     def _prepare(self, spec: str, samples: bool, place: Place | None, *facts: Any) -> tuple[str, bool] | None:
         """The part of `_traced` that runs outside of Dynamo, once, when the layer is traced.
 
@@ -226,8 +228,6 @@ class LayerState:
         config = self._config(geometry)
         kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
         return self._config(geometry, kernels).word, config.draws
-
-    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
         """The layer on a GPU as a question to `hotrain.planning`; None elsewhere, and where its weight is frozen."""
@@ -285,7 +285,7 @@ def _constant(place: Place) -> Place:
 def _make_ready(draws: Draws, device: torch.device) -> None:
     """Mark a layer's new tensors as static inputs of compiled graphs, and prepare what the kernels share."""
     for tensor in (draws.counter, draws.history.words):  # type: ignore[union-attr]
-        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
+        static_in_graphs(tensor)  # type: ignore[arg-type]
     kernels = autograd.kernels_for(device)
     if kernels is not None:
         kernels.prepare(device)

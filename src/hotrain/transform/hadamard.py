@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..private import under_dispatch_mode
 
 TILE = 16
 
@@ -50,7 +51,7 @@ def cached(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def get(*args: Hashable) -> Tensor:
-        return keep(*args) if _get_current_dispatch_mode() is None else make(*args)
+        return keep(*args) if not under_dispatch_mode() else make(*args)
 
     return get
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import autograd
+from ...private import autocasts_itself, is_view
 from ...saved import memory_order
 from .. import rematerialize
 from ..formats import SMALL
@@ -60,7 +61,7 @@ def lower(*tensors: Tensor | None) -> list[Tensor | None]:
 @functools.cache
 def _is_raised(name: str, device: str) -> bool:
     """Whether autocast casts to float32 for that operator of PyTorch; its lists differ between devices."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device.upper()}")
+    return autocasts_itself(name, device)
 
 
 def float32(name: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
@@ -152,7 +153,7 @@ class _InPlace(torch.autograd.Function):
 def written(x: Tensor, y: Tensor) -> Tensor:
     """y written to x, as an in-place function returns it."""
     if not torch.compiler.is_dynamo_compiling():
-        return x.copy_(y) if x._is_view() else _InPlace.apply(x, y)  # a view's base has other elements
+        return x.copy_(y) if is_view(x) else _InPlace.apply(x, y)  # a view's base has other elements
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
     return y
@@ -160,7 +161,7 @@ def written(x: Tensor, y: Tensor) -> Tensor:
 
 def not_a_view(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
 
 
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:

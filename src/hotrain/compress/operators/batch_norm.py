@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from ... import autograd
 from ...kernels import FUNCTIONS
+from ...private import memory_format_of
 from ...saved import Bits
 from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack
@@ -186,7 +186,7 @@ class BatchNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, form: str, *statistics: Any
     ) -> tuple[Tensor, ...]:
         # Of an x in another layout PyTorch promises a tracer a result in that layout, and returns one that is not.
-        dense = x if is_eager(x) else x.contiguous(memory_format=suggest_memory_format(x))
+        dense = x if is_eager(x) else x.contiguous(memory_format=memory_format_of(x))
         running_mean, running_var, momentum = statistics
         y, mean, r = torch.native_batch_norm(dense, w, b, running_mean, running_var, True, momentum, eps)
         mean, r = along_channels(mean, x.dim()), along_channels(r, x.dim())

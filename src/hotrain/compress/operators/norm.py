@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from ... import autograd, backward
+from ...private import memory_format_of
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
@@ -52,7 +52,7 @@ def _forward(
         return torch.native_layer_norm(x, shape[-dims:], w, b, eps)
     if kind == "group":
         # Dense, in the layout that PyTorch takes: on a CPU channels-last is preserved, for slices too.
-        layout = suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+        layout = memory_format_of(x) if x.device.type == "cpu" else torch.contiguous_format
         dense, count = x.contiguous(memory_format=layout), shape[2:].numel()
         y, mean, r = torch.native_group_norm(dense, w, b, shape[0], shape[1], count, dims, eps)
         mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
@@ -302,7 +302,7 @@ def is_composed(module: nn.Module) -> bool:
     Its class name says so, it has a weight along the last axis and an epsilon, and its output for a few random numbers
     is bitwise that of the formula.
     """
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     if "rmsnorm" not in type(module).__name__.lower() or isinstance(module, nn.RMSNorm) or weight is None:
         return False
     if weight.dim() != 1 or weight.device.type == "meta" or "forward" in module.__dict__:
