@@ -22,6 +22,7 @@ from . import backward, convolution, draws, forward
 from .convolution import Geometry, channels_last
 from .layer_record import Ran
 from .method import Method
+from .private import constant_in_graphs, is_transformed, is_view
 from .saved import Format
 from .transform.tokens import Grid, Layout, layout, project
 
@@ -304,13 +305,12 @@ def differentiates() -> bool:
     return torch.is_grad_enabled() and not _is_traced_or_transformed()
 
 
+@constant_in_graphs
 def _is_traced_or_transformed() -> bool:
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return transformed or torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 # Dynamo evaluates it once, outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
-_is_traced_or_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
@@ -385,7 +385,7 @@ class Linear(torch.autograd.Function):
                 y, kept = step.forward(x_cast, w, b_cast, lay, keeps)
             step.note(x_cast, kept, ctx.needs_input_grad[1])
             # With three axes y is a view, which autograd would not let the next layer change in place.
-            y = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+            y = torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
         _save(ctx, step, w, kept)
         ctx.layout, ctx.shape, ctx.x_dtype, ctx.w_dtype = lay, x.shape, x.dtype, w.dtype
         ctx.dtype = x_cast.dtype

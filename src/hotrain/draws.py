@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .layer_record import Ran
+from .private import in_backward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,11 +118,6 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     key = h ^ ((h >> 31) & ((1 << 33) - 1))
     counter[2:].copy_(key)
     return key
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running: a forward seen now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Draws:

@@ -11,7 +11,8 @@ import functools
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .private import no_dispatch_modes
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _INT32 = (1 << 31) - 1
@@ -22,9 +23,9 @@ def has_int8_units(device_type: str) -> bool:
     """Whether `torch._int_mm` runs on int8 units of that device and is exact (checked once on full-range codes)."""
     if device_type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability() >= (7, 5)
-    if device_type != "cpu" or not torch.cpu._is_vnni_supported():
+    if device_type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    with _disable_current_modes():  # those of a tracer, whose tensors have no data
+    with no_dispatch_modes():  # those of a tracer, whose tensors have no data
         a = torch.tensor([[127, -127] * 32, [-128, 127] * 32], dtype=torch.int8, device="cpu")
         want = (a.double() @ a.double().T).to(torch.int32)
         return bool(torch.equal(torch._int_mm(a, a.T.contiguous()), want))

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from ..autograd import once
+from ..private import constant_in_graphs, no_dispatch_modes, under_dispatch_mode
 from . import kernel_ops
 
 _aten = torch.ops.aten
@@ -75,13 +75,14 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 _preferred: dict[tuple[Any, ...], bool] = {}  # by arguments; Dynamo would trace through `functools.cache`
 
 
+@constant_in_graphs
 def _prefers_cudnn(
     device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
 ) -> bool:
     """Whether PyTorch would run cuDNN's kernel without a mask; ``heads`` is the number of q's heads for one of k's."""
     asked = (device, dtype, heads, queries, keys, width, drops, causal)
     if asked not in _preferred:
-        with _disable_current_modes():  # those of make_fx and Dynamo
+        with no_dispatch_modes():  # those of make_fx and Dynamo
             q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
             k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
             dropout = 0.1 if drops else 0.0
@@ -90,21 +91,20 @@ def _prefers_cudnn(
     return _preferred[asked]
 
 
+@constant_in_graphs
 def _switches() -> tuple[bool, bool, bool]:
     """Whether the flash kernels (the CPU's too), the memory-efficient one and cuDNN's are switched on."""
     on = torch.backends.cuda
     return on.flash_sdp_enabled(), on.mem_efficient_sdp_enabled(), on.cudnn_sdp_enabled()
 
 
+@constant_in_graphs
 def _is_ampere(device: torch.device) -> bool:
     """Whether the compute capability is 8.0 at least: the flash kernel, and bfloat16 in the other, ask for it."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 # Dynamo cannot trace these calls.
-_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_ampere._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
@@ -185,7 +185,7 @@ class Attention(torch.autograd.Function):
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
         # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
-        run = gradients if _get_current_dispatch_mode() is None else torch.ops.hotrain.attention_gradients
+        run = gradients if not under_dispatch_mode() else torch.ops.hotrain.attention_gradients
         wants_mask = ctx.needs_input_grad[3]
         g_q, g_k, g_v, g_mask = run(
             g, q, k, v, _bias(mask, q, k, kind), [*out, *seed], dropout, causal, scale, kind, wants_mask

@@ -104,12 +104,12 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 @contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
     """Let the block's norms update copies of their running statistics: the first forward has updated them already."""
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
-    before = [dict(norm._buffers) for norm in norms]
+    norms = [m for m in block.modules() if hasattr(m, "running_mean") and m.training]
+    before = [(norm, name, b) for norm in norms for name, b in norm.named_buffers(recurse=False)]
     try:
-        for norm in norms:
-            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+        for norm, name, buffer in before:
+            setattr(norm, name, buffer.clone())
         yield
     finally:
-        for norm, buffers in zip(norms, before, strict=True):
-            norm._buffers.update(buffers)
+        for norm, name, buffer in before:
+            setattr(norm, name, buffer)

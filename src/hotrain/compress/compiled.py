@@ -13,26 +13,25 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from ..private import fakes, inductor, schema_of
 from ..saved import as_it_was, memory_order
 from . import graph_uses
 from .eager import FORMS
 from .formats import BITS, KEY, SMALL
 
+_inductor = inductor()
 _COLUMNS = 16  # the least elements of a row that is quantized in groups
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _SMOOTH_FORM = "int8"
@@ -50,7 +49,7 @@ def region(buffers: Any) -> str:
     Returns:
         The mark of the model's nodes, in their metadata under `KEY`.
     """
-    config = torch._inductor.config
+    config = _inductor.config
     if not isinstance(config.custom_partitioner_fn, Partitioner):
         config.custom_partitioner_fn = Partitioner(config.custom_partitioner_fn)
     _regions[buffers.name] = buffers
@@ -58,14 +57,14 @@ def region(buffers: Any) -> str:
     return buffers.name
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
     """PyTorch's partitioner followed by `compress`.
 
     Args:
         inner: a partitioner to use in place of PyTorch's.
     """
 
-    def __init__(self, inner: CustomPartitionerFn | None = None) -> None:
+    def __init__(self, inner: Any = None) -> None:
         self.inner = inner
 
     def __call__(
@@ -75,7 +74,8 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        ours = get_hash_for_files((__file__, graph_uses.__file__))
+        files = (Path(name).read_bytes() for name in (__file__, graph_uses.__file__))
+        ours = hashlib.sha256(b"".join(files)).digest()
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
@@ -95,14 +95,14 @@ def partition(
     Args:
         gm: the joint graph, as PyTorch passes it to a partitioner.
         joint_inputs: as PyTorch passes them.
-        inner: the partitioner that cuts; None for `min_cut_rematerialization_partition`.
+        inner: the partitioner that cuts; None for PyTorch's own.
         num_fwd_outputs: as PyTorch passes it.
         **kwargs: as PyTorch passes them.
 
     Returns:
         The graphs of forward and backward.
     """
-    inner = inner or min_cut_rematerialization_partition
+    inner = inner or _inductor.cut
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
         compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or ())
@@ -190,7 +190,7 @@ def _base(node: Node) -> Node:
 
 
 def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     aliases = schema is not None and schema.arguments and schema.arguments[0].alias_info is not None
     return bool(aliases) and len(node.all_input_nodes) == 1
 
@@ -199,7 +199,7 @@ def _is_large(node: Node) -> bool:
     """Whether a node is a large floating-point tensor of a converted model."""
     value = node.meta.get("val")
     return (
-        type(value) is FakeTensor
+        isinstance(value, fakes.tensor)
         and value.dtype in _FLOATS
         and bool(_region(node))
         and graph_uses.entries(node) >= SMALL
@@ -399,13 +399,10 @@ class _Halves:
 
 def _inline(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
     """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
-    from torch._inductor.decomposition import select_decomp_table
-
     values = [node.meta["val"] for node in inputs]
-    mode = detect_fake_mode(values)
-    assert mode is not None
+    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
     with mode, torch.no_grad():
-        traced = make_fx(fn, decomposition_table=select_decomp_table())(*values)
+        traced = make_fx(fn, decomposition_table=_inductor.decompositions())(*values)
     places = traced.graph.find_nodes(op="placeholder")
     env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
     with graph.inserting_before(before):

@@ -39,7 +39,7 @@ def epsilon(module: Any) -> float:
 
 def is_composed(module: nn.Module) -> bool:
     """Whether the module is an RMS norm written out by hand, tested by a forward of a few random numbers."""
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
     if "rmsnorm" not in type(module).__name__.lower() or isinstance(module, nn.RMSNorm) or weight is None:
         return False
     if weight.dim() != 1 or weight.device.type == "meta" or "forward" in module.__dict__:

@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
+from ..private import fakes, saved_tensor_hooks, version_of
 from ..saved import as_it_was, memory_order
 from .formats import GROUPED, SMALL
 
@@ -164,8 +164,8 @@ RULES: dict[Any, Rule | Callable[..., Rule]] = {
 
 
 # hotrain's own among them, where one mode is inside of another
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor replaces any of them where bytes are predicted
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+_PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them where bytes are predicted
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -212,9 +212,8 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     Returns:
         What func returns.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer, allowed = saved_tensor_hooks()
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
-    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)
     one = _Call(rule, args, outer)
@@ -272,7 +271,7 @@ class _Call:
             self.forms.add(kept.form)
         elif not form:
             storage = t.untyped_storage()
-            self.full[storage._cdata] = storage.nbytes()
+            self.full[StorageWeakRef(storage).cdata] = storage.nbytes()
         return kept
 
     def _form(self, t: Tensor) -> str:
@@ -293,7 +292,7 @@ class _Whole:
     form = ""
 
     def __init__(self, t: Tensor, outer: _Hooks | None, mark: _Mark | None = None) -> None:
-        self.outer, self.version, self.mark = outer, t._version, mark
+        self.outer, self.version, self.mark = outer, version_of(t), mark
         # Detached: a result refers to its node, which would refer to the result.
         self.kept = t.detach() if outer is None else outer[0](t)
 
@@ -330,7 +329,7 @@ class _Codes:
         self.rows = rows.shape
         codes = FORMS[form].keep(rows)
         self.kept = codes if outer is None else tuple(outer[0](part) for part in codes)
-        self.version = t._version
+        self.version = version_of(t)
         # For PyTorch's check of the version: an empty tensor that shares the version counter.
         self.counter = t.detach()
         self.counter.data = t.new_empty(0)
@@ -356,7 +355,7 @@ class _Mark:
 
     def __init__(self, t: Tensor, outer: _Hooks | None) -> None:
         self.tensor, self.storage = weakref.ref(t), StorageWeakRef(t.untyped_storage())
-        self.rest = t._version, t.shape, t.stride(), t.storage_offset(), outer
+        self.rest = version_of(t), t.shape, t.stride(), t.storage_offset(), outer
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Mark) or self.tensor() is None or self.tensor() is not other.tensor():
@@ -371,10 +370,10 @@ _alive: weakref.WeakValueDictionary[int, _Codes | _Whole] = weakref.WeakValueDic
 
 
 def _check(counter: Tensor, version: int, shape: Sequence[int]) -> None:
-    if counter._version != version:
+    if version_of(counter) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: of shape "
-            f"{list(shape)}, it is at version {counter._version}; expected version {version} instead"
+            f"{list(shape)}, it is at version {version_of(counter)}; expected version {version} instead"
         )
 
 

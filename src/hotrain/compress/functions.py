@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
 from ..autograd import once
+from ..private import is_view, memory_format_of
 from ..saved import as_it_was, memory_order
 from . import kernel_ops
 from .formats import BITS, GROUPED
@@ -24,7 +24,7 @@ from .slopes import ACTIVATIONS, ELSE, FACTOR
 
 def _unviewed(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
 
 
 # ---- activations: y = f(x), g_x = g_y f'(x) ----
@@ -164,7 +164,7 @@ class Norm(torch.autograd.Function):
             mean, r = (wide(t).view(shape[0], dims, 1) for t in (mean, r))
         else:
             # Of an x in another layout PyTorch promises a tracer a result in that layout, and returns one that is not.
-            dense = x if kernel_ops.is_eager(x) else x.contiguous(memory_format=suggest_memory_format(x))
+            dense = x if kernel_ops.is_eager(x) else x.contiguous(memory_format=memory_format_of(x))
             y, mean, r = torch.native_batch_norm(dense, w, b, running_mean, running_var, True, momentum, eps)
             place = (1, -1, *[1] * (x.dim() - 2))
             mean, r = wide(mean).view(place), wide(r).view(place)
@@ -285,7 +285,7 @@ class Normalized(torch.autograd.Function):
 
 def _dense(x: Tensor) -> Tensor:
     """x dense, in the layout that PyTorch's group norm takes: on a CPU channels-last is preserved, for slices too."""
-    return x.contiguous(memory_format=suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format)
+    return x.contiguous(memory_format=memory_format_of(x) if x.device.type == "cpu" else torch.contiguous_format)
 
 
 def _along_channels(w: Tensor, axes: int) -> Tensor:

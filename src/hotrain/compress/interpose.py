@@ -17,6 +17,7 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
+from ..private import FULL, falls_back
 from .composed_norms import ComposedRMSNorm, is_composed
 from .formats import KEY
 from .mixins import Mixin, mix, unmix
@@ -104,6 +105,10 @@ def wrap(model: nn.Module) -> Buffers:
     """
     buffers = Buffers()
     buffers.root = weakref.ref(model)
+    if why := falls_back(FULL):
+        buffers.leave("everything", why)
+        unwrap(model)
+        return buffers
     if "forward" in model.__dict__:
         why = "forward was replaced on the model itself, so that its class's is not run"
         buffers.leave("what no block calls", why)

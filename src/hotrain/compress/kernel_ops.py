@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import autograd
 from ..kernels import FUNCTIONS
+from ..private import constant_in_graphs, under_dispatch_mode
 from ..saved import Bits, Grouped, Levels, group_size
 from .formats import FORMATS, GROUPED
 from .rematerialize import in_backward, is_image, make, parsed, restore, wide
@@ -26,13 +27,11 @@ _BITS = Bits(neighbours=True)
 _CHANNELS = 4096  # the most channels of one program's tile
 
 
+@constant_in_graphs
 def runs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run on this device, for tensors of this dtype."""
     kernels = autograd.kernels_for(device)
     return kernels is not None and kernels.buffers_reason(device, dtype) is None
-
-
-runs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
 
 
 @cache
@@ -52,7 +51,7 @@ def is_eager(t: Tensor) -> bool:
 
 def _on(t: Tensor, name: str) -> Callable[..., Any]:
     """The operator of that name for t; its Python function where dispatch would change nothing."""
-    if is_eager(t) and not torch._C._len_torch_dispatch_stack():
+    if is_eager(t) and not under_dispatch_mode():
         return _IMPLEMENTATIONS[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from .. import autograd, backward
+from ..private import constant_in_graphs, is_transformed, is_view, map_tensors
 from ..saved import memory_order
 from . import eager, kernel_ops, ops, rematerialize, sharing
 from .attention import backend, prepared_mask
@@ -68,7 +68,7 @@ class Example:
         def shape_alone(t: Tensor) -> Tensor:
             return torch.empty_like(t, device="meta").requires_grad_(t.requires_grad)
 
-        shapes, named = tree_map_only(Tensor, shape_alone, (args, dict(kwargs)))
+        shapes, named = map_tensors(shape_alone, (args, dict(kwargs)))
         kind = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
         return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
 
@@ -125,10 +125,12 @@ class Buffers:
         if self.example is None:
             self.example = Example.of(model, args, kwargs)
 
+    @constant_in_graphs
     def serve(self, what: str, form: str) -> None:
         """Record that an operator saves its tensors in a format."""
         self.served[what] = form
 
+    @constant_in_graphs
     def leave(self, what: str, why: str) -> None:
         """Record why an operator's tensors are kept in full precision."""
         self.full[what] = why
@@ -142,17 +144,18 @@ class Buffers:
         width = max(len(what) for what, _ in rows)
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 
+    @constant_in_graphs
     def region(self) -> str:
         """The mark that Dynamo writes to the metadata of this model's nodes."""
-        from . import compiled
-
         self.waits = False
+        try:
+            from . import compiled
+        except (ImportError, AttributeError) as error:
+            self.leave("in compiled graphs", f"this PyTorch lacks what the partitioner needs: {error}")
+            return ""
         return compiled.region(self)
 
     # Dynamo runs them once and traces nothing.
-    serve._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    region._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Scope:
@@ -226,13 +229,13 @@ class Compressed(Mode):
         return not _transforms() and current_checkpoint() == self.checkpoint
 
 
+@constant_in_graphs
 def _transforms() -> bool:
     """Whether `torch.func` transforms this call, which autograd functions with a context do not support."""
-    return torch._C._are_functorch_transforms_active()
+    return is_transformed()
 
 
 # Dynamo calls it once and takes the result as a constant.
-_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _large(t: Any) -> bool:
@@ -305,7 +308,7 @@ def _same_layout(x: Tensor, other: Tensor) -> bool:
 def _written(scope: Scope, input: Tensor, y: Tensor) -> Tensor:
     """y written to input, as an in-place function returns it."""
     if not torch.compiler.is_dynamo_compiling():
-        return input.copy_(y) if input._is_view() else InPlace.apply(input, y)  # a view's base has other elements
+        return input.copy_(y) if is_view(input) else InPlace.apply(input, y)  # a view's base has other elements
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     input.copy_(y)
     return y

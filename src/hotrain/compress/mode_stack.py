@@ -7,32 +7,16 @@ removed (`aside`).
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import torch
 from torch.overrides import TorchFunctionMode
+
+from ..private import top_function_mode, without_function_modes
 
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
 
-def top() -> Any:
-    """The innermost mode, which sees a call first; None if there is no mode."""
-    depth = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(depth - 1) if depth else None
-
-
-class aside:
-    """Context that removes hotrain's TorchFunctionModes from the top of the mode stack."""
-
-    __slots__ = ("modes",)
-
-    def __enter__(self) -> None:
-        self.modes: list[Any] = []
-        while isinstance(top(), Mode):
-            self.modes.append(torch._C._pop_torch_function_stack())
-
-    def __exit__(self, *_: object) -> None:
-        while self.modes:
-            torch._C._push_on_torch_function_stack(self.modes.pop())
+top = top_function_mode
+aside = partial(without_function_modes, Mode)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import autograd
+from ..private import autocasts_itself
 from . import functions
 from .attention import Attention
 from .slopes import ACTIVATIONS
@@ -41,7 +42,7 @@ def _lower(*tensors: Tensor | None) -> list[Tensor | None]:
 @cache
 def _is_raised(operator: str, device: str) -> bool:
     """Whether autocast casts to float32 for that operator of PyTorch; its lists differ between devices."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
+    return autocasts_itself(operator, device)
 
 
 def _float32(operator: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, traced_graph, version_of
 from .formats import SMALL
 from .kernel_ops import whole
 from .rematerialize import is_by_heads
@@ -57,24 +59,15 @@ class Unfinished:
     shortcut: Tensor | None = None
 
 
+@constant_in_graphs
 def current_checkpoint() -> int:
     """Identity of the non-reentrant checkpoint whose forward runs, 0 for none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks, _ = saved_tensor_hooks()
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
     return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
-current_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it once
-
-
-def _traced_graph() -> torch.fx.Graph:
-    """The graph that Dynamo has traced so far; ImportError or AttributeError where this PyTorch does not expose it."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
-    return graph
-
-
+@constant_in_graphs
 def _traced_writes() -> str:
     """Which graph is traced, and how many in-place writes to large tensors it has so far.
 
@@ -82,30 +75,28 @@ def _traced_writes() -> str:
     mode (`torch.relu_`, `torch._foreach_add_`); but the graph traced so far can be read. If this PyTorch does not
     expose it, no two results are equal: then layers save codes of their own.
     """
-    try:
-        from torch._dynamo.eval_frame import skip_code
-
-        graph = _traced_graph()
-    except (ImportError, AttributeError):
+    graph = traced_graph(current_checkpoint)  # which is called in eager mode after a graph break
+    if graph is None:
         return f"{next(_graphs)} unknown"
-    skip_code(current_checkpoint.__code__)  # called in eager mode after a graph break, where it must not be compiled
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
     return f"{number} {sum(map(_writes, graph.nodes))}"
 
 
+@constant_in_graphs
 def read_apart() -> bool:
     """Whether the inputs of the last traced call share no memory; False if that is unknown."""
+    graph = traced_graph(current_checkpoint)
+    if graph is None:
+        return False
     try:
         # In PyTorch 2.11 `reversed` of a list of nodes is a list, not an iterator.
-        last = next(iter(reversed(_traced_graph().nodes)))
-        read = [node.meta["example_value"].untyped_storage()._cdata for node in last.all_input_nodes]
-    except (ImportError, AttributeError, KeyError, StopIteration):
+        last = next(iter(reversed(graph.nodes)))
+        read = [StorageWeakRef(node.meta["example_value"].untyped_storage()).cdata for node in last.all_input_nodes]
+    except (KeyError, StopIteration):
         return False
     return len(read) > 1 and len(set(read)) == len(read)
 
 
-read_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_traced_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _graphs = itertools.count()
 
 
@@ -133,10 +124,10 @@ def _is_flagged(node: torch.fx.Node) -> bool:
 
 def _is_mutable(target: Any) -> bool:
     """Whether the target is an operator that writes to arguments; hotrain's own write to statistics alone."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, type(torch.ops.aten.add)):
         return any(_is_mutable(getattr(target, name)) for name in target.overloads())
-    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "hotrain"
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable and not ours
+    is_operator = isinstance(target, type(torch.ops.aten.add.Tensor)) and target.namespace != "hotrain"
+    return is_operator and schema_of(target).is_mutable
 
 
 _OPERATORS = ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv")
@@ -188,7 +179,7 @@ class Origins:
             known: Any = t, _traced_writes()
             kept = tuple([None if part is None else part.detach() for part in tensors])
         else:
-            known = weakref.ref(t), t._version
+            known = weakref.ref(t), version_of(t)
             kept = tensors
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
@@ -231,6 +222,7 @@ class Origins:
         elif current_checkpoint() == self.checkpoint:
             for known, origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
-                if found is None and isinstance(known[0], weakref.ref) and known[0]() is t and t._version == known[1]:
+                is_same = isinstance(known[0], weakref.ref) and known[0]() is t
+                if found is None and is_same and version_of(t) == known[1]:
                     found = origin
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found

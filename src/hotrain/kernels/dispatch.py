@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import draws
 from ..method import FLOATS, Method, partner
+from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
@@ -491,7 +492,7 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, handle: int) -> 
     drawn = method.grad_input.weight_rounding == "stochastic"
     if _weights is None or drawn or (w.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _weight_codes(w, method, key, handle)
-    place, state = (handle, w.device, method), (w.data_ptr(), w._version, w.shape, w.stride())
+    place, state = (handle, w.device, method), (w.data_ptr(), version_of(w), w.shape, w.stride())
     found = _weights.get(place)
     if found is None or found[0] != state:
         found = _weights[place] = state, _weight_codes(w, method, key, handle)

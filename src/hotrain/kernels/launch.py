@@ -49,9 +49,17 @@ def aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
+@functools.cache
+def _current_stream() -> Any:
+    """Triton's function from a device's index to its current stream; `torch.cuda.current_stream` is slower."""
+    import triton
+
+    return triton.runtime.driver.active.get_current_stream
+
+
 def is_current(device: torch.device) -> bool:
     """Whether Triton launches there: it does on the current device."""
-    return device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return device.type != "cuda" or device.index == torch.accelerator.current_device_index()
 
 
 def launch(
@@ -74,7 +82,7 @@ def launch(
     place = (id(kernel), case)  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = _current_stream()(device.index)
         found[0][(programs, 1, 1)](*args, *found[1], stream=stream)
         return
     compiled = kernel[(programs,)](*args, **constants, **options)

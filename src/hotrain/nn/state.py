@@ -19,6 +19,7 @@ from ..convolution import Geometry
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..layer_record import Ran
 from ..method import Method
+from ..private import constant_in_graphs, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -225,6 +226,7 @@ class LayerState:
             x, w, dtype, weights, bias, needs_x, self.running, self.grid, transposed, geometry, device
         )
 
+    @constant_in_graphs
     def _prepare(
         self, mixes: bool, geometry: tuple[Any, ...] | None, device: torch.device, trained: bool, *facts: Any
     ) -> bool | None:
@@ -243,8 +245,6 @@ class LayerState:
         if question is not None:
             planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
         return self._without_kernel(device, dtype, place) is None
-
-    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
@@ -275,7 +275,7 @@ def constants(sizes: Sequence[int]) -> tuple[int, ...]:
 def _ready(draws: Draws, device: torch.device) -> None:
     """Mark the layer's new tensors as static inputs of compiled graphs, and prepare the kernels' buffers."""
     for tensor in (draws.counter, draws.tag):
-        tensor._dynamo_static_input_type = "unguarded"  # type: ignore[union-attr]  # mark_static_address
+        static_in_graphs(tensor)  # type: ignore[arg-type]
     kernels = autograd.kernels_for(device)
     if kernels is not None:
         kernels.prepare(0, device)  # of layers whose tag was copied: `draws.handle_of`

@@ -12,7 +12,8 @@ import itertools
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..private import under_dispatch_mode
 
 TILE = 16
 
@@ -43,7 +44,7 @@ def sequency(n: int) -> tuple[int, ...]:
 def matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The orthonormal H_n/√n, shape (n, n); symmetric. Cached: do not write to it."""
     # Under a tracer nothing is cached: its tensors belong to the trace.
-    return (_kept_matrix if _get_current_dispatch_mode() is None else _kept_matrix.__wrapped__)(n, dtype, device)
+    return (_kept_matrix if not under_dispatch_mode() else _kept_matrix.__wrapped__)(n, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)

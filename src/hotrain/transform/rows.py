@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .. import draws
+from ..private import under_dispatch_mode
 from . import hadamard
 
 
@@ -53,7 +53,7 @@ def order(n: int, kind: str) -> tuple[int, ...]:
 def _order_on(n: int, kind: str, device: torch.device) -> Tensor:
     """`order` as int64 (n,) on a device; do not write to it."""
     # Under a tracer nothing is cached: its tensors belong to the trace.
-    return (_kept_order if _get_current_dispatch_mode() is None else _kept_order.__wrapped__)(n, kind, device)
+    return (_kept_order if not under_dispatch_mode() else _kept_order.__wrapped__)(n, kind, device)
 
 
 @functools.lru_cache(maxsize=64)

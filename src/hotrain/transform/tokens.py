@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from .. import draws
+from ..private import no_dispatch_modes, under_dispatch_mode
 from . import hadamard
 from .rows import Rows
 
@@ -96,7 +96,7 @@ class Layout:
 
         The square tiles, row by row; the tiles of consecutive tokens; the dense tokens.
         """
-        with _disable_current_modes():  # those of a tracer, whose tensors have no data
+        with no_dispatch_modes():  # those of a tracer, whose tensors have no data
             rest, none = torch.arange(self.tokens, device="cpu"), torch.arange(0, device="cpu")
             squares = prefix = none
             if self.grid is not None:
@@ -114,7 +114,7 @@ class Layout:
 
     def places(self, device: torch.device) -> Places:
         """The slots as index tensors on that device, made once."""
-        if _get_current_dispatch_mode() is not None:
+        if under_dispatch_mode():
             return Places.of(self, device)  # not cached: tensors of a tracer belong to the trace
         if device not in self._on:
             self._on[device] = Places.of(self, device)
@@ -142,7 +142,7 @@ class Places:
     @classmethod
     def of(cls, lay: Layout, device: torch.device) -> Places:
         """The index tensors of a layout on a device."""
-        with _disable_current_modes():
+        with no_dispatch_modes():
             slots, end, filled = lay.slots, lay.tiles * lay.lines.tile, None
             tokens, singles = slots[:end], slots[end:]
             if lay.tokens - lay.dense < end:
@@ -159,7 +159,7 @@ _captured: dict[tuple[Layout, torch.device], Places] = {}
 
 def _on(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device; under a tracer, as a tensor of the trace."""
-    return t.to(device) if _get_current_dispatch_mode() is None else torch.tensor(t.tolist(), device=device)
+    return t.to(device) if not under_dispatch_mode() else torch.tensor(t.tolist(), device=device)
 
 
 @functools.lru_cache(maxsize=256)  # bounded: index tensors have one element per token

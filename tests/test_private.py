@@ -1,0 +1,175 @@
+"""Private PyTorch API: one module uses it, this PyTorch has all of it, and without a name its feature falls back."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotrain
+from hotrain import private
+
+ROOT = Path(hotrain.__file__).parent
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "private.py"]
+
+# PyTorch's operators, which exported programs contain, and what PyTorch's documents tell users to use.
+OPERATORS = {"_int_mm", "_scaled_mm", "_fused_sdp_choice"}
+DOCUMENTED = {"_indices", "_values"}  # of uncoalesced sparse tensors
+OBJECTS = (Tensor, nn.Module(), torch.UntypedStorage, torch.autograd.graph.Node, torch.ops.aten.add.Tensor)
+OF_PYTORCH = {name for kind in OBJECTS for name in dir(kind) if name.startswith("_") and not name.startswith("__")}
+OF_PYTORCH |= {"_cdata", "_version", "_schema", "_orig_mod", "_compiled_call_impl", "_forward_cls"}
+
+
+def chain(node: ast.AST) -> list[str]:
+    """`torch._C._get` → ["torch", "_C", "_get"]; what a chain begins with otherwise is "?"."""
+    if isinstance(node, ast.Attribute):
+        return [*chain(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else ["?"]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def uses(path: Path) -> Iterator[str]:
+    """Every use of a private name of PyTorch in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("torch"):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names if alias.name.startswith("torch")]
+        yield from (name for name in modules if any(map(is_private, name.split("."))))
+        if not isinstance(node, ast.Attribute):
+            continue
+        parts = chain(node)
+        if not is_private(parts[-1]) or parts[-1] in OPERATORS | DOCUMENTED:
+            continue
+        if parts[:3] == ["torch", "ops", "aten"] or parts[0] in ("_aten", "aten", "_prims"):
+            continue
+        own = parts[0] in ("self", "cls") and len(parts) == 2
+        of_pytorch = parts[-1] in OF_PYTORCH or parts[-1].startswith("_dynamo")
+        if parts[0] == "torch" or (of_pytorch and not own):
+            yield ".".join(parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_module_uses_private_api(path: Path) -> None:
+    assert list(uses(path)) == []
+
+
+def test_the_search_finds_what_is_there() -> None:
+    found = set(uses(ROOT / "private.py"))
+    assert {"torch._inductor.config", "torch._functorch.partitioners.min_cut_rematerialization_partition"} <= found
+    assert {"t._version", "t._is_view", "function._dynamo_marked_constant"} <= found
+
+
+def public() -> list[str]:
+    named = [name for name, kind in vars(private).items() if getattr(kind, "__module__", "") == private.__name__]
+    return [n for n in named if n[0] != "_" and n not in ("warn_of_missing", "falls_back", "Inductor", "Fakes")]
+
+
+def test_there_are_at_most_twenty_and_each_says_what_happens_without_it() -> None:
+    assert 10 < len(public()) <= 20
+    for name in public():
+        doc = inspect.getdoc(getattr(private, name)) or ""
+        assert "Without it" in doc or name == "fakes", name
+
+
+def test_this_pytorch_has_every_name() -> None:
+    """Fails with the names that went away, where a PyTorch newer than those tested lacks some."""
+    assert private.MISSING == {}
+    assert private.inductor().cut is not None
+    assert private.compiled_part(torch.compile(nn.Linear(2, 2))) is not None
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    assert private.node_number() == private.node_number(y.grad_fn)
+    for set_by_pytorch, mark in (
+        (torch.compiler.assume_constant_result(lambda: 0), private.constant_in_graphs(lambda: 0)),
+        (torch.zeros(1), torch.zeros(1)),
+    ):
+        if isinstance(mark, Tensor):
+            torch._dynamo.mark_static_address(set_by_pytorch, guard=False)
+            private.static_in_graphs(mark)
+        assert vars(set_by_pytorch) == vars(mark)
+
+
+def test_every_operator_that_is_named_exists() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = chain(node) if isinstance(node, ast.Attribute) else []
+            if parts[:1] == ["_aten"] and len(parts) == 2:
+                assert hasattr(torch.ops.aten, parts[1]), f"{path.name}: {parts[1]}"
+    assert all(hasattr(torch, name) for name in OPERATORS)
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    asked = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    assert asked == f"torch>={private.TESTED[0]}"
+
+
+STEP = """
+import sys, warnings
+import torch
+owner, name = {name!r}.rsplit(".", 1)
+owner = eval(owner)
+delattr(owner, name)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import hotrain
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(4, 64, 64)
+    exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    report = hotrain.convert(model, {method!r}, memory="block")
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+print("warned", [str(w.message) for w in caught if "hotrain" in str(w.message)])
+print("equal", all(torch.equal(a, b) for a, b in zip(exact, got)))
+print(report)
+"""
+
+
+def step_without(name: str, method: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", STEP.format(name=name, method=method)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._C._current_graph_task_id",
+        "torch.utils._python_dispatch._disable_current_modes",
+    ],
+)
+def test_layers_without_a_name_that_they_need_are_exact_and_say_so(name: str) -> None:
+    out = step_without(name, "hq8")
+    assert f"has no {name}: {private.EXACT}" in out
+    assert "equal True" in out
+
+
+@pytest.mark.parametrize(
+    "name", ["torch._C._autograd._top_saved_tensors_default_hooks", "torch._C._len_torch_function_stack"]
+)
+def test_activations_without_a_name_that_they_need_are_kept_and_say_so(name: str) -> None:
+    out = step_without(name, "exact")
+    assert f"has no {name}: {private.FULL}" in out
+    assert "equal True" in out
+    assert f"kept in full precision: PyTorch {torch.__version__} has no {name}" in out
+
+
+def test_nothing_is_warned_of_where_all_is_there() -> None:
+    out = step_without("torch.pi", "hq8")
+    assert "warned []" in out
+    assert "equal False" in out
