@@ -1,7 +1,5 @@
 """Counts what a training step goes through inside src/hotrain: files, functions, and changes of file.
 
-    python tools/walk.py
-
 Prints a Markdown table, which docs/map.md holds with its date. Each step is the second of its model, so that caches are
 filled; of the compiled one the first call is counted, which traces the model. Functions are counted once, without
 lambdas and comprehensions. A change of file: a call of a function in another file than that of the call before.
