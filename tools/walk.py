@@ -1,7 +1,5 @@
 """Counts what a training step goes through inside src/hotrain: files, functions, and changes of file.
 
-    python tools/walk.py
-
 Prints a Markdown table, which docs/map.md holds with its date. Each step is the second of its model, so that caches are
 filled; of the compiled one the first call is counted, which traces the model. Functions are counted once, without
 lambdas and comprehensions. A change of file: a call of a function in another file than that of the call before.
@@ -28,7 +26,7 @@ SOURCE = str(Path(hotrain.__file__).parent)
 
 
 @dataclass
-class Walk:
+class Trace:
     """What ran inside src/hotrain.
 
     Attributes:
@@ -50,17 +48,19 @@ class Walk:
 
 
 @contextmanager
-def walked() -> Iterator[Walk]:
+def traced() -> Iterator[Trace]:
     """Context that counts the calls of this thread; autograd's backward of a CPU model runs in it."""
-    walk = Walk()
-    sys.setprofile(walk.see)
+    trace = Trace()
+    sys.setprofile(trace.see)
     try:
-        yield walk
+        yield trace
     finally:
         sys.setprofile(None)
 
 
-def walks(model: nn.Module, x: Tensor, before: int, run: Callable[[Tensor], Tensor] | None = None) -> tuple[Walk, Walk]:
+def step(
+    model: nn.Module, x: Tensor, before: int, run: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Trace, Trace]:
     """Count one training step.
 
     Args:
@@ -70,16 +70,16 @@ def walks(model: nn.Module, x: Tensor, before: int, run: Callable[[Tensor], Tens
         run: the compiled model; None for the model itself.
 
     Returns:
-        The walks of forward and of backward.
+        What ran in forward, and in backward.
     """
     run = model if run is None else run
     for _ in range(before):
         run(x.clone().requires_grad_()).sum().backward()
     x = x.clone().requires_grad_()
-    with walked() as forward:
+    with traced() as forward:
         y = run(x)
     loss = y.sum()
-    with walked() as backward:
+    with traced() as backward:
         loss.backward()
     return forward, backward
 
@@ -104,13 +104,13 @@ def table() -> str:
     for title, make in (("`nn.Linear`", linear), ('`memory="block"`: norm → fc1 → GELU → fc2', mlp)):
         torch.manual_seed(0)
         model, x = make()
-        forward, backward = walks(model, x, before=1)
+        forward, backward = step(model, x, before=1)
         lines.append(f"| {title}, eager | {forward} | {backward} |")
     for title, make in (("`nn.Linear`", linear), ("norm → fc1 → GELU → fc2", mlp)):
         torch.manual_seed(0)
         model, x = make()
         torch._dynamo.reset()
-        forward, backward = walks(model, x, before=0, run=torch.compile(model, backend="aot_eager"))
+        forward, backward = step(model, x, before=0, run=torch.compile(model, backend="aot_eager"))
         lines.append(f"| {title}, first call compiled (traced) | {forward} | {backward} |")
     return "\n".join(lines)
 

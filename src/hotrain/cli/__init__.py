@@ -1,1 +1,1 @@
-"""The command line: one file per command, each a thin call into the library, imported when it runs."""
+"""The command line: each command a thin call into the library, imported when it runs."""
