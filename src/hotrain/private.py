@@ -238,7 +238,7 @@ def static_in_graphs(t: Tensor) -> None:
 
 def compiled_part(module: nn.Module) -> nn.Module | None:
     """The module that `torch.compile` or `Module.compile` traces in this one's place. Without it: None."""
-    original = module.__dict__.get("_modules", {}).get("_orig_mod")
+    original = dict(module.named_children()).get("_orig_mod")
     if original is None and getattr(module, "_compiled_call_impl", None) is not None:
         return module
     return original  # type: ignore[no-any-return]

@@ -199,7 +199,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkey
     if options["number"] != "int":
         method = method.override(number=options["number"])
     method = method.override(forward=options.get("forward", "exact"))
-    kernels.prepare(device)  # as when a layer is placed
+    kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device
     planning.rehearse(
         planning.Question(
             (2, 50, 32), (48, 32), torch.float32, torch.float32, True, True, method, None, False, None, device

@@ -1,4 +1,4 @@
-"""Dropout. Backward needs the mask, which is saved in 1 bit per element."""
+"""Dropout, whose backward needs the mask alone: 1 bit per element."""
 
 from __future__ import annotations
 
