@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..nn.state import layer_states
 from ..private import compiled_part, node_number
 from ..tables import bytes_text, table
 from .unchanged import as_found
@@ -307,7 +308,12 @@ def _snake(name: str) -> str:
 
 
 def _storages_of_model(model: nn.Module) -> set[int]:
-    tensors = [*model.parameters(), *model.buffers()]
+    # Draw counters and amax histories live with the layers, from step to step.
+    owned: list[Tensor] = []
+    for _, state in layer_states(model):
+        owned += [] if state.draws.counter is None else [state.draws.counter]
+        owned += [] if state.draws.history is None else [state.draws.history.words]
+    tensors = [*model.parameters(), *model.buffers(), *owned]
     return {key for tensor in tensors for key, _ in _storages(tensor)}
 
 
