@@ -550,3 +550,8 @@ def test_the_report_of_a_reverted_model_says_so() -> None:
     hotrain.revert(model)
     assert report.converted == []
     assert reasons(report)["mlp.0"] == "reverted"
+
+
+def test_what_is_no_module_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="the model is a str; accepted is"):
+        hotrain.convert("vit")  # type: ignore[arg-type]

@@ -56,6 +56,18 @@ def test_programs_run_compiled() -> None:
     assert ran > 0.5 * COMPILED
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [302177, 302929, 303938], ids=["backward hook", "hook in a mode", "in-place on a slice"]
+)
+def test_compiled_programs_that_once_failed(seed: int) -> None:
+    """Dynamo compiled the mode itself after a graph break; an in-place function returned a tensor without its gaps."""
+    p = programs.program(seed)
+    wrong = programs.examine_compiled(p)
+    assert wrong == [], _told(p, wrong or ["PyTorch does not run it"])
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("broken", ["gradient", "forward", "in place", "layout", "raises"])
 def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth too much in one gradient, and each of the other findings."""

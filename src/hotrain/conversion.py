@@ -290,9 +290,12 @@ def convert(
         A report with one row per layer.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
             converted with another plan, or no layer matched (with a `filter_fn`, or with ``memory="linear"``).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hotrain.convert: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
     warn_of_missing()
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):

@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
-from ..private import FULL, constant_in_graphs, falls_back, is_transformed
+from ..private import FULL, constant_in_graphs, falls_back, is_transformed, traced_graph
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
@@ -86,9 +86,6 @@ def _transforms() -> bool:
     return is_transformed()
 
 
-# Dynamo calls it once and takes the result as a constant.
-
-
 # ---- module classes ----
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
@@ -98,6 +95,13 @@ _lib.define("region() -> ()")
 @torch.library.impl(_lib, "region", "CompositeExplicitAutograd")
 def _region() -> None:
     """Do nothing; the node gives graphs that `compiled` changes another key in the compiler's cache."""
+
+
+@constant_in_graphs
+def _region_of(buffers: Buffers) -> str:
+    """`Buffers.region`. After a graph break the mode is called in eager mode, where Dynamo must not compile it."""
+    traced_graph(Compressed.__torch_function__)
+    return buffers.region()
 
 
 class Wrapped(Mixin):
@@ -118,7 +122,7 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             with Compressed(buffers):
-                return self._in_its_region(buffers.region(), *args, **kwargs)
+                return self._in_its_region(_region_of(buffers), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))

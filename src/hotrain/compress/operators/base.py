@@ -156,7 +156,7 @@ def written(x: Tensor, y: Tensor) -> Tensor:
         return x.copy_(y) if is_view(x) else _InPlace.apply(x, y)  # a view's base has other elements
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
-    return y
+    return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
 
 
 def not_a_view(y: Tensor) -> Tensor:
