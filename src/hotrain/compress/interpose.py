@@ -98,10 +98,9 @@ def _region() -> None:
 
 
 @constant_in_graphs
-def _region_of(buffers: Buffers) -> str:
-    """`Buffers.region`. After a graph break the mode is called in eager mode, where Dynamo must not compile it."""
-    traced_graph(Compressed.__torch_function__)
-    return buffers.region()
+def _leave_mode_uncompiled() -> bool:
+    """After a graph break the mode is called in eager mode, where Dynamo must not compile it."""
+    return traced_graph(Compressed.__torch_function__) is not None
 
 
 class Wrapped(Mixin):
@@ -121,8 +120,9 @@ class Wrapped(Mixin):
         if buffers is None or not (self.training and autograd.differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
+            _leave_mode_uncompiled()
             with Compressed(buffers):
-                return self._in_its_region(_region_of(buffers), *args, **kwargs)
+                return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
