@@ -47,10 +47,10 @@ def test_a_batch_that_is_only_a_shape() -> None:
     model = Net()
     hotrain.convert(model)
     small = hotrain.predicted_bytes(model, torch.empty(16, 3, 64, 64, device="meta")).total
-    large = hotrain.predicted_bytes(model, torch.empty(4096, 3, 64, 64, device="meta")).total
-    assert large > 2**26
+    large = hotrain.predicted_bytes(model, torch.empty(1024, 3, 64, 64, device="meta")).total
+    assert large > 2**24
     # All that is kept grows with the batch, but for a number or two a layer.
-    assert large / 4096 == pytest.approx(small / 16, rel=0.01)
+    assert large / 1024 == pytest.approx(small / 16, rel=0.01)
 
 
 @pytest.mark.parametrize("converted", [False, True])

@@ -395,8 +395,9 @@ def step_of(model: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("method", ["exact", "hq8"])
+@pytest.mark.parametrize(
+    ("method", "checkpointed"), [("exact", False), ("hq8", True)], ids=["exact", "hq8 checkpointed"]
+)
 def test_a_model_of_gates(method: str, checkpointed: bool) -> None:
     """Together with operators, and one row a compiled model: less is kept than by the plain cut, gradients are as near
     as eager's; its size may change from step to step."""
