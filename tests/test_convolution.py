@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hotrain
 from hotrain import autograd, convolution, functional
-from hotrain.geometry import Geometry, fold, unfold
+from hotrain.geometry import Geometry, fold, patches, patches_transposed, unfold
 from hotrain.layer import Config
 
 # PyTorch's own remark on even kernels, once a process
@@ -422,9 +422,9 @@ def test_patches_and_their_transpose(kind: str) -> None:
     x, w, _ = problem(case)
     geometry = geometry_of(case[2], case[5])
     assert geometry.is_patches
-    tokens = convolution.patches(x, geometry)
+    tokens = patches(x, geometry)
     z = torch.randn_like(tokens)
-    back = convolution.patches_transposed(z, (x.shape[0], x.shape[1], x.shape[2], x.shape[3]), geometry)
+    back = patches_transposed(z, (x.shape[0], x.shape[1], x.shape[2], x.shape[3]), geometry)
     torch.testing.assert_close((tokens * z).sum(), (x * back).sum())
     y = module(case, w)(x).permute(0, 2, 3, 1)
     torch.testing.assert_close(tokens @ w.flatten(1).T, y)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import hotrain
 from hotrain import autograd, draws, functional
-from hotrain.convolution import Geometry
 from hotrain.draws import Draws
+from hotrain.geometry import Geometry
 from hotrain.layer import Config
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method

@@ -10,7 +10,7 @@ from torch import nn
 
 import hotrain
 from hotrain import planning
-from hotrain.convolution import Geometry
+from hotrain.geometry import Geometry
 from hotrain.planning import Question
 
 CPU = torch.device("cpu")

@@ -54,6 +54,19 @@ def _record(
         yield row | common
 
 
+def _checked(
+    rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
+) -> list[dict[str, Any]]:
+    """The recorded rows; a wrong gradient ends with exit code 1."""
+    from hotrain_bench.layers import Wrong
+
+    try:
+        return list(_record(rows, device, commit, out))
+    except Wrong as wrong:
+        note(f"wrong: {wrong}")
+        raise typer.Exit(1) from wrong
+
+
 def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]], tiny: bool, json: bool) -> None:
     """Print the records as JSON or a table; times of small shapes are marked as such."""
     from hotrain.tables import table
@@ -88,11 +101,7 @@ def layers(
 
     where = device_named(device)
     rows = library.run(split_names(models, "--models"), batch, split_names(methods, "--methods"), where, repeats, tiny)
-    try:
-        done = list(_record(rows, where, commit, out))
-    except library.Wrong as wrong:
-        note(f"wrong: {wrong}")
-        raise typer.Exit(1) from wrong
+    done = _checked(rows, where, commit, out)
     base = {row["subject"]: row["median_ms"] for row in done if row["variant"] == library.BASELINE}
     lines = [
         [
@@ -177,15 +186,10 @@ def ops(
     """Kernels against the GPU's copy bandwidth and matrix product rates, measured in the same run."""
     from hotrain_bench import ops as library
     from hotrain_bench.conditions import device_named
-    from hotrain_bench.layers import Wrong
 
     where = device_named(device)
     rows = library.run(split_names(methods, "--methods"), batch, where, repeats, tiny)
-    try:
-        done = list(_record(rows, where, commit, out))
-    except Wrong as wrong:
-        note(f"wrong: {wrong}")
-        raise typer.Exit(1) from wrong
+    done = _checked(rows, where, commit, out)
     lines = [
         [
             row["subject"],

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backward, convolution, draws, forward
-from .convolution import channels_last
 from .draws import Draws
+from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory
 from .private import constant_in_graphs, is_transformed, is_view
@@ -294,12 +294,10 @@ def differentiates() -> bool:
     return torch.is_grad_enabled() and not _is_traced_or_transformed()
 
 
+# Evaluated outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
 @constant_in_graphs
 def _is_traced_or_transformed() -> bool:
     return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-# Dynamo evaluates it once, outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
@@ -462,18 +460,18 @@ class Conv2d(torch.autograd.Function):
                 lines = (*tokens.shape[:3], ctx.w_shape[1:].numel())
                 g_x, g_w, g_b = call.gradients(tokens, matrix, packed, key, ctx.source, lines, ctx.w_dtype, needs)
                 if g_x is not None:
-                    g_x = convolution.patches_transposed(g_x.view(lines), shape, config.geometry)
+                    g_x = patches_transposed(g_x.view(lines), shape, config.geometry)
             if g_x is not None:
                 g_x = g_x.to(ctx.x_dtype)
             if g_w is not None:
-                g_w = convolution.laid_as(g_w.view(ctx.w_shape), ctx.w_strides)
+                g_w = laid_as(g_w.view(ctx.w_shape), ctx.w_strides)
         return (*once(config.name, (g_x, g_w, g_b), g_y, w), None, None, None)
 
 
 def _tokens(x: Tensor, config: Config) -> Tensor:
     """The rows that a convolution saves of x: its patches, or its positions where patches overlap."""
     assert config.geometry is not None
-    return channels_last(x) if config.overlaps else convolution.patches(x, config.geometry)
+    return channels_last(x) if config.overlaps else patches(x, config.geometry)
 
 
 def _save(

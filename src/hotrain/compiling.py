@@ -118,14 +118,14 @@ def _milliseconds(
     forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
     """Median time of forward and backward in ms; gradients are discarded."""
-    from .audit.saved_bytes import tensors
+    from .audit.saved_bytes import sum_of_results
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     times = []
     for number in range(_WARM + _TIMED):
         _wait()
         begin = time.perf_counter()
-        loss = torch.stack([t.float().sum() for t in tensors(forward(*args, **kwargs)) if t.requires_grad]).sum()
+        loss = sum_of_results(forward(*args, **kwargs))
         with torch.autocast(loss.device.type, enabled=False):
             torch.autograd.grad(loss, parameters, allow_unused=True)
         _wait()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
-from .geometry import Geometry, Pair, Shape, channels_last, fold, laid_as, patches, patches_transposed, unfold
+from .geometry import Geometry, Shape, channels_last, fold, unfold
 from .method import GradInput, Method, partner
 from .products import code_matmul
 from .quantize import encode
@@ -31,8 +31,6 @@ from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import TILE
 from .transform.tokens import Layout, lift, project
-
-__all__ = ["Geometry", "Pair", "channels_last", "grad_input", "grad_weight", "laid_as", "patches", "patches_transposed"]
 
 _UNFOLDED = {"cpu": 1 << 20, "cuda": 1 << 28}  # elements of the unfolded matrix made at a time
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import autograd
-from .convolution import Geometry, Pair
+from .geometry import Geometry, Pair
 from .layer import Config
 from .method import Method
 from .presets import DEFAULT, preset

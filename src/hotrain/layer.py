@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from ._version import __version__
-from .convolution import Geometry
+from .geometry import Geometry
 from .method import GradInput, GradWeight, Method, Saved
 from .saved import Format
 from .transform.tokens import Grid, Layout, layout

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import autograd
-from .convolution import Geometry
+from .geometry import Geometry
 from .layer import Config
 from .method import Method
 from .transform.tokens import Grid

@@ -57,6 +57,16 @@ def warn_of_missing() -> None:
         )
 
 
+def constant_in_graphs(function: _Function) -> _Function:
+    """Decorator: Dynamo calls the function once while it traces and takes the result as a constant.
+
+    `torch.compiler.assume_constant_result`, without its import of Dynamo, which takes seconds. Without it: Dynamo
+    traces the function, or breaks the graph.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # ---- autograd ----
 
 _functorch = _find("_C._are_functorch_transforms_active", EXACT)
@@ -67,6 +77,7 @@ _hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
 _versions = itertools.count()
 
 
+@constant_in_graphs
 def is_transformed() -> bool:
     """Whether `torch.func` or forward-mode AD is active, which autograd functions with a context do not support.
 
@@ -216,16 +227,6 @@ def _mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 # ---- torch.compile ----
-
-
-def constant_in_graphs(function: _Function) -> _Function:
-    """Decorator: Dynamo calls the function once while it traces and takes the result as a constant.
-
-    `torch.compiler.assume_constant_result`, without its import of Dynamo, which takes seconds. Without it: Dynamo
-    traces the function, or breaks the graph.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def static_in_graphs(t: Tensor) -> None:

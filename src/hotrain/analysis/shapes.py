@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
-from ..convolution import Geometry
+from ..geometry import Geometry
 
 
 @dataclass(frozen=True)

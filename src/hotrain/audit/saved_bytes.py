@@ -350,14 +350,17 @@ def _cuda_device(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.devic
     raise ValueError("saved_bytes: device_peak=True reads the CUDA allocator, but no input is on a CUDA device")
 
 
+def sum_of_results(outputs: Any) -> Tensor:
+    """The sum, (), in float32, of all tensors in a model's outputs that require a gradient: a loss for measuring."""
+    return torch.stack([t.float().sum() for t in tensors(outputs) if t.requires_grad]).sum()
+
+
 def _device_peak(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:
     leaves = [t for t in [*model.parameters(), *tensors([inputs, kwargs])] if t.requires_grad]
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    outputs = [t for t in tensors(model(*inputs, **kwargs)) if t.requires_grad]
-    loss = torch.stack([t.float().sum() for t in outputs]).sum()
-    torch.autograd.grad(loss, leaves, allow_unused=True)
+    torch.autograd.grad(sum_of_results(model(*inputs, **kwargs)), leaves, allow_unused=True)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 

@@ -77,13 +77,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return not _transforms() and current_checkpoint() == self.checkpoint
-
-
-@constant_in_graphs
-def _transforms() -> bool:
-    """Whether `torch.func` transforms this call, which autograd functions with a context do not support."""
-    return is_transformed()
+        return not is_transformed() and current_checkpoint() == self.checkpoint
 
 
 # ---- module classes ----

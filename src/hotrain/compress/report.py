@@ -130,5 +130,3 @@ class Buffers:
             self.record_full("in compiled graphs", f"this PyTorch lacks what the partitioner needs: {error}")
             return ""
         return compiled.region(self)
-
-    # Dynamo runs them once and traces nothing.

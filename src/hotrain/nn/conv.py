@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional
-from ..convolution import Geometry
+from ..geometry import Geometry
 from ..method import Method
 from ..presets import DEFAULT
 from .state import ATTRIBUTE, LayerState

@@ -6,6 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,8 +17,8 @@ from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..compress.mode_stack import aside, top
 from ..compress.sharing import Origins
-from ..convolution import Geometry
 from ..draws import ATTRIBUTE, Draws, place_all
+from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
@@ -161,8 +162,8 @@ class LayerState:
             self._place(x.device)
         return call
 
-    def _config(self, geometry: Geometry | None, kernels: bool = False) -> Config:
-        return Config(self.running, self.grid, self.transposed, geometry, kernels, self.name)
+    def _config(self, geometry: Geometry | None) -> Config:
+        return Config(self.running, self.grid, self.transposed, geometry, name=self.name)
 
     def _next_key(self, device: torch.device, config: Config | None) -> Key:
         """The key of this forward, for its configuration if it follows the method: the reference needs an integer."""
@@ -227,7 +228,7 @@ class LayerState:
             planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
         config = self._config(geometry)
         kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
-        return self._config(geometry, kernels).word, config.draws
+        return replace(config, kernels=kernels).word, config.draws
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
         """The layer on a GPU as a question to `hotrain.planning`; None elsewhere, and where its weight is frozen."""

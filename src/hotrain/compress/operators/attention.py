@@ -114,9 +114,6 @@ def _is_ampere(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Dynamo cannot trace these calls.
-
-
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
     """The mask as the kernel takes it: numbers in q's dtype, broadcast to (B, H, T, T') except for the kernel "cpu".
 
