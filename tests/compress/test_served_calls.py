@@ -568,20 +568,29 @@ def test_attention_s_kernel_is_one_that_the_device_has(dtype: torch.dtype, monke
 
 
 def test_cudnn_s_kernel_runs_where_pytorch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked with the facts it depends on, heads of q for one of k among them; not with a mask, nor switched off."""
+    """Asked with the facts it depends on, q's heads for one of k and the mask among them; not where it is off."""
     with FakeTensorMode():
         q = torch.empty(2, 6, 8, 16, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(2, 3, 9, 16, device="cuda", dtype=torch.bfloat16)
         mask = torch.zeros(8, 9, device="cuda", dtype=torch.bfloat16)
+        flags = torch.zeros(2, 1, 8, 9, device="cuda", dtype=torch.bool)
+        trained = torch.zeros(8, 9, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(attention, "_prefers_cudnn", lambda *facts: not asked.append(facts))
     assert attention.backend(q, k, k, None, 0.0, False) == "cudnn"
-    assert asked == [(q.device, torch.bfloat16, 2, 8, 9, 16, False, False)]
-    assert attention.backend(q, k, k, mask, 0.0, False) == "efficient"
+    assert asked == [(q.device, torch.bfloat16, 2, 8, 9, 16, False, False, 0, torch.bfloat16)]
+    assert attention.backend(q, k, k, mask, 0.1, False) == "cudnn"
+    assert attention.backend(q, k, k, flags, 0.0, False) == "cudnn"
+    assert asked[1:] == [
+        (q.device, torch.bfloat16, 2, 8, 9, 16, True, False, 2, torch.bfloat16),
+        (q.device, torch.bfloat16, 2, 8, 9, 16, False, False, 4, torch.bool),
+    ]
+    assert attention.backend(q, k, k, trained, 0.0, False) == "efficient", "it has no gradient"
+    assert len(asked) == 3
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     assert attention.backend(q, k, k, None, 0.0, False) == "flash"
-    assert len(asked) == 1
+    assert len(asked) == 3
 
 
 def test_a_tracer_asks_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:

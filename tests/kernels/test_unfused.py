@@ -122,7 +122,7 @@ def test_gradients_of_a_norm(shape: tuple[int, int], dtype: torch.dtype, centere
     mean, r = statistics(x, True)
     kept = norm.pack(x, mean if centered else None, r, True)
     w = torch.randn(shape[1], device=device)
-    g_x, sums = norm.gradient(g, *kept, r, w, dtype, centered)
+    g_x, sums, _ = norm.gradient(g, *kept, r, w, dtype, centered)
     normal, wide = FORMAT.restore(kept, shape, torch.float32).double(), g.double()
     scaled = wide * w.double()
     inner = scaled - normal * (scaled * normal).mean(1, keepdim=True)
@@ -136,12 +136,63 @@ def test_gradients_of_a_norm(shape: tuple[int, int], dtype: torch.dtype, centere
     assert ((sums.double() - both).abs() <= 2.0**-18 * among + 1e-7).all()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shortcut_s_gradient_is_added_and_the_sum_copied(shape: tuple[int, int], device: torch.device) -> None:
+    """float32 beside 16 bits, as autocast has them: one rounding more, and the copy's."""
+    x, g, other = (
+        draw(*shape, torch.float32, device),
+        draw(*shape, torch.bfloat16, device),
+        draw(*shape, torch.float32, device),
+    )
+    mean, r = statistics(x, True)
+    kept, w = norm.pack(x, mean, r, True), torch.randn(shape[1], device=device)
+    alone, sums, none = norm.gradient(g, *kept, r, w, torch.float32, True)
+    assert none.numel() == 0
+    total, again, copy = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float16)
+    torch.testing.assert_close(total, alone + other, rtol=2.0**-23, atol=2.0**-23)
+    assert torch.equal(sums, again)
+    assert copy.dtype == torch.float16
+    torch.testing.assert_close(copy.float(), total, rtol=2.0**-10, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("branch", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms", "rms_cast"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_norm_with_its_codes(
+    shape: tuple[int, int], kind: str, branch: torch.dtype | None, device: torch.device
+) -> None:
+    """Of a sum, against float64: y, r, and the codes that `pack` makes of the same numbers."""
+    dtype, y_dtype = torch.float32, torch.float32 if kind == "rms_cast" else torch.bfloat16
+    x = draw(*shape, dtype, device) + 0.5
+    more = None if branch is None else draw(*shape, branch, device)
+    w, b = torch.randn(shape[1], device=device), torch.randn(shape[1], device=device)
+    centered, eps = kind == "layer", 1e-5
+    found = norm.forward(x, more, w, b if centered else None, eps, (dtype, y_dtype), centered, kind == "rms_cast")
+    total, y, r, codes, scale = found
+    lifted = x if more is None else x + more
+    if more is None:
+        assert total.numel() == 0
+    else:
+        torch.testing.assert_close(total, lifted, rtol=2.0**-23, atol=0)
+    wide = lifted.double()
+    mean = wide.mean(1, keepdim=True) if centered else torch.zeros_like(wide[:, :1])
+    factor = torch.rsqrt((wide - mean).square().mean(1, keepdim=True) + eps)
+    torch.testing.assert_close(r.double(), factor[:, 0], rtol=2.0**-19, atol=0)
+    want = (wide - mean) * factor * w.double() + (b.double() if centered else 0)
+    near = (wide.abs() + mean.abs()) * factor * w.double().abs() * 2.0**-19 + 1e-6
+    rounding = torch.finfo(y_dtype).eps * (2 if device.type == "cpu" else 1)  # the interpreter cuts off
+    assert ((y.double() - want).abs() <= rounding * want.abs() + near).all()
+    same = norm.pack(lifted, mean[:, 0].float() if centered else None, r, True)
+    torch.testing.assert_close(scale.float(), same[1].float(), rtol=2.0**-7, atol=0)
+    assert (codes != same[0]).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
+
+
 def test_gradients_without_parameters(device: torch.device) -> None:
     x, g = draw(33, 48, torch.float32, device), draw(33, 48, torch.float32, device)
     mean, r = statistics(x, True)
     kept = norm.pack(x, mean, r, True)
-    alone, _ = norm.gradient(g, *kept, r, None, torch.float32, True)
-    ones, _ = norm.gradient(g, *kept, r, torch.ones(48, device=device), torch.float32, True)
+    alone, *_ = norm.gradient(g, *kept, r, None, torch.float32, True)
+    ones, *_ = norm.gradient(g, *kept, r, torch.ones(48, device=device), torch.float32, True)
     torch.testing.assert_close(alone, ones, rtol=1e-6, atol=1e-6)  # products with 1 may be contracted otherwise
 
 
@@ -153,11 +204,11 @@ def test_what_is_not_finite_stays_in_its_row(bad: float, device: torch.device) -
     x[4, 5] = bad
     kept = norm.pack(x, mean, r, True)
     assert not FORMAT.restore(kept, x.shape, torch.float32)[4].isfinite().all()
-    g_x, _ = norm.gradient(g, *kept, r, None, torch.float32, True)
+    g_x, *_ = norm.gradient(g, *kept, r, None, torch.float32, True)
     assert not g_x[4].isfinite().any()
     assert g_x[torch.arange(9) != 4].isfinite().all()
     g[2, 7] = bad
-    g_x, sums = norm.gradient(g, *norm.pack(torch.randn_like(g), mean, r, True), r, None, torch.float32, True)
+    g_x, sums, _ = norm.gradient(g, *norm.pack(torch.randn_like(g), mean, r, True), r, None, torch.float32, True)
     assert not g_x[2].isfinite().any()
     assert not sums[0, 7].isfinite()
     assert sums[0, :7].isfinite().all()
@@ -170,9 +221,13 @@ def test_slopes_times_gradients(shape: tuple[int, int], dtype: torch.dtype, devi
     assert levels is not None
     g = draw(*shape, dtype, device)
     marks = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device=device)
-    got = activation.slope_gradient(g, marks, (levels.first, levels.per_one), 2.0)
+    got, none = activation.slope_gradient(g, marks, (levels.first, levels.per_one), 2.0)
     want = g.double() * (levels.restore((marks,), shape, torch.float64) * 2.0)
     torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+    assert none.numel() == 0
+    again, sums = activation.slope_gradient(g, marks, (levels.first, levels.per_one), 2.0, sums=True)
+    assert torch.equal(again, got)
+    assert ((sums.double() - want.sum(0)).abs() <= 2.0**-18 * want.abs().sum(0) + 1e-7).all()
 
 
 def gradients(f: Any, *inputs: Tensor) -> list[Tensor]:
@@ -405,8 +460,8 @@ def test_traced_it_is_the_definition(served: None, device: torch.device, monkeyp
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def run(x: Tensor) -> Tensor:
-        y = torch.ops.hotrain.norm(x, None, None, "layer", 1, 1e-5, "int4 nearest/row")[0]
-        return y.square().sum()
+        y = torch.ops.hotrain.norm(x.view(5, 4, 12), None, None, "layer", 2, 1e-5, "int4 nearest/row")[0]
+        return torch.ops.hotrain.slope(y, "relu").square().sum()
 
     x = torch.randn(5, 48, device=device).requires_grad_()
     run(x).backward()

@@ -32,7 +32,8 @@ def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     return GROUPED[form].keep(t)
 
 
-def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def empty_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales as the kernels return them, not written."""
     columns = t.shape[-1]
     spec = GROUPED[form]
     size = group_size(int(columns), spec.whole)
@@ -40,7 +41,7 @@ def _keep_codes_fake(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
 
 
-@opaque("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", _keep_codes_fake)
+@opaque("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", empty_codes)
 def _keep_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     spec = GROUPED[form]
 

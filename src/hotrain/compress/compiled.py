@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..private import fakes, inductor, schema_of
-from . import formats, graph, rules
+from . import formats, fusing, graph, rules
 from .formats import SMALL, packer
 from .graph import KEY, entries
 
@@ -70,7 +70,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        files = (__file__, graph.__file__, rules.__file__, formats.__file__)
+        files = (__file__, graph.__file__, rules.__file__, formats.__file__, fusing.__file__)
         ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
         if self.inner is None:
             return ours
@@ -99,6 +99,10 @@ def partition(
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
         compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or ())
+        for half in (forward, backward):
+            if fusing.fuse(half.graph):
+                half.graph.lint()
+                half.recompile()
     return forward, backward
 
 

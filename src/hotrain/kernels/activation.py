@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .dispatch import FUNCTIONS
-from .launch import aligned, block_of, cdiv, is_wide, launch, power_of_2
+from .launch import aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
 
 _TILE = 2048  # elements of a half of a tile
+_SUMMED_TILE = 1024  # where the sums of channels stay in registers
+_WAVES = 8  # programs per multiprocessor of those that leave sums
 _FLAT = 1024  # bytes of bits that a program makes or reads
 
 # ---- functions, by their numbers in `FUNCTIONS` ----
@@ -151,47 +153,67 @@ def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Ten
 
 @triton.jit
 def _slope_gradient_kernel(
-    g, marks, g_x, rows, FIRST: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, ACROSS: tl.constexpr, WIDE: tl.constexpr,
+    g, marks, g_x, parts, rows, blocks, lanes, FIRST: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Derivatives are (code + FIRST) STEP. ACROSS is the number of blocks of columns."""
-    row = (tl.program_id(0) // ACROSS) * ROWS + tl.arange(0, ROWS)
+    """Derivatives are (code + FIRST) STEP. ACROSS is the number of blocks of columns; `lanes` programs share one."""
+    lane = tl.program_id(0) // ACROSS
     column = (tl.program_id(0) % ACROSS) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < HALF)[None, :]
-    place = (row.to(tl.int64) if WIDE else row)[:, None]
-    packed = tl.load(marks + place * HALF + column[None, :], mask=inside, other=0).to(tl.int32)
-    at = place * (2 * HALF) + column[None, :]
-    low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * (((packed & 15).to(tl.float32) + FIRST) * STEP)
-    high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * (
-        (((packed >> 4) & 15).to(tl.float32) + FIRST) * STEP
-    )
-    tl.store(g_x + at, low.to(g_x.dtype.element_ty), mask=inside)
-    tl.store(g_x + at + HALF, high.to(g_x.dtype.element_ty), mask=inside)
+    there = column < HALF
+    sum_l = tl.zeros((ROWS, BLOCK), tl.float32)
+    sum_h = tl.zeros((ROWS, BLOCK), tl.float32)
+    for number in tl.range(lane, blocks, lanes, num_stages=2):
+        row = number * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & there[None, :]
+        place = (row.to(tl.int64) if WIDE else row)[:, None]
+        packed = tl.load(marks + place * HALF + column[None, :], mask=inside, other=0).to(tl.int32)
+        at = place * (2 * HALF) + column[None, :]
+        low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * (((packed & 15).to(tl.float32) + FIRST) * STEP)
+        high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * (
+            (((packed >> 4) & 15).to(tl.float32) + FIRST) * STEP
+        )
+        tl.store(g_x + at, low.to(g_x.dtype.element_ty), mask=inside)
+        tl.store(g_x + at + HALF, high.to(g_x.dtype.element_ty), mask=inside)
+        if SUMS:
+            sum_l += low
+            sum_h += high
+    if SUMS:
+        left = parts + lane.to(tl.int64) * (2 * HALF) + column
+        tl.store(left, tl.sum(sum_l, axis=0), mask=there)
+        tl.store(left + HALF, tl.sum(sum_h, axis=0), mask=there)
 
 
-def slope_gradient(g: Tensor, marks: Tensor, levels: tuple[int, int], factor: float) -> Tensor:
-    """g f'(x) factor, as g, with f'(x) in 4 bits.
+def slope_gradient(
+    g: Tensor, marks: Tensor, levels: tuple[int, int], factor: float, sums: bool = False
+) -> tuple[Tensor, Tensor]:
+    """g_x = g f'(x) factor, with f'(x) in 4 bits, and Σ g_x per channel, the bias gradient of the layer before.
 
     Args:
         g: (rows, C), contiguous, C even.
         marks: codes of the derivative, uint8 (rows, C/2).
         levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
         factor: a number.
+        sums: whether the sums are wanted.
+
+    Returns:
+        g_x as g, and the sums, float32 (C,), empty if not wanted.
     """
     rows, columns = g.shape
     half = columns // 2
-    block = min(power_of_2(half), _TILE)
-    each = max(1, _TILE // block)
-    across = cdiv(half, block)
+    block = min(power_of_2(half), 128 if sums else _TILE)
+    each = max(1, (_SUMMED_TILE if sums else _TILE) // block)
+    across, blocks = cdiv(half, block), cdiv(rows, each)
+    lanes = min(blocks, cdiv(_WAVES * multiprocessors(g.device), across)) if sums else blocks
     g_x = torch.empty_like(g)
+    parts = torch.empty(lanes if sums else 0, columns, dtype=torch.float32, device=g.device)
     constants = {
         "FIRST": float(levels[0]), "STEP": factor / levels[1], "HALF": half, "BLOCK": block, "ROWS": each,
-        "ACROSS": across, "WIDE": is_wide(g.numel()),
+        "ACROSS": across, "SUMS": sums, "WIDE": is_wide(g.numel()),
     }  # fmt: skip
-    case = (g.device, rows, g.dtype, aligned(g, marks, g_x), tuple(constants.values()))
-    programs = cdiv(rows, each) * across
-    launch(_slope_gradient_kernel, programs, case, (g, marks, g_x, rows), constants, num_warps=4)
-    return g_x
+    case = (g.device, rows, lanes, g.dtype, aligned(g, marks, g_x, parts), tuple(constants.values()))
+    given = (g, marks, g_x, parts, rows, blocks, lanes)
+    launch(_slope_gradient_kernel, lanes * across, case, given, constants, num_warps=4)
+    return g_x, parts.sum(0) if sums else parts[0:0].view(-1)
 
 
 # ---- derivatives of 1 bit ----

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...kernels import FUNCTIONS
-from ...saved import Levels, as_it_was, memory_order
+from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..codes import pack, unpack
 from ..formats import BITS, FORMATS
@@ -92,19 +92,41 @@ def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     return y, kind.levels.keep(ordered, lambda piece: kind.slope(wide(piece)))
 
 
-def _gradient(g: Tensor, kept: Sequence[Tensor], levels: Levels, factor: float) -> Tensor:
+def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(g), g.new_empty(g.shape[-1] if sums else 0, dtype=torch.float32)
+
+
+@opaque("slope_gradient(Tensor g, Tensor marks, str name, bool sums) -> (Tensor, Tensor)", _slope_gradient_fake)
+def _slope_gradient(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
+    """g f'(x) from the 4-bit derivative, and its sums per channel in float32, empty if not asked for."""
+    levels, factor, columns = ACTIVATIONS[name].levels, FACTOR.get(name, 1.0), g.shape[-1]
+    assert levels is not None
+
+    def reference() -> tuple[Tensor, Tensor]:
+        g_x = _by_slope(g, marks, name)
+        return g_x, g_x.float().view(-1, columns).sum(0) if sums else g.new_empty(0, dtype=torch.float32)
+
+    args = (g.view(-1, columns), marks, (levels.first, levels.per_one), factor, sums)
+    g_x, found = launch(g.device, "activation.slope_gradient", reference, *args)
+    return g_x.view(g.shape), found
+
+
+def _by_slope(g: Tensor, marks: Tensor, name: str) -> Tensor:
+    levels, factor = ACTIVATIONS[name].levels, FACTOR.get(name, 1.0)
+    assert levels is not None
+    slope = restore(levels, (marks,), g.shape, g.dtype)
+    return g * slope if factor == 1.0 else g * (slope * factor)
+
+
+def _gradient(g: Tensor, marks: Tensor, name: str) -> Tensor:
     """g f'(x) from the 4-bit derivative."""
-
-    def reference() -> Tensor:
-        slope = restore(levels, kept, g.shape, g.dtype)
-        return g * slope if factor == 1.0 else g * (slope * factor)
-
-    columns = g.shape[-1] if g.dim() else 1
-    has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0
-    if not has_kernel or not supported_in_eager(g) or not g.is_contiguous():
-        return reference()
-    args = (g.view(-1, columns), *kept, (levels.first, levels.per_one), factor)
-    return launch(g.device, "activation.slope_gradient", reference, *args).view(g.shape)  # type: ignore[no-any-return]
+    levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
+    assert levels is not None
+    # A derivative of this one is that of the formula.
+    plain = torch.is_grad_enabled() and g.requires_grad
+    if levels.bits != 4 or columns % 2 or plain or not supported(g.device, g.dtype) or not g.is_contiguous():
+        return _by_slope(g, marks, name)
+    return operator_for(g, "slope_gradient")(g, marks, name, False)[0]  # type: ignore[no-any-return]
 
 
 def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
@@ -142,7 +164,7 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
-        g_x = _gradient(g, kept, levels, FACTOR.get(name, 1.0))
+        g_x = _gradient(g, kept[0], name)
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
 
 

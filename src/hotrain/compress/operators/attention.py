@@ -31,12 +31,13 @@ from ...kernels import rows_in_memory
 from ...private import constant_in_graphs, no_dispatch_modes, under_dispatch_mode
 from ...saved import group_size
 from .. import rematerialize
-from ..codes import has_kernel, pack, unpack
+from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
-from ..launcher import launch, supported_in_eager
+from ..launcher import launch, opaque, operator_for, supported, supported_in_eager
 from .base import Handlers, Scope, custom_op, is_large, uncompressed, with_codes, without_autocast
 
 _aten = torch.ops.aten
+_CUDNN_MASKED = -65504.0  # what PyTorch gives cuDNN for False
 
 
 def _formats() -> tuple[str, str]:
@@ -70,10 +71,13 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     ampere = _is_ampere(q.device)
     # Its causal mask ends at the last key, PyTorch's begins at the first.
     square = q.shape[2] == k.shape[2] or not causal
-    if mask is None and half and ampere and cudnn:
+    fits = mask is None or (mask.stride(-1) == 1 and not mask.requires_grad)
+    if half and ampere and cudnn and fits:
         sizes = [operator.index(n) for n in (q.shape[1] // k.shape[1], q.shape[2], k.shape[2], q.shape[3])]
-        if _prefers_cudnn(q.device, q.dtype, sizes[0], sizes[1], sizes[2], sizes[3], dropout > 0, causal):
-            return "cudnn"
+        masked = (0, q.dtype) if mask is None else (mask.dim(), mask.dtype)
+        facts = (sizes[0], sizes[1], sizes[2], sizes[3], dropout > 0, causal, masked[0], masked[1])
+        if _prefers_cudnn(q.device, q.dtype, *facts):
+            return "cudnn" if masked[0] != 3 else None  # whose first axis it takes for the batch
     if flash and ampere and half and mask is None and square and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         return "flash"
     aligned = q.shape[-1] % (8 if half else 4) == 0
@@ -87,16 +91,30 @@ _preferred: dict[tuple[Any, ...], bool] = {}  # by arguments; Dynamo would trace
 
 @constant_in_graphs
 def _prefers_cudnn(
-    device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool, causal: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    queries: int,
+    keys: int,
+    width: int,
+    drops: bool,
+    causal: bool,
+    axes: int,
+    kind: torch.dtype,
 ) -> bool:
-    """Whether PyTorch would run cuDNN's kernel without a mask; ``heads`` is the number of q's heads for one of k's."""
-    asked = (device, dtype, heads, queries, keys, width, drops, causal)
+    """Whether PyTorch would run cuDNN's kernel.
+
+    ``heads`` is the number of q's heads for one of k's, ``axes`` how many a mask has, 0 for none, ``kind`` its dtype.
+    """
+    asked = (device, dtype, heads, queries, keys, width, drops, causal, axes, kind)
     if asked not in _preferred:
         with no_dispatch_modes():  # those of make_fx and Dynamo
             q = torch.empty(1, heads, queries, width, device=device, dtype=dtype)
             k = torch.empty(1, 1, keys, width, device=device, dtype=dtype)
+            row = torch.empty(keys, device=device, dtype=kind)
+            mask = row.expand(*[1] * (axes - 2), queries, keys) if axes else None
             dropout = 0.1 if drops else 0.0
-            chosen = torch._fused_sdp_choice(q, k, k, None, dropout, causal, enable_gqa=heads > 1)
+            chosen = torch._fused_sdp_choice(q, k, k, mask, dropout, causal, enable_gqa=heads > 1)
         _preferred[asked] = bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
     return _preferred[asked]
 
@@ -115,15 +133,19 @@ def _is_ampere(device: torch.device) -> bool:
 
 
 def prepared_mask(mask: Tensor | None, q: Tensor, k: Tensor, kind: str) -> Tensor | None:
-    """The mask as the kernel takes it: numbers in q's dtype, broadcast to (B, H, T, T') except for the kernel "cpu".
+    """The mask as the kernel takes it: numbers in q's dtype.
 
+    Broadcast to (B, H, T, T') except for the kernel "cpu" (four axes), and "cudnn", which does so itself.
     Differentiable.
     """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), -math.inf)
+        lowest = _CUDNN_MASKED if kind == "cudnn" else -math.inf
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(mask.logical_not(), lowest)
     mask = mask.to(q.dtype)
+    if kind == "cudnn":
+        return mask
     if kind == "cpu":
         return mask if mask.dim() == 4 else mask.expand(1, 1, *mask.shape)
     # The kernel reads its rows in runs of 16 elements.
@@ -223,14 +245,24 @@ def _bits_of_kernel(qk_form: str, vo_form: str, columns: int) -> tuple[int, int]
 
 def _pack_four(tensors: Sequence[Tensor], forms: Sequence[str]) -> list[Tensor]:
     """Codes and scales of q, k, v and the output, in order."""
-
-    def reference() -> list[Tensor]:
+    q = tensors[0]
+    bits = _bits_of_kernel(*forms, operator.index(q.shape[-1])) if supported(q.device, q.dtype) else None
+    if bits is None or any(t.dtype != q.dtype or rows_in_memory(t) is None for t in tensors):
         return [part for place, t in enumerate(tensors) for part in pack(t, forms[place // 2])]
+    return operator_for(q, "keep_heads")(tensors, *forms)  # type: ignore[no-any-return]
+
+
+def _keep_heads_fake(tensors: Sequence[Tensor], *forms: str) -> list[Tensor]:
+    return [part for place, t in enumerate(tensors) for part in empty_codes(t, forms[place // 2])]
+
+
+@opaque("keep_heads(Tensor[] tensors, str qk_form, str vo_form) -> Tensor[]", _keep_heads_fake)
+def _keep_heads(tensors: Sequence[Tensor], *forms: str) -> list[Tensor]:
+    def reference() -> list[Tensor]:
+        return [part for place, t in enumerate(tensors) for part in GROUPED[forms[place // 2]].keep(t.contiguous())]
 
     q = tensors[0]
-    bits = _bits_of_kernel(*forms, q.shape[-1]) if supported_in_eager(q) else None
-    if bits is None or any(rows_in_memory(t) is None for t in tensors):
-        return reference()
+    bits = _bits_of_kernel(*forms, q.shape[-1])
     return launch(q.device, "attention.pack", reference, tensors, group_size(q.shape[-1]), bits)  # type: ignore[no-any-return]
 
 

@@ -24,7 +24,7 @@ from ...private import memory_format_of
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
-from ..launcher import launch, supported_in_eager
+from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import wide
 from ..report import ATTRIBUTE, Buffers
 from .base import Handlers, Scope, custom_op, float32, is_large, values, wants_gradient, with_codes
@@ -123,11 +123,84 @@ def pack_normalized(
     return codes, scale
 
 
-def _kernel_has_gradient(g: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
-    columns = g.shape[-1]
-    if not supported_in_eager(g) or kind == "group" or dims != 1 or columns % 4 or columns > LONGEST_ROW_OF_GRADIENT:
+def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
+    """Whether the kernels over rows run for t (x, or its gradient); ``dtype`` is x's."""
+    if kind == "group" or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
         return False
-    return form == KERNEL_FORMAT and dtype in (torch.float32, torch.float16, torch.bfloat16)
+    columns = t.shape[-1]
+    return columns % 4 == 0 and columns <= LONGEST_ROW_OF_GRADIENT and supported(t.device, dtype)
+
+
+def _norm_forward_fake(
+    x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    total, y, _, _, keeps = args
+    rows, columns = x.shape
+    return (
+        x.new_empty((rows, columns) if keeps and branch is not None else (0,), dtype=total),
+        x.new_empty(rows, columns, dtype=y),
+        x.new_empty(rows, dtype=torch.float32),
+        x.new_empty(rows, 1, columns // 2, dtype=torch.uint8),
+        x.new_empty(rows, 1, 1, dtype=torch.bfloat16),
+    )
+
+
+@opaque(
+    "norm_forward(Tensor x, Tensor? branch, Tensor? w, Tensor? b, float eps, ScalarType total, ScalarType y, "
+    "bool centered, bool cast, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _norm_forward_fake,
+)
+def _norm_forward(
+    x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A norm over rows (R, C), of x or of x + branch, for compiled graphs; arguments and results as the kernel's."""
+    total, y, centered, cast, keeps = args
+
+    def reference() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        added = (x if branch is None else x + branch).to(total if branch is not None else x.dtype)
+        lifted = wide(added)
+        lifted = lifted - lifted.mean(1, keepdim=True) if centered else lifted
+        r = torch.rsqrt(lifted.square().mean(1) + eps)
+        normal = lifted * r[:, None]
+        made = normal.to(y).to(normal.dtype) if cast else normal
+        made = made if w is None else made * w
+        made = made if b is None else made + b
+        kept = added if keeps and branch is not None else x.new_empty(0, dtype=total)
+        return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(normal)
+
+    return launch(x.device, "norm.forward", reference, x, branch, w, b, eps, (total, y), centered, cast, keeps)  # type: ignore[no-any-return]
+
+
+def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, _, copy = args[-3:]
+    twin = g.new_empty(0, dtype=dtype) if copy is None else g.new_empty(g.shape, dtype=copy)
+    return g.new_empty(g.shape, dtype=dtype), g.new_empty(2, g.shape[1], dtype=torch.float32), twin
+
+
+@opaque(
+    "norm_backward(Tensor g, Tensor codes, Tensor scale, Tensor r, Tensor? w, Tensor? other, ScalarType dtype, "
+    "bool centered, ScalarType? copy) -> (Tensor, Tensor, Tensor)",
+    _norm_backward_fake,
+)
+def _norm_backward(
+    g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, other: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a norm over rows (R, C); arguments and results as the kernel's."""
+    dtype, centered, copy = args
+
+    def reference() -> tuple[Tensor, Tensor, Tensor]:
+        lifted = wide(g)
+        normal = GROUPED[KERNEL_FORMAT].restore((codes, scale), g.shape, lifted.dtype)
+        kind = "layer" if centered else "rms"
+        g_x, (g_b, g_w) = _gradients(lifted, normal, w, r[:, None], kind, 1, (True, True, True))
+        assert g_x is not None
+        assert g_b is not None
+        assert g_w is not None
+        g_x = g_x if other is None else g_x + other
+        twin = g.new_empty(0, dtype=dtype) if copy is None else g_x.to(copy)
+        return g_x.to(dtype), torch.stack([g_b, g_w]), twin
+
+    return launch(g.device, "norm.gradient", reference, g, codes, scale, r, w, dtype, centered, other, copy)  # type: ignore[no-any-return]
 
 
 # ---- autograd function ----
@@ -140,6 +213,16 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
     ) -> tuple[Tensor, ...]:
+        ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
+        ctx.b_dtype = None if b is None else b.dtype
+        of_one_dtype = all(t is None or t.dtype == x.dtype for t in (w, b))
+        if not is_eager(x) and of_one_dtype and x.is_contiguous() and _has_kernel(x, kind, dims, form, x.dtype):
+            # Compiled, one kernel: a compiler reads x again to pack it.
+            cast = kind == "rms_cast" and x.dtype != torch.float32
+            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, kind == "layer", cast, False)
+            _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
+            ctx.save_for_backward(w, r, codes, scale)
+            return y.view(x.shape), *with_codes(ctx, codes, scale)
         y, mean, r = _forward(x, w, b, kind, dims, eps)
 
         def normalized() -> Tensor:
@@ -153,8 +236,6 @@ class Norm(torch.autograd.Function):
         else:
             codes, scale = pack_normalized(x, mean, r, form, normalized)
         ctx.save_for_backward(w, r, codes, scale)
-        ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
-        ctx.b_dtype = None if b is None else b.dtype
         return y, *with_codes(ctx, codes, scale)
 
     @staticmethod
@@ -170,11 +251,11 @@ class Norm(torch.autograd.Function):
                 normal = unpack(form, kept, shape, g.dtype)
             return _gradients(g, normal, w, r, kind, dims, needs)
 
-        if _kernel_has_gradient(g_y, kind, dims, form, ctx.dtype):
-            rows, centered = g_y.contiguous().view(-1, shape[-1]), kind == "layer"
-            args = (rows, *kept, r.reshape(-1), w, ctx.dtype, centered)
-            g_x, (g_b, g_w) = launch(g_y.device, "norm.gradient", reference, *args)
-            g_x = None if g_x is None else g_x.view(shape)
+        if _has_kernel(g_y, kind, dims, form, ctx.dtype):
+            rows = g_y.contiguous().view(-1, shape[-1])
+            args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None)
+            g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
+            g_x = g_x.view(shape)
         else:
             g_x, (g_b, g_w) = reference()
         grads = (

@@ -1,0 +1,327 @@
+"""Merges compiled kernels with the additions, casts and sums around them, which a compiler would not.
+
+In a residual network a norm reads a sum, and its result is cast to the dtype of a product; in backward its gradient is
+a cast product's, and is added to the shortcut's. Each of these is a pass over memory of its own beside an opaque
+operator, so they become arguments of it:
+
+    s = x + branch;  y = cast(norm(s))      ──►   s, y = norm_forward(x, branch)
+    g_x = norm'(cast(g));  g = shortcut + g_x;  cast(g)   ──►   g, cast(g) = norm_backward(g, shortcut)
+
+The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
+before. Sums are in float32 and rounded once, to the dtype that they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..private import fakes
+from .formats import is_static
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fuse(graph: Graph) -> bool:
+    """Merge in place; returns whether the graph has changed."""
+    changed = False
+    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_forward.default):
+        changed |= _Forward(graph, node).merge()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default):
+        changed |= _Backward(graph, node).merge()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.slope_gradient.default):
+        changed |= _Slope(graph, node).merge()
+    if changed:
+        graph.eliminate_dead_code()
+    return changed
+
+
+class _Merging:
+    """An operator that is called again with other arguments in its place."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node, self.changed = graph, node, False
+
+    def merge(self) -> bool:
+        raise NotImplementedError
+
+    def call(self, before: Node, target: Any, *args: Any) -> Node:
+        """A new node with its fake value."""
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, args)
+        made.meta = {name: value for name, value in self.node.meta.items() if name not in ("val", "tensor_meta")}
+        made.meta["val"] = _computed(made)
+        return made
+
+    def again(self, before: Node, args: Sequence[Any]) -> Node:
+        """The operator with other arguments, whose results take the place of the old ones."""
+        made = self.call(before, self.node.target, *args)
+        for result in list(self.node.users):
+            part = self.call(before, operator.getitem, made, result.args[1])
+            result.replace_all_uses_with(part)
+            self.graph.erase_node(result)
+        self.graph.erase_node(self.node)
+        self.node, self.changed = made, True
+        return made
+
+    def result(self, place: int) -> Node | None:
+        return next((user for user in self.node.users if user.args[1] == place), None)
+
+    def rows(self, before: Node, t: Node) -> Node:
+        """t as the matrix (R, C) that the operator takes."""
+        shape = self.node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
+
+    def replace(self, old: Node, matrix: Node, before: Node) -> None:
+        """Put a result, (R, C), in the place of a tensor of any shape."""
+        shape = list(old.meta["val"].shape)
+        new = (
+            matrix if list(matrix.meta["val"].shape) == shape else self.call(before, _aten.view.default, matrix, shape)
+        )
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+
+class _Forward(_Merging):
+    def merge(self) -> bool:
+        self.add()
+        self.cast()
+        return self.changed
+
+    def add(self) -> None:
+        args: Any = self.node.args
+        x, branch, w, b, *rest = args
+        source = _uncast(_base(x))
+        found = _sum(source)
+        if branch is not None or found is None:
+            if source is not _base(x) and _is_dense(source):
+                self.again(self.node, (self.rows(self.node, source), branch, w, b, *rest))
+            return
+        eps, _, y, centered, cast, _ = rest
+        after = source.next  # all that reads the sum comes behind it
+        if any(isinstance(t, Node) and not t < after for t in (w, b)):
+            return
+        chain = _chain(x, source)
+        keeps = any(user not in (*chain, self.node) for node in chain for user in node.users)
+        one, other = (self.rows(after, t) for t in found)
+        made = self.again(after, (one, other, w, b, eps, source.meta["val"].dtype, y, centered, cast, keeps))
+        if keeps:
+            self.replace(source, self.call(after, operator.getitem, made, 0), after)
+
+    def cast(self) -> None:
+        y = self.result(1)
+        casts = None if y is None else _all_casts(y)
+        args: Any = self.node.args
+        *rest, _, centered, cast, keeps = args
+        if not casts or cast:
+            return
+        dtype = casts[0].meta["val"].dtype
+        self.again(self.node, (*rest, dtype, centered, cast, keeps))
+        _drop(self.graph, casts, self.result(1))
+
+
+class _Backward(_Merging):
+    def merge(self) -> bool:
+        self.uncast()
+        self.cast()
+        self.add()
+        self.copy()
+        return self.changed
+
+    def uncast(self) -> None:
+        args: Any = self.node.args
+        g, *rest = args
+        source = _uncast(_base(g))
+        if source is not _base(g) and _is_dense(source):
+            self.again(self.node, (self.rows(self.node, source), *rest))
+
+    def cast(self) -> None:
+        g_x = self.result(0)
+        casts = None if g_x is None else _all_casts(g_x)
+        if casts:
+            args: Any = self.node.args
+            *rest, _, centered, copy = args
+            self.again(self.node, (*rest, casts[0].meta["val"].dtype, centered, copy))
+            _drop(self.graph, casts, self.result(0))
+
+    def add(self) -> None:
+        g_x = self.result(0)
+        while g_x is not None and len(g_x.users) == 1 and next(iter(g_x.users)).target in _VIEWS:
+            g_x = next(iter(g_x.users))
+        if g_x is None or len(g_x.users) != 1:
+            return
+        total = next(iter(g_x.users))
+        found = _sum(total)
+        if found is None:
+            return
+        others: list[Any] = [t for t in (total.args[0], total.args[1]) if t is not g_x]
+        if len(others) != 1 or not _is_dense(others[0]):
+            return
+        source = _uncast(others[0])
+        other = source if _is_dense(source) else others[0]
+        if not other < self.node:
+            return
+        before, args = self.node, self.node.args
+        g, codes, scale, r, w, _, _, centered, _ = args
+        casts = [user for user in total.users if user.target in _CASTS]
+        dtypes = {cast.meta["val"].dtype for cast in casts}
+        copy = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(_FLOATS) else None
+        dtype = total.meta["val"].dtype
+        made = self.call(before, before.target, g, codes, scale, r, w, self.rows(before, other), dtype, centered, copy)
+        parts = [self.call(before, operator.getitem, made, place) for place in range(3)]
+        for cast in casts if copy is not None else ():
+            self.replace(cast, parts[2], before)
+        self.replace(total, parts[0], before)
+        for result in list(before.users):
+            result.replace_all_uses_with(parts[result.args[1]])  # type: ignore[index]
+        self.node, self.changed = made, True
+
+    def copy(self) -> None:
+        """Also without a sum, g_x in the dtype of a product beside its own: behind a norm after the sum."""
+        args: Any = self.node.args
+        g_x = self.result(0)
+        casts = [] if g_x is None or args[-1] is not None else _casts(g_x)
+        dtypes = {cast.meta["val"].dtype for cast in casts}
+        if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}:
+            self.again(self.node, (*args[:-1], *dtypes))
+            after = self.node.next
+            found = self.call(after, operator.getitem, self.node, 2)
+            for cast in casts:
+                self.replace(cast, found, after)
+
+
+class _Slope(_Merging):
+    def merge(self) -> bool:
+        g_x = self.result(0)
+        sums = [] if g_x is None else _sums_of_columns(g_x, g_x.meta["val"].shape[-1])
+        if sums:
+            args: Any = self.node.args
+            self.again(self.node, (*args[:-1], True))
+            found = self.call(self.node.next, operator.getitem, self.node, 1)
+            for old in sums:
+                value = old.meta["val"]
+                cast = self.call(old, _CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
+                self.replace(old, cast, old)
+        return self.changed
+
+
+def _sums_of_columns(node: Node, columns: int) -> list[Node]:
+    """The sums of a tensor (..., C) over all axes but the last, also of its views."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.target in _VIEWS and user.meta["val"].shape[-1:] == (columns,):
+            found += _sums_of_columns(user, columns)
+        elif user.target is _aten.sum.dim_IntList and user.args[0] is node:
+            axes: Any = user.args[1]
+            last = node.meta["val"].dim() - 1
+            if sorted(axis % (last + 1) for axis in axes) == list(range(last)):
+                found.append(user)
+    return found
+
+
+def _computed(node: Node) -> Any:
+    """The fake value of a call."""
+    args = map_arg(node.args, lambda n: n.meta["val"])
+    modes = [t.fake_mode for n in node.all_input_nodes if isinstance(t := n.meta["val"], fakes.tensor)]
+    with modes[0] if modes else contextlib.nullcontext(), torch.no_grad():
+        return node.target(*args)  # type: ignore[operator]
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _is_dense(node: Any) -> bool:
+    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
+    value = _value(node)
+    return value is not None and value.dtype in _FLOATS and is_static(value) and value.is_contiguous()
+
+
+def _base(node: Any) -> Node:
+    """The tensor that a node is a view of."""
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
+def _uncast(node: Node) -> Node:
+    """The tensor that a node is the wider copy of."""
+    source = node.args[0] if node.target in _CASTS else None
+    value, mine = _value(source), _value(node)
+    if value is None or mine is None or value.dtype not in _FLOATS or mine.dtype != torch.float32:
+        return node
+    return source  # type: ignore[return-value]
+
+
+def _chain(node: Any, end: Node) -> list[Node]:
+    """Views and casts from a node back to `end`, both included."""
+    found = [node]
+    while found[-1] is not end:
+        found.append(found[-1].args[0])
+    return found
+
+
+def _sum(node: Node) -> tuple[Node, Node] | None:
+    """The operands of a sum of two dense tensors of one shape, the wider one first."""
+    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2 or not _is_dense(node):
+        return None
+    operands: Any = node.args
+    one, other = operands
+    if not (_is_dense(one) and _is_dense(other)) or one is other:
+        return None
+    one, other = ((source if _is_dense(source := _uncast(t)) else t) for t in (one, other))
+    values = _value(one), _value(other)
+    assert values[0] is not None
+    assert values[1] is not None
+    if values[0].shape != values[1].shape or values[0].shape != node.meta["val"].shape:
+        return None
+    return (one, other) if values[0].dtype.itemsize >= values[1].dtype.itemsize else (other, one)
+
+
+def _casts(node: Node) -> list[Node]:
+    """Casts among a tensor's users, through views."""
+    through = [cast for user in node.users if user.target in _VIEWS for cast in _casts(user)]
+    return through + [user for user in node.users if user.target in _CASTS]
+
+
+def _all_casts(node: Node) -> list[Node] | None:
+    """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.target in _VIEWS:
+            more = _all_casts(user)
+            if more is None:
+                return None
+            found += more
+        elif user.target in _CASTS:
+            found.append(user)
+        else:
+            return None
+    dtypes = {cast.meta["val"].dtype for cast in found}
+    return found if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
+
+
+def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
+    """Remove casts of a tensor that has their dtype now; views between have it too."""
+    assert source is not None
+    waiting = [source]
+    while waiting:
+        node = waiting.pop()
+        for user in list(node.users):
+            if user.target in _VIEWS:
+                user.meta["val"] = _computed(user)
+                waiting.append(user)
+    for cast in casts:
+        cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+        graph.erase_node(cast)
