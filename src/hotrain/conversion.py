@@ -6,6 +6,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -310,7 +311,7 @@ def convert(
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in _layers(model)]
         revert(model)
         if method.memory == "block":
-            report.buffers = wrap(model)
+            report.buffers = _wrapped(model, plan)
         return report
     grids = {} if grid is not None else token_grids(model)
     everywhere = _as_grid(grid, prefix_tokens)
@@ -365,7 +366,7 @@ def convert(
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
     if method.memory == "block":
-        report.buffers = wrap(model)
+        report.buffers = _wrapped(model, plan)
     else:
         unwrap(model)
     for _, state in layer_states(model):
@@ -376,6 +377,18 @@ def convert(
         near = None if filter_fn is None else [name for name, _, _ in chosen]
         report.activations = _convert_activations(model, near, plan != "memory")
     return report
+
+
+def _wrapped(model: nn.Module, plan: str) -> Buffers:
+    buffers, of = wrap(model), weakref.ref(model)
+    buffers.must_not_lose = plan != "memory"
+
+    def gains() -> float:
+        alive = of()
+        return 0.0 if alive is None else sum(state.gain() for _, state in layer_states(alive))
+
+    buffers.gains = gains
+    return buffers
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -164,6 +164,12 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float] | Non
     return _times[place]
 
 
+def gain(question: Question, graphs: bool = False) -> float:
+    """ms of a step that the layer is faster converted, if that was measured; else 0."""
+    found = _times.get((question, graphs))
+    return 0.0 if found is None else found[0] - found[1]
+
+
 def verdict(question: Question, graphs: bool = False) -> str | None:
     """Why the layer stays exact, with the two times; None where it is faster converted.
 

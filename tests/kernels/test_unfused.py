@@ -149,7 +149,8 @@ def test_a_shortcut_s_gradient_is_added_and_the_sum_copied(shape: tuple[int, int
     alone, sums, none = norm.gradient(g, *kept, r, w, torch.float32, True)
     assert none.numel() == 0
     total, again, copy = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float16)
-    torch.testing.assert_close(total, alone + other, rtol=2.0**-23, atol=2.0**-23)
+    size = alone.abs() + other.abs()  # one of the two additions may keep its product unrounded
+    assert ((total - (alone + other)).abs() <= 2.0**-22 * size).all()
     assert torch.equal(sums, again)
     assert copy.dtype == torch.float16
     torch.testing.assert_close(copy.float(), total, rtol=2.0**-10, atol=2.0**-24)

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..planning import Roofs
 from ..private import fakes, inductor, schema_of
-from . import formats, fusing, graph, rules
+from . import choosing, formats, fusing, graph, rules
 from .formats import SMALL, packer
 from .graph import KEY, entries
 
@@ -70,7 +71,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        files = (__file__, graph.__file__, rules.__file__, formats.__file__, fusing.__file__)
+        files = (__file__, graph.__file__, rules.__file__, formats.__file__, fusing.__file__, choosing.__file__)
         ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
         if self.inner is None:
             return ours
@@ -96,6 +97,7 @@ def partition(
         The graphs of forward and backward.
     """
     inner = inner or _inductor.cut
+    _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
         compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or ())
@@ -104,6 +106,22 @@ def partition(
                 half.graph.lint()
                 half.recompile()
     return forward, backward
+
+
+def _choose(gm: GraphModule) -> None:
+    """Keep exact what a model that must not become slower has no time for, and record it."""
+    names = {_region(node) for node in gm.graph.nodes} & set(_regions)
+    for buffers in (_regions[name] for name in names):
+        devices = {t.device for n in gm.graph.nodes if isinstance(t := n.meta.get("val"), Tensor)}
+        device = next((d for d in devices if d.type == "cuda"), None)
+        roofs = None if device is None or not buffers.must_not_lose else Roofs.of(device)
+        if roofs is None or len(names) > 1:
+            continue
+        kept = choosing.choose(gm.graph, roofs, buffers.gains())
+        for what, (exact, of) in kept.items():
+            buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
+        if kept:
+            gm.recompile()
 
 
 def compress(forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = ()) -> None:

@@ -60,7 +60,7 @@ class _Merging:
         with self.graph.inserting_before(before):
             made = self.graph.call_function(target, args)
         made.meta = {name: value for name, value in self.node.meta.items() if name not in ("val", "tensor_meta")}
-        made.meta["val"] = _computed(made)
+        made.meta["val"] = computed(made)
         return made
 
     def again(self, before: Node, args: Sequence[Any]) -> Node:
@@ -229,12 +229,13 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     return found
 
 
-def _computed(node: Node) -> Any:
+def computed(node: Node) -> Any:
     """The fake value of a call."""
-    args = map_arg(node.args, lambda n: n.meta["val"])
+    found: Any = [map_arg(part, lambda n: n.meta["val"]) for part in (node.args, node.kwargs)]
+    args, kwargs = found
     modes = [t.fake_mode for n in node.all_input_nodes if isinstance(t := n.meta["val"], fakes.tensor)]
     with modes[0] if modes else contextlib.nullcontext(), torch.no_grad():
-        return node.target(*args)  # type: ignore[operator]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _value(node: Any) -> Tensor | None:
@@ -320,7 +321,7 @@ def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
         node = waiting.pop()
         for user in list(node.users):
             if user.target in _VIEWS:
-                user.meta["val"] = _computed(user)
+                user.meta["val"] = computed(user)
                 waiting.append(user)
     for cast in casts:
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,10 @@ class Example:
         return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
 
 
+def _nothing() -> float:
+    return 0.0
+
+
 @dataclass
 class Buffers:
     """What a converted model saves: by operator its format (`served`), or why it is kept in full precision (`full`).
@@ -64,6 +68,8 @@ class Buffers:
         graphs: bytes that each compiled graph keeps.
         example: the first call.
         root: a weak reference to the model.
+        must_not_lose: whether a compiled graph may keep tensors exact to be as fast as before.
+        gains: tells the ms of a step that converted layers are faster than exact ones.
     """
 
     served: dict[str, str] = field(default_factory=dict)
@@ -77,6 +83,8 @@ class Buffers:
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
+    must_not_lose: bool = field(default=False, repr=False, compare=False)
+    gains: Callable[[], float] = field(default=_nothing, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
         """Record the first call of a compiled model, whose forward runs no Python of hotrain.
@@ -94,7 +102,7 @@ class Buffers:
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"passing": set(), "example": None, "root": None}
+        return self.__dict__ | {"passing": set(), "example": None, "root": None, "gains": _nothing}
 
     def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the shapes of the first call, from which the report predicts total bytes."""

@@ -55,6 +55,7 @@ class LayerState:
     def __init__(self, name: str, method: Method, grid: Grid | None = None, chosen: bool = False) -> None:
         self.name, self.chosen, self.transposed = name, chosen, False
         self.fallback: str | None = None
+        self.asked: planning.Question | None = None  # what a compiled step's plan was about
         self.calls = 0
         self.draws = Draws.of(name)
         self.origins: Origins | None = None
@@ -217,7 +218,7 @@ class LayerState:
         shape, dtype, device, *_ = facts
         self.choose_numbers(device)
         question = self._question(facts, geometry)
-        self.fallback = self._why_exact(question, samples)
+        self.fallback, self.asked = self._why_exact(question, samples), question
         self.calls += self.fallback is None
         for draws in place_all(device):
             _make_ready(draws, device)
@@ -259,6 +260,12 @@ class LayerState:
         if why is not None:
             return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
         return planning.verdict(question, graphs=self.plan == "graphs")
+
+    def gain(self) -> float:
+        """ms of a compiled step that the layer is faster converted, where its plan has measured it."""
+        if self.fallback is not None or self.asked is None:
+            return 0.0
+        return planning.gain(self.asked, graphs=self.plan == "graphs")
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import activation, attention, batch_norm, dropout, linear, norm, pooling, product, softmax, views
+from . import activation, attention, batch_norm, dropout, interpolate, linear, norm, pooling, product, softmax, views
 from .base import Handlers, Scope
 
 REGISTRY: Handlers = {
@@ -23,6 +23,7 @@ REGISTRY: Handlers = {
     **softmax.HANDLERS,
     **dropout.HANDLERS,
     **pooling.HANDLERS,
+    **interpolate.HANDLERS,
     **product.HANDLERS,
     **linear.HANDLERS,
     **views.HANDLERS,

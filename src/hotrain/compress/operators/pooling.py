@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed
+from .base import Handlers, Scope, custom_op, is_large, pair
 
 _aten = torch.ops.aten
 
@@ -129,25 +129,8 @@ def _avg_pool2d(
     )
 
 
-_area = uncompressed("interpolate", 'mode="area" saves its input; other modes save nothing')
-
-
-def _interpolate(
-    scope: Scope,
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if mode == "area":
-        _area(scope, input)
-
-
 HANDLERS: Handlers = {
     F.max_pool2d: _max_pool2d,
     torch.max_pool2d: _max_pool2d,
     F.avg_pool2d: _avg_pool2d,
-    F.interpolate: _interpolate,
 }

@@ -1,0 +1,86 @@
+"""Bilinear interpolation of (N, C, H, W) in compiled graphs: backward as two matrix products.
+
+    Y = A_h X A_wᵀ per channel:  g_X = A_hᵀ G A_w
+
+A_h (H', H) and A_w (W', W) have two weights in a row. Inductor computes backward by atomic additions of every element
+of G to four of g_X, which takes longer than all else in the head of a segmentation network. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...autograd import once, outside_autocast
+from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed, wants_gradient
+
+
+def _weights(before: int, after: int, scale: float | None, corners: bool | None, like: Tensor) -> Tensor:
+    """Aᵀ of one axis, (before, after): what PyTorch's interpolation makes of the unit vectors."""
+    units = torch.eye(before, device=like.device)[None]
+    if scale is None:
+        found = F.interpolate(units, size=after, mode="linear", align_corners=corners)
+    else:
+        found = F.interpolate(units, scale_factor=scale, mode="linear", align_corners=corners)
+    return found[0].to(like.dtype)
+
+
+class Interpolated(torch.autograd.Function):
+    """``size`` is H' and W', or ``scales`` the two factors; the other is empty."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
+        ctx.shape, ctx.scales, ctx.corners = x.shape, scales or [None, None], corners
+        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        how = {"mode": "bilinear", "align_corners": corners}
+        return F.interpolate(x, size, **how) if size else F.interpolate(x, scale_factor=scales, **how)  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        images, channels, height, width = ctx.shape
+        with outside_autocast(g_y):
+            along_h = _weights(height, g_y.shape[2], ctx.scales[0], ctx.corners, g_y)
+            along_w = _weights(width, g_y.shape[3], ctx.scales[1], ctx.corners, g_y)
+            if ctx.channels_last:
+                rows = along_w @ g_y.permute(0, 2, 3, 1)  # (N, H', W, C)
+                g = along_h @ rows.reshape(images, g_y.shape[2], -1)
+                g_x = g.view(images, height, width, channels).permute(0, 3, 1, 2)
+            else:
+                g_x = along_h @ (g_y @ along_w.mT)
+        return *once("interpolate", (g_x,), g_y), None, None, None
+
+
+interpolate = custom_op(
+    "interpolate(Tensor x, int[] size, float[] scales, bool? corners) -> Tensor", Interpolated.apply
+)
+_area = uncompressed("interpolate", 'mode="area" saves its input; other modes save nothing')
+
+
+def _interpolate(
+    scope: Scope,
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor | None:
+    if mode == "area":
+        _area(scope, input)
+    plain = (
+        mode == "bilinear" and not antialias and not recompute_scale_factor and (size is None) != (scale_factor is None)
+    )
+    if not (plain and torch.compiler.is_compiling() and input.dim() == 4 and wants_gradient(input)):
+        return None
+    sizes = [] if size is None else pair(size)
+    scales = [] if scale_factor is None else [float(factor) for factor in pair(scale_factor)]
+    if not is_large(input) or not all(isinstance(n, int) for n in sizes):
+        return None
+    return interpolate(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
+
+
+HANDLERS: Handlers = {F.interpolate: _interpolate}
