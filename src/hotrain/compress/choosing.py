@@ -13,8 +13,8 @@ DeiT-S and GPT-2 on an H200.
 
 from __future__ import annotations
 
-import math
 import operator
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +25,17 @@ from torch.fx import Graph, Node
 
 from ..planning import Roofs
 from .fusing import computed
-from .rematerialize import Codes, Normed, parsed
+from .rematerialize import RESTORED, Codes, Normed, parsed
 
 _aten = torch.ops.aten
 _MOVES = (
     _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default,
     _aten.alias.default, _aten.t.default,
+)  # fmt: skip
+_COPIES = (_aten.clone.default, _aten.expand.default)
+_PRODUCTS = (
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
+    torch.ops.hotrain.attention_gradients.default,
 )  # fmt: skip
 _CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 # Of an element of a norm's input, less than exact's: the shortcut's gradient and its 16-bit copy are written at once.
@@ -71,9 +76,15 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
     """
     found = list(_candidates(graph, roofs))
     late = _MARGIN * sum(c.ms for c in found) - gains - _gains(graph, roofs)
+    if os.environ.get("HOTRAIN_DEBUG_CHOICE"):
+        import json, collections
+        t = collections.defaultdict(lambda: [0, 0.0, 0.0])
+        for c in found:
+            t[c.what][0] += 1; t[c.what][1] += c.ms; t[c.what][2] += c.nbytes / 2**30
+        print("CHOICE", json.dumps({"late": late, "gains": gains, "own": _gains(graph, roofs), "copy": roofs.copy, "product": roofs.product, **t}), flush=True)
     counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
     for candidate in sorted(found, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
-        if late <= 0:
+        if late <= 0 or candidate.ms <= 0:
             break
         candidate.apply()
         late -= _MARGIN * candidate.ms
@@ -92,51 +103,75 @@ def _gains(graph: Graph, roofs: Roofs) -> float:
 
 
 def _candidates(graph: Graph, roofs: Roofs) -> Iterator[Candidate]:
+    made: dict[Node, list[Node]] = {}  # what packed a tensor → what is unpacked from its codes
+    for node in graph.nodes:
+        if node.target is torch.ops.hotrain.restore_codes.default:
+            made.setdefault(_keeper(node.args[0][0]), []).append(node)
+        elif (node.meta.get("custom") or {}).get(RESTORED) and node.target is _aten.alias.default:
+            keeper = _packed(node, torch.ops.hotrain.keep_codes.default)
+            if keeper is not None:
+                made.setdefault(keeper, []).append(node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.attention_gradients.default):
-        found = _attention(graph, node, roofs)
+        found = _attention(graph, node, roofs, made)
         if found is not None:
             yield found
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.restore_codes.default):
-        found = _input(graph, node, roofs)
+    for keeper, nodes in made.items():
+        found = _of_one(graph, keeper, nodes, roofs)
         if found is not None:
             yield found
 
 
-# ---- a layer's input, from the codes of the operator before ----
+# ---- what is unpacked ----
 
 
-def _input(graph: Graph, node: Node, roofs: Roofs) -> Candidate | None:
-    args: Any = node.args
-    given, word, shape, dtype = args
-    source = _original(given[0], word)
-    if source is None or _numel(source) != math.prod(shape):
+def _of_one(graph: Graph, keeper: Node, nodes: list[Node], roofs: Roofs) -> Candidate | None:
+    """All tensors that are made of one tensor's codes."""
+    sources = [_original(node, keeper) for node in nodes]
+    if any(source is None or _numel(source) != _numel(n) for source, n in zip(sources, nodes, strict=True)):
         return None
-    count, keeper = _numel(node), _keeper(given[0])
-    alone = keeper.target is torch.ops.hotrain.keep_codes.default and _is_read_once(keeper)
-    ms = 1e3 * count * (2.5 + 2.5 * alone) / roofs.copy
+    packed = keeper.target is torch.ops.hotrain.keep_codes.default
+    codes: Any = keeper.meta["val"][0]
+    bits = 8 * codes.numel() / _numel(nodes[0]) if packed else 4
+    nbytes = _numel(nodes[0]) * (2 + bits / 8) if packed else 0.0
+    for node in nodes:
+        # Read from memory by what is no formula that a compiler fuses, it is written there first.
+        written = node.target is not _aten.alias.default or any(user.target in _PRODUCTS for user in _readers(node))
+        nbytes += _numel(node) * (bits / 8 + (2 if written else -2))
 
     def apply() -> None:
-        with graph.inserting_before(node):
-            exact = source
-            if exact.meta["val"].dtype != dtype:
-                cast = [user for user in _readers(source) if user.target in _CASTS and user.meta["val"].dtype == dtype]
-                exact = cast[0] if cast else _called(graph, node, _CASTS[0], source, dtype)
-            if exact.meta["val"].shape != node.meta["val"].shape:
-                exact = _called(graph, node, _aten.view.default, exact, list(shape))
-        node.replace_all_uses_with(exact)
-        graph.erase_node(node)
+        for node, source in zip(nodes, sources, strict=True):
+            _replace(graph, node, source)  # type: ignore[arg-type]
 
-    return Candidate("inputs of linear layers", ms, count * (2.0 - 0.5 * alone), apply)
+    what = "inputs of linear layers" if any(n.target is not _aten.alias.default for n in nodes) else "factors"
+    more = _numel(nodes[0]) * (2 - (bits / 8 if packed else 0))
+    return Candidate(what, 1e3 * nbytes / roofs.copy, more, apply)
 
 
-def _original(codes: Any, word: str) -> Node | None:
-    """The tensor of which a recipe makes an approximation; None where it is not found."""
-    recipe, keeper = parsed(word), _keeper(codes)
+def _replace(graph: Graph, node: Node, source: Node) -> None:
+    """Put a tensor in the place of its approximation."""
+    value = node.meta["val"]
+    exact = source
+    if exact.meta["val"].dtype != value.dtype:
+        casts = [user for user in _readers(source) if user.target in _CASTS and user.meta["val"].dtype == value.dtype]
+        known = next((cast for cast in casts if cast < node), None)
+        exact = _called(graph, node, _CASTS[0], source, value.dtype) if known is None else known
+    if exact.meta["val"].shape != value.shape:
+        exact = _called(graph, node, _aten.reshape.default, exact, list(value.shape))
+    node.replace_all_uses_with(exact)
+    graph.erase_node(node)
+
+
+def _original(node: Node, keeper: Node) -> Node | None:
+    """The tensor that a node approximates; None where it is not found."""
+    args: Any = keeper.args
+    if node.target is _aten.alias.default:
+        return args[0] if args[0].meta["val"].shape == node.meta["val"].shape else None
+    word: Any = node.args[1]
+    recipe = parsed(word)
     if isinstance(recipe, Normed) and keeper.target is torch.ops.hotrain.norm_forward.default:
         return next((user for user in keeper.users if user.args[1] == 1), None)
     if not isinstance(recipe, Codes):
         return None
-    args: Any = keeper.args
     if recipe.kind == "values" and keeper.target is torch.ops.hotrain.keep_codes.default:
         return args[0]  # type: ignore[no-any-return]
     if recipe.kind == "output" and keeper.target is torch.ops.hotrain.keep_heads.default:
@@ -144,42 +179,37 @@ def _original(codes: Any, word: str) -> Node | None:
     return None
 
 
-def _keeper(node: Node) -> Node:
+def _keeper(node: Any) -> Node:
     """The operator that made these codes."""
     while node.target is operator.getitem or node.target in _MOVES:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _is_read_once(keeper: Node) -> bool:
-    return all(len(part.users) <= 1 for part in keeper.users)
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
 
 
 def _readers(node: Node) -> Iterator[Node]:
+    """Users of a tensor, and of its views and copies."""
     for user in node.users:
         yield user
-        if user.target in _MOVES:
+        if user.target in (*_MOVES, *_COPIES):
             yield from _readers(user)
 
 
 # ---- attention ----
 
 
-def _attention(graph: Graph, node: Node, roofs: Roofs) -> Candidate | None:
+def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Node]]) -> Candidate | None:
     args: Any = node.args
     g, q, k, _, _, _, dropout, causal, scale, _, wants_mask = args
-    keeper = _packed(q)
+    keeper = _packed(q, torch.ops.hotrain.keep_heads.default)
     if keeper is None:
         return None
     tensors: Any = keeper.args[0]
     forward = _keeper(tensors[3])
     if forward.target not in _BACKWARD or wants_mask:
         return None
-    readers = [
-        other
-        for other in graph.find_nodes(op="call_function", target=torch.ops.hotrain.restore_codes.default)
-        if _keeper(other.args[0][0]) is keeper  # type: ignore[index]
-    ]
+    readers = [other for other in made.get(keeper, []) if _original(other, keeper) is not None]
+    if len(readers) < len(made.pop(keeper, [])):
+        return None
     batch, heads, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
     elements = sum(_numel(t) for t in tensors)
@@ -195,20 +225,18 @@ def _attention(graph: Graph, node: Node, roofs: Roofs) -> Candidate | None:
             user.replace_all_uses_with(results[place] if place < 3 else node)
             graph.erase_node(user)
         for other in readers:
-            place_of = _input(graph, other, roofs)
-            if place_of is not None:
-                place_of.apply()
+            _replace(graph, other, tensors[3])
 
     return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
 
 
-def _packed(node: Any) -> Node | None:
-    """The packing of q, k, v and the output from whose codes a tensor is unpacked."""
+def _packed(node: Any, target: Any) -> Node | None:
+    """The packing, by this operator, from whose codes a tensor is unpacked."""
     waiting: list[Any] = [node]
     seen: set[Node] = set()
     while waiting and len(seen) < 64:
         one = waiting.pop()
-        if one.target is torch.ops.hotrain.keep_heads.default:
+        if one.target is target:
             return one  # type: ignore[no-any-return]
         if one not in seen and one.op == "call_function":
             seen.add(one)
@@ -216,7 +244,10 @@ def _packed(node: Any) -> Node | None:
     return None
 
 
-def _part(graph: Graph, before: Node, of: Node, place: int) -> Node:
+def _part(graph: Graph, of: Node, place: int) -> Any:
+    """A result of an operator; as it is where it is no tensor, which a partitioner would neither save nor compute."""
+    if not isinstance(of.meta["val"][place], Tensor):
+        return of.meta["val"][place]
     known = next((user for user in of.users if user.target is operator.getitem and user.args[1] == place), None)
     if known is not None:
         return known
@@ -239,7 +270,7 @@ def _called(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) ->
 def _backward_of_flash_or_cudnn(
     graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
 ) -> list[Node]:
-    parts = [_part(graph, node, forward, place) for place in range(8)]
+    parts = [_part(graph, forward, place) for place in range(8)]
     out, lse, ends_q, ends_k, longest_q, longest_k, seed, offset = parts
     given: Any = forward.args
     q, k, v = given[:3]
@@ -257,7 +288,7 @@ def _backward_of_flash_or_cudnn(
 def _backward_of_efficient(
     graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
 ) -> list[Node]:
-    out, lse, seed, offset = (_part(graph, node, forward, place) for place in range(4))
+    out, lse, seed, offset = (_part(graph, forward, place) for place in range(4))
     given: Any = forward.args
     args = (g, *given[:4], out, lse, seed, offset, dropout, [True, True, True, False], causal)
     made = _called(graph, node, _aten._scaled_dot_product_efficient_attention_backward.default, *args, scale=scale)
@@ -267,7 +298,7 @@ def _backward_of_efficient(
 def _backward_on_cpu(
     graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
 ) -> list[Node]:
-    out, lse = (_part(graph, node, forward, place) for place in range(2))
+    out, lse = (_part(graph, forward, place) for place in range(2))
     given: Any = forward.args
     target = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     made = _called(

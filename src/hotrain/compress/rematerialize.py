@@ -22,6 +22,8 @@ from .formats import GROUPED
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
+_CUSTOM = "custom"  # metadata of nodes that tracers copy
+RESTORED = "hotrain_restored"  # there: of the node that is an unpacked tensor
 
 
 @contextlib.contextmanager
@@ -61,7 +63,21 @@ def restore(
         return form.restore(kept, shape, dtype)
     with in_backward():
         codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return form.restore((codes, *kept[1:]), shape, dtype)
+        return _marked(form.restore((codes, *kept[1:]), shape, dtype))
+
+
+def _marked(t: Tensor) -> Tensor:
+    """t, so that `choosing` finds where unpacking ends."""
+    meta = torch.fx.traceback.current_meta
+    before = meta.get(_CUSTOM)
+    meta[_CUSTOM] = {**(before or {}), RESTORED: True}
+    try:
+        return torch.ops.aten.alias(t)  # type: ignore[no-any-return]
+    finally:
+        if before is None:
+            del meta[_CUSTOM]
+        else:
+            meta[_CUSTOM] = before
 
 
 def wide(t: Tensor) -> Tensor:
