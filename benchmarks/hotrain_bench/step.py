@@ -30,7 +30,6 @@ from hotrain_bench.conditions import Clocks
 from hotrain_bench.tasks import SUBJECTS, Task, build, check, with_checkpoints
 
 BASELINE = "exact+compile"
-MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
 WARMUP = 5
 BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
 OFFLOADED = 1 << 20  # bytes of the smallest activation that is offloaded
@@ -467,15 +466,14 @@ def run(
         seen: dict[str, int] = {}
         for variant in order:
             seen[variant.name] = seen.get(variant.name, 0) + 1
-            row: dict[str, Any] = dict.fromkeys(MEASURED)
-            row |= {"bench": "step", "subject": subject, "variant": variant.name, "round": seen[variant.name]}
-            row |= {"steps": steps, "tiny": tiny, "error": None}
+            row = side_by_side.blank(subject, variant.name, steps, tiny) | {"round": seen[variant.name]}
             try:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"left out: {seconds:g} seconds were over")
                 if truth is None:
-                    truth = FirstStep.of(build(subject, device, tiny))
-                    clean_up(device)
+                    with side_by_side.briefly():
+                        truth = FirstStep.of(build(subject, device, tiny))
+                        clean_up(device)
                 row |= measure(subject, variant, truth, device, steps, tiny)
             except Exception as error:  # recorded, so that a variant that fails does not stop the others
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
