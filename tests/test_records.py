@@ -424,6 +424,50 @@ def test_optimizers_are_compared_within_a_run_and_nowhere_else(records: ModuleTy
     assert targets_of(records, tmp_path)[f"step, {vit}", "compiled bf16"][2] == "0.95 (hotrain-memory)"
 
 
+def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: ModuleType, tmp_path: Path) -> None:
+    """All of a line is of one run; what failed is there, last, with its error."""
+    assert "`hotrain bench zoo --out" in records.zoo(tmp_path)
+    gib, resnet, gpt2 = 1 << 30, "resnet50/b256", "gpt2/b8x1024"
+
+    def row(subject: str, variant: str, ms: float | None, peak: float | None, **fields: Any) -> dict[str, Any]:
+        memory = {"peak_bytes": peak and peak * gib, "reserved_bytes": peak and (peak + 1) * gib}
+        return bench("step", subject, variant, ms, **memory, **fields)
+
+    write(
+        tmp_path / "step_2026-11-21.jsonl",
+        row(VIT_B, "exact+graphs", 20.0, 8, run_id="one"),
+        row(VIT_B, "exact+compile+checkpoint", 22.0, 3, run_id="one"),
+        row(VIT_B, "hotrain-default", 24.0, 4, run_id="one"),
+        row("another/b8", "exact+graphs", 20.0, 8, run_id="one"),
+        row("another/b8", "hotrain-default", 20.0, 8, run_id="one"),
+    )
+    write(
+        tmp_path / "step_2026-11-22.jsonl",
+        row(gpt2, "exact+graphs", 20.0, 8, run_id="two"),
+        row(gpt2, "hotrain-default", None, None, run_id="two", error="OutOfMemoryError"),
+        row(resnet, "exact+graphs", 20.0, 8, run_id="two"),
+        row(resnet, "hotrain-default", 10.0, 4, run_id="two"),
+        row(VIT_B, "exact+graphs", 10.0, 8, run_id="two"),  # nothing of the default beside it
+        row(VIT_B, "exact+compile+checkpoint", 12.0, 2, run_id="two"),
+    )
+    write(
+        tmp_path / "step_2026-11-23.jsonl",  # was too late for one of the two
+        row(resnet, "exact+graphs", 30.0, 8, run_id="three"),
+        row(resnet, "hotrain-default", None, None, run_id="three", error="TimeoutError"),
+    )
+    table, _, notes = records.zoo(tmp_path).partition("\n\n")
+    assert table.splitlines()[2:] == [
+        f"| {resnet} | 20.00 | 10.00 | 0.50 | 8.00 (9.00) | 4.00 (5.00) | 0.50 | – | – | – | 0123456789 |",
+        f"| {VIT_B} | 20.00 | 24.00 | 1.20 | 8.00 (9.00) | 4.00 (5.00) | 0.50 | 22.00 | 3.00 (4.00) "
+        "| `exact+compile+checkpoint` | 0123456789 |",
+        f"| {gpt2} | 20.00 | – | – | 8.00 (9.00) | – | – | – | – | – | 0123456789 |",
+    ]
+    assert notes.startswith(f"* {gpt2}, `hotrain-default`: OutOfMemoryError.\n* a device")
+    shown = records.steps(tmp_path)
+    assert "another/b8" in shown, "of a model that is not among the thirty"
+    assert resnet not in shown, "a line of the zoo"
+
+
 def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> None:
     assert "`python benchmarks/curves.py" in records.curves(tmp_path)
     verdict = {"seeds": 3, "distance": 0.01, "spread": 0.02}
@@ -487,6 +531,16 @@ def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front:
     lines = front.pays(tmp_path).splitlines()[2:]
     assert [line.split(" | ")[3] for line in lines] == ["0.75", "1.40"]
     assert lines[1].startswith("| `gpt2` | 20.0 | 28.0 | 1.40 | 9.00 | 7.00 | `exact+graphs` |")
+    for number in range(8):
+        rows = [
+            bench("step", f"model{number}", variant, 20.0 + number, run_id=f"{number}", peak_bytes=gib)
+            for variant in ("exact+graphs", "hotrain-default")
+        ]
+        write(tmp_path / f"step{number}.jsonl", *rows)
+    lines = front.pays(tmp_path).splitlines()[2:]
+    assert len(lines) == front.MOST + 1
+    assert lines[4].startswith("| … 2 more, in [performance](docs/performance.md#thirty-models) |")
+    assert (lines[0].startswith(f"| `{VIT_B}` |"), lines[-1].startswith("| `gpt2` |")) == (True, True)
 
 
 def test_a_figure_is_of_the_latest_run_and_a_ratio_of_one_run(front: ModuleType, tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "kernels": records.kernels,
     "memory-targets": records.memory_targets,
     "steps": records.steps,
+    "zoo": records.zoo,
     "optimizer": records.optimizer,
     "step-figures": step_figures,
     "curves": records.curves,

@@ -121,8 +121,14 @@ def _gap(rows: list[dict[str, Any]], model: str, method: str) -> str:
     return records._mean(gaps, sign="+") if gaps else "not measured"
 
 
+MOST = 8  # lines of a table in the README
+
+
 def pays(folder: Path = records.RESULTS) -> str:
-    """Of each model the default against exact in the latest run that has both, the fastest first."""
+    """Of each model the default against exact in the latest run that has both, the fastest first.
+
+    Of more than `MOST` models the fastest and the slowest, and how many are between.
+    """
     rows = records._of_bench("step", folder)
     lines = []
     for subject in dict.fromkeys(row["subject"] for row in rows):
@@ -140,7 +146,11 @@ def pays(folder: Path = records.RESULTS) -> str:
     if not lines:
         return records._none_yet("step")
     headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "exact is", "commit"]
-    return records._markdown(headers, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+    ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    if len(ordered) > MOST:
+        between = f"… {len(ordered) - MOST} more, in [performance](docs/performance.md#thirty-models)"
+        ordered[MOST // 2 : -(MOST // 2)] = [[between, *[""] * (len(headers) - 1)]]
+    return records._markdown(headers, ordered)
 
 
 def presets() -> str:

@@ -25,6 +25,7 @@ from hotrain.train.run import parse_method
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
+from hotrain_bench import zoo as models  # noqa: E402
 from hotrain_bench.layers import Shape, shapes  # noqa: E402
 
 RESULTS = BENCHMARKS / "results"
@@ -232,12 +233,15 @@ def _parts(rows: list[dict[str, Any]]) -> str:
 def steps(folder: Path = RESULTS) -> str:
     """Whole training steps: of each subject and variant the latest run, beside compiled exact of that run.
 
-    Times and bytes are means over the rounds of the run. Commits lead to the commands below the table.
+    Times and bytes are means over the rounds of the run. Commits lead to the commands below the table. What `zoo`
+    prints is left out where its run lacks the baseline.
     """
     last: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
     for run in _by_run(_of_bench("step", folder)).values():
         for key in dict.fromkeys((row["subject"], row["variant"]) for row in run):
             mine = [row for row in run if (row["subject"], row["variant"]) == key]
+            if key[0] in models.MODELS and key[1] in models.VARIANTS and not _has(run, key[0], STEP_BASELINE):
+                continue
             if any(row["error"] is None for row in mine) or key not in last:
                 last[key] = (run, mine)
     if not last:
@@ -256,6 +260,46 @@ def steps(folder: Path = RESULTS) -> str:
     ]
     commands = [f"* {_conditions(run[0])}" for run in runs.values()]
     return _markdown(headers, lines) + "\n\n" + "\n".join([*notes, *commands])
+
+
+def _has(run: list[dict[str, Any]], subject: str, *variants: str) -> bool:
+    """Whether a run has records of all these variants, of times or errors."""
+    return set(variants) <= {row["variant"] for row in run if row["subject"] == subject}
+
+
+def zoo(folder: Path = RESULTS) -> str:
+    """The models of ``hotrain bench zoo``, a line each: the latest run that timed both exact as CUDA graphs and the
+    default; where none did, the latest that tried. The fastest first; errors and commands are below the table.
+    """
+    lines, notes, runs = [], [], {}
+    fields = ("median_ms", "peak_bytes", "reserved_bytes")
+    both = (models.EXACT, models.HOTRAIN)
+    for subject in models.MODELS:
+        tried = [run for run in _by_run(_of_bench("step", folder)).values() if _has(run, subject, *both)]
+        timed = [run for run in tried if None not in [_step_mean(run, subject, variant) for variant in both]]
+        if not tried:
+            continue
+        run = (timed or tried)[-1]
+        runs[run[0]["run_id"]] = run
+        mine = [row for row in run if row["subject"] == subject]
+        found = {
+            variant: {field: _step_mean(mine, subject, variant, field) for field in fields}
+            for variant in dict.fromkeys(row["variant"] for row in mine)
+        }
+        exact, default = (found[variant]["median_ms"] for variant in both)
+        ratio = float("inf") if exact is None or default is None else default / exact
+        lines.append((ratio, [subject, *models.cells(found), _commit(run[0])]))
+        notes += [
+            f"* {subject}, `{row['variant']}`: {row['error']}."
+            for row in mine
+            if row["error"] is not None and row["variant"] in models.VARIANTS
+        ]
+    if not lines:
+        return _none_yet("zoo")
+    ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    commands = [f"* {_conditions(run[0])}" for run in runs.values()]
+    table = _markdown(["model", *models.HEADERS, "commit"], ordered)
+    return table + "\n\n" + "\n".join([*notes, *commands])
 
 
 def _step_order(run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[bool, float]:

@@ -1,4 +1,4 @@
-"""``hotrain bench layers``, ``step`` and ``ops``: times on this machine, with their baselines from the same run."""
+"""``hotrain bench layers``, ``step``, ``zoo``, ``ops``: times on this machine, with baselines from the same run."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda (the de
 TinyOption = Annotated[bool, typer.Option("--tiny", help="Small shapes: whether it runs, not how fast.")]
 CommitOption = Annotated[str | None, typer.Option("--commit", help="Of the tree, where git does not tell.")]
 RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Rounds in which every variant runs once.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")]
+GpusOption = Annotated[int, typer.Option("--gpus", min=1, help="GPUs to distribute the models over.")]
 MethodsOption = Annotated[str, typer.Option("--methods", help="Presets, with overrides as in hot:rank=4+scale=token.")]
 
 _BYTES = {
@@ -119,9 +121,11 @@ def layers(
 
 @app.command("step", cls=Command)
 def step(
-    subjects: Annotated[list[str] | None, typer.Argument(help="Default: all.", show_default=False)] = None,
+    subjects: Annotated[
+        list[str] | None, typer.Argument(help="Default: all. SUBJECT=VARIANT,… with --together.", show_default=False)
+    ] = None,
     variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated; default: all.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a variant.")] = 30,
+    steps: StepsOption = 30,
     again: Annotated[bool, typer.Option("--again/--once", help="Measure the baseline again at the end.")] = True,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Start no variant after so long; with --together, wait for none.")
@@ -129,6 +133,7 @@ def step(
     together: Annotated[
         bool, typer.Option("--together", help="Prepare all at once, a process each, and time one after the other.")
     ] = False,
+    gpus: GpusOption = 1,
     device: DeviceOption = None,
     tiny: TinyOption = False,
     commit: CommitOption = None,
@@ -145,30 +150,82 @@ def step(
     from hotrain_bench import side_by_side
     from hotrain_bench import step as library
     from hotrain_bench.conditions import device_named
-    from hotrain_bench.tasks import SUBJECTS
+    from hotrain_bench.tasks import SUBJECTS, check
 
     where = device_named(device)
     chosen = None if variants is None else split_names(variants, "--variants")
     if together:
-        parts = [(name, variant) for name in subjects or SUBJECTS for variant in chosen or library.VARIANTS]
-        options = [*(["--tiny"] if tiny else []), "--steps", str(steps), "--device", str(where)]
-        rows = side_by_side.together(parts, options, seconds)
+        parts = []
+        for subject in subjects or SUBJECTS:
+            name, _, own = subject.partition("=")
+            check(name)
+            names = split_names(own, subject) if own else chosen or library.VARIANTS
+            parts += [(name, library.variant_of(variant).name) for variant in names]
+        rows = side_by_side.together(parts, str(where), steps, tiny, seconds, gpus)
     else:
         rows = library.run(subjects or [], chosen, where, steps, tiny=tiny, again=again, seconds=seconds)
-    lines, done = [], []
-    failed = 0
-    for row in _record(rows, where, commit, out):
-        done.append(row)
-        if row["error"] is not None:
-            failed += 1
-            note(f"{row['subject']} {row['variant']}: {row['error']}")
-            continue
-        note(f"{row['subject']} {row['variant']}: {row['median_ms']:.2f} ms")
-        cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
-        cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
-        lines.append(cells)
+    done = _steps(_record(rows, where, commit, out))
+    lines = []
+    for row in done:
+        if row["error"] is None:
+            cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
+            cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
+            lines.append(cells)
     _show(["subject", "variant", "ms/step", "±", *_BYTES.values()], lines, done, tiny, json)
-    if failed:
+    _exit_if_failed(done)
+
+
+@app.command("zoo", cls=Command)
+def zoo(
+    models: Annotated[str | None, typer.Option("--models", help="Comma-separated subjects; default: thirty.")] = None,
+    variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated.", show_default=False)] = None,
+    steps: StepsOption = 30,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Stop what is not ready after so long.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes at a time; default: as many as cores.")
+    ] = None,
+    gpus: GpusOption = 1,
+    device: DeviceOption = None,
+    tiny: TinyOption = False,
+    commit: CommitOption = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Thirty models, a line each: exact as CUDA graphs, hotrain's default, and every block checkpointed.
+
+    Variants are prepared in parallel, as many models at a time as --jobs allows, and timed one after the other while
+    nothing else runs on their GPU. What is dominated takes more time and more memory than another variant.
+
+    A variant that fails is recorded with its error and does not stop the others; the exit code is then 1.
+    """
+    from hotrain_bench import zoo as library
+    from hotrain_bench.conditions import device_named
+
+    where = device_named(device)
+    names = split_names(models, "--models") if models else library.MODELS
+    chosen = split_names(variants, "--variants") if variants else library.VARIANTS
+    rows = library.run(names, chosen, str(where), steps, tiny, seconds, jobs, gpus)
+    done = _steps(_record(rows, where, commit, out))
+    lines = []
+    for name in names:
+        found = {row["variant"]: row for row in done if row["subject"] == name}
+        lines.append([name, *library.cells(found)])
+    _show(["model", *library.HEADERS], lines, done, tiny, json)
+    _exit_if_failed(done)
+
+
+def _steps(rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of training steps, each noted as it is measured."""
+    done = []
+    for row in rows:
+        done.append(row)
+        result = f"{row['median_ms']:.2f} ms" if row["error"] is None else row["error"]
+        note(f"{row['subject']} {row['variant']}: {result}")
+    return done
+
+
+def _exit_if_failed(rows: list[dict[str, Any]]) -> None:
+    if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
 
 

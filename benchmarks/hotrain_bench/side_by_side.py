@@ -6,9 +6,11 @@ be timed, waits until all are ready, and then for its turn. A waiting process is
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,24 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_BENCH_COUNT"
-BEFORE = "HOTRAIN_BENCH_BEFORE"  # comma-separated numbers of the parts with earlier turns; default: all lower numbers
+BEFORE = "HOTRAIN_BENCH_BEFORE"  # comma-separated numbers of the parts with earlier turns
+LOCK = "HOTRAIN_BENCH_LOCK"  # file that a process locks while it takes memory for a moment
+AT_ONCE = 2  # processes on a GPU that may do so
+PROGRAM = (sys.executable, "-m", "hotrain.cli.main", "bench", "step")
+MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
+
+
+def blank(subject: str, variant: str, steps: int, tiny: bool) -> dict[str, Any]:
+    """Return the record of a variant before it is measured.
+
+    Args:
+        subject: name of the task.
+        variant: name of the variant.
+        steps: timed steps.
+        tiny: the size for tests.
+    """
+    row = {"bench": "step", "subject": subject, "variant": variant, "round": 1, "steps": steps, "tiny": tiny}
+    return dict.fromkeys(MEASURED) | row | {"error": None}
 
 
 @contextmanager
@@ -36,8 +55,7 @@ def turn() -> Iterator[bool]:
     (folder / f"ready.{place}").touch()
     while not all((folder / f"ready.{other}").exists() for other in range(int(os.environ[COUNT]))):
         time.sleep(0.02)
-    before = [int(other) for other in os.environ[BEFORE].split(",") if other] if BEFORE in os.environ else range(place)
-    while not all((folder / f"done.{other}").exists() for other in before):
+    while not all((folder / f"done.{other}").exists() for other in os.environ[BEFORE].split(",") if other):
         time.sleep(0.02)
     try:
         yield True
@@ -45,69 +63,83 @@ def turn() -> Iterator[bool]:
         (folder / f"done.{place}").touch()
 
 
+@contextmanager
+def briefly() -> Iterator[None]:
+    """Context that at most `AT_ONCE` processes of a GPU are in, for work that needs its memory only for a moment."""
+    if FOLDER not in os.environ:
+        yield
+        return
+    with Path(os.environ[LOCK]).open("w") as file:  # a process that dies releases the lock
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def together(
     parts: Sequence[tuple[str, str]],
-    options: Sequence[str],
+    device: str,
+    steps: int,
+    tiny: bool = False,
     seconds: float | None = None,
-    waits: Sequence[float] | None = None,
-    gpus: Sequence[int] | None = None,
+    gpus: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Run ``hotrain bench step`` for several parts, prepared in parallel and timed in their order.
 
     Args:
         parts: (subject, variant) pairs.
-        options: command-line options for every part.
+        device: the device to measure on.
+        steps: timed steps of each part.
+        tiny: the size for tests.
         seconds: after this time parts that are not ready are stopped, and the others get their turns; None: never.
-        waits: seconds to wait before each part is started.
-        gpus: the GPU of each part; the turns of different GPUs are independent.
+        gpus: number of GPUs that the subjects are distributed over; the turns of different GPUs are independent.
 
     Yields:
-        The records, each with the conditions of its own process. A part that ends without a record gives one with its
-        error.
+        The records as the parts end, each with the conditions of its own process. A part that ends without a record
+        gives one with its error.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    subjects = list(dict.fromkeys(subject for subject, _ in parts))
+    gpu = [subjects.index(subject) % gpus for subject, _ in parts]
+    options = ["--once", "--device", device, "--steps", str(steps), *(["--tiny"] if tiny else [])]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, FOLDER: name, COUNT: str(len(parts))}
-        running = []
-        for place, (subject, variant) in enumerate(parts):
-            time.sleep(waits[place] if waits else 0.0)
-            argv = [sys.executable, "-m", "hotrain.cli.main", "bench", "step", subject, "--variants", variant]
-            argv += ["--once", "--out", str(folder / f"{place}.jsonl"), *options]
-            own = environment | {PLACE: str(place)}
-            if gpus is not None:
-                own["CUDA_VISIBLE_DEVICES"] = str(gpus[place])
-                own[BEFORE] = ",".join(str(other) for other in range(place) if gpus[other] == gpus[place])
-            with (folder / f"{place}.log").open("w") as log:
-                running.append(subprocess.Popen(argv, env=own, stdout=log, stderr=subprocess.STDOUT))
+        running: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            while sum(_runs(process, folder, place) for place, process in enumerate(running)):
+            for place, (subject, variant) in enumerate(parts):
+                before = [other for other in range(place) if gpu[other] == gpu[place]]
+                own = {FOLDER: name, COUNT: str(len(parts)), PLACE: str(place), BEFORE: ",".join(map(str, before))}
+                own[LOCK] = str(folder / f"lock.{gpu[place]}.{len(before) % AT_ONCE}")
+                if gpus > 1:
+                    own["CUDA_VISIBLE_DEVICES"] = str(gpu[place])
+                argv = [*PROGRAM, subject, "--variants", variant, *options, "--out", str(folder / f"{place}.jsonl")]
+                with (folder / f"{place}.log").open("w") as log:
+                    process = subprocess.Popen(argv, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)
+                running[place] = process
+            late: dict[int, str] = {}
+            while running:
                 time.sleep(0.05)
+                for place, process in list(running.items()):
+                    if process.poll() is None:
+                        continue
+                    del running[place]
+                    for what in ("ready", "done"):  # so that the others do not wait for it
+                        (folder / f"{what}.{place}").touch()
+                    path = folder / f"{place}.jsonl"
+                    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+                    error = late.get(place) or _last_words(folder / f"{place}.log", process.returncode)
+                    yield from rows or [blank(*parts[place], steps, tiny) | {"error": error}]
                 if time.monotonic() > deadline:
                     deadline = math.inf
-                    for place, process in enumerate(running):
+                    for place, process in running.items():
                         if not (folder / f"ready.{place}").exists():
-                            with (folder / f"{place}.log").open("a") as log:
-                                log.write(f"\nTimeoutError: not ready after {seconds:g} seconds\n")
+                            late[place] = f"TimeoutError: not ready after {seconds:.3g} seconds"
                             process.kill()
         finally:
-            for process in running:
+            for process in running.values():
                 process.kill()
-        for place, (subject, variant) in enumerate(parts):
-            path = folder / f"{place}.jsonl"
-            rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-            if not rows:
-                last = (folder / f"{place}.log").read_text().strip().splitlines()[-1:]
-                failed = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
-                what = {"bench": "step", "subject": subject, "variant": variant, "round": 1}
-                rows = [failed | what | {"error": " ".join(last)}]
-            yield from rows
+                process.wait()
 
 
-def _runs(process: subprocess.Popen[bytes], folder: Path, place: int) -> bool:
-    """Whether the process still runs; if it has ended, mark it as done so that the others do not wait for it."""
-    if process.poll() is None:
-        return True
-    for what in ("ready", "done"):
-        (folder / f"{what}.{place}").touch()
-    return False
+def _last_words(log: Path, returncode: int) -> str:
+    """Why a process has ended without a record: the signal or exit code, and the last line that it wrote."""
+    how = f"ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"ended with exit code {returncode}"
+    return ": ".join([how, *log.read_text(errors="replace").strip().splitlines()[-1:]])

@@ -27,10 +27,9 @@ from hotrain.presets import preset
 from hotrain.train import parse_method
 from hotrain_bench import side_by_side, timing
 from hotrain_bench.conditions import Clocks
-from hotrain_bench.tasks import SUBJECTS, Task, build, with_checkpoints
+from hotrain_bench.tasks import SUBJECTS, Task, build, check, with_checkpoints
 
 BASELINE = "exact+compile"
-MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
 WARMUP = 5
 BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
 OFFLOADED = 1 << 20  # bytes of the smallest activation that is offloaded
@@ -212,7 +211,7 @@ class FirstStep:
     Args:
         loss: the loss.
         gradients: gradients of the parameters in the model's order (bf16, on the host).
-        noise: the worst agreement with `REDRAWN` more first steps; perfect if the model has no dropout.
+        noise: the worst agreement with `REDRAWN` more first steps; perfect if the model draws nothing.
     """
 
     loss: float
@@ -222,10 +221,11 @@ class FirstStep:
     @classmethod
     def of(cls, task: Task) -> FirstStep:
         """Measure the task's first step in eager mode."""
+        before = _drawn(task)
         loss = first_loss(task, task.model)
         gradients = [torch.zeros(()) if p.grad is None else p.grad.to("cpu", torch.bfloat16) for p in _trained(task)]
         first = cls(loss, gradients)
-        if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in task.model.modules()):
+        if torch.equal(before, _drawn(task)):
             return first
         others = []
         for _ in range(REDRAWN):
@@ -240,6 +240,12 @@ def first_loss(task: Task, model: nn.Module) -> float:
     loss = task.loss(model, task.batches[0])
     loss.backward()
     return loss.item()
+
+
+def _drawn(task: Task) -> Tensor:
+    """The state of the device's generator: whatever draws, dropout in a module or a function, changes it."""
+    device = _trained(task)[0].device
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _trained(task: Task) -> list[nn.Parameter]:
@@ -434,7 +440,7 @@ def run(
     """Time variants of subjects.
 
     Args:
-        subjects: names from `SUBJECTS`; empty: all.
+        subjects: names as for `tasks.build`; empty: all of `SUBJECTS`.
         variants: names as for `variant_of`; None: all of `VARIANTS`.
         device: the device to measure on.
         steps: timed steps of each variant.
@@ -449,8 +455,7 @@ def run(
         ValueError: an unknown subject or variant, before anything runs.
     """
     for subject in subjects:
-        if subject not in SUBJECTS:
-            raise ValueError(f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)}")
+        check(subject)
     chosen = [variant_of(name) for name in variants or VARIANTS]
     order = sorted(chosen, key=lambda variant: variant.name != BASELINE)
     if again and len(order) > 1 and order[0].name == BASELINE:
@@ -461,15 +466,14 @@ def run(
         seen: dict[str, int] = {}
         for variant in order:
             seen[variant.name] = seen.get(variant.name, 0) + 1
-            row: dict[str, Any] = dict.fromkeys(MEASURED)
-            row |= {"bench": "step", "subject": subject, "variant": variant.name, "round": seen[variant.name]}
-            row |= {"steps": steps, "tiny": tiny, "error": None}
+            row = side_by_side.blank(subject, variant.name, steps, tiny) | {"round": seen[variant.name]}
             try:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"left out: {seconds:g} seconds were over")
                 if truth is None:
-                    truth = FirstStep.of(build(subject, device, tiny))
-                    clean_up(device)
+                    with side_by_side.briefly():
+                        truth = FirstStep.of(build(subject, device, tiny))
+                        clean_up(device)
                 row |= measure(subject, variant, truth, device, steps, tiny)
             except Exception as error:  # recorded, so that a variant that fails does not stop the others
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -1,4 +1,4 @@
-"""Tasks of `hotrain bench step`: timm's ViTs and convolutional networks, BERT, four blocks of Llama-3-8B's shape."""
+"""Tasks of `hotrain bench step`: timm's models by name, models of transformers, four blocks of Llama-3-8B's shape."""
 
 from __future__ import annotations
 
@@ -14,61 +14,124 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
+from hotrain.compress.checkpointing import blocks
 from hotrain.train.models import create_model
+from hotrain.train.torchvision_shim import ensure_torchvision
 
-Blocks = nn.Sequential | nn.ModuleList
+# timm's models → what the size for tests changes, and the side of its images in pixels
+_SMALL_VIT = ({"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}, 128)
+SMALL: dict[str, tuple[dict[str, Any], int]] = {
+    "vit_base_patch16_224": _SMALL_VIT,
+    "vit_large_patch16_224": _SMALL_VIT,
+    "vit_huge_patch14_224": _SMALL_VIT,
+    "resnet50": ({"layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)}, 64),
+    # Its attention is for 7×7 tokens.
+    "efficientformer_l1": ({"depths": (1, 1, 1, 2), "embed_dims": (32, 32, 64, 64)}, 224),
+}
+# timm's models whose blocks are no elements of module lists → the classes of their blocks
+BLOCKS = {
+    "regnety_032": ("Bottleneck",),
+    "densenet121": ("DenseLayer",),
+    "coatnet_0_rw_224": ("MbConvBlock", "TransformerBlock2d"),
+}
+IMAGES = (
+    "vit_base_patch16_224/b128",
+    "vit_large_patch16_224/b128",
+    "vit_huge_patch14_224/b64",
+    "resnet50/b256",
+    "efficientformer_l1/b256",
+)
+BERT = "bert_base/b64x512"
+LLAMA = "llama8b-4blocks/t8192"
 
 
 @dataclass(frozen=True)
-class Images:
-    """A timm model, and the images it is trained on.
+class Hub:
+    """A model of transformers that computes its own loss, and what it is trained on.
 
     Args:
-        model: timm's name.
-        batch: number of images.
-        blocks: returns the model's containers of blocks.
-        tiny: timm's arguments for the size for tests.
-        tiny_size: side of the images in pixels for that size.
-        channels_last: memory format of the images and the model's weights.
+        module: name under ``transformers.models``.
+        model: name of the class.
+        batch: number of samples.
+        length: tokens of a sample, or the side of an image in pixels.
+        config: arguments of its configuration.
+        tiny: further ones for the size for tests.
+        blocks: as of `Task`.
     """
 
+    module: str
     model: str
     batch: int
-    blocks: Callable[[Any], Sequence[Blocks]]
+    length: int
+    config: dict[str, Any]
     tiny: dict[str, Any]
-    tiny_size: int = 64
-    channels_last: bool = False
+    blocks: tuple[str, ...] = ()
 
 
-def _vit(model: str, batch: int) -> Images:
-    tiny = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}
-    return Images(model, batch, lambda vit: [vit.blocks], tiny, tiny_size=128)
-
-
-IMAGES = {
-    "vit_base_patch16_224/b128": _vit("vit_base_patch16_224", 128),
-    "vit_large_patch16_224/b128": _vit("vit_large_patch16_224", 128),
-    "vit_huge_patch14_224/b64": _vit("vit_huge_patch14_224", 64),
-    "resnet50/b256": Images(
-        "resnet50",
-        256,
-        lambda resnet: [resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4],
-        {"layers": (1, 1, 1, 1), "channels": (32, 32, 64, 64)},
-        channels_last=True,
+_TINY_TOKENS = {"vocab_size": 128, "bos_token_id": 2, "eos_token_id": 2}
+HUB = {
+    "gpt2/b8x1024": Hub(
+        "gpt2", "GPT2LMHeadModel", 8, 1024, {}, {"n_embd": 64, "n_layer": 2, "n_head": 2, **_TINY_TOKENS}
     ),
-    "efficientformer_l1/b256": Images(
-        "efficientformer_l1",
-        256,
-        lambda former: [stage.blocks for stage in former.stages],
-        {"depths": (1, 1, 1, 2), "embed_dims": (32, 32, 64, 64)},
-        tiny_size=224,  # its attention is for 7×7 tokens
-        channels_last=True,
+    # Qwen2-1.5B with 12 of its 28 layers and a smaller vocabulary
+    "qwen2/b4x2048": Hub(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        4,
+        2048,
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "vocab_size": 32768,
+        },
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            **_TINY_TOKENS,
+        },
+    ),
+    "opt_350m/b8x1024": Hub(
+        "opt",
+        "OPTForCausalLM",
+        8,
+        1024,
+        {
+            "hidden_size": 1024,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+        {
+            "hidden_size": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "word_embed_proj_dim": 32,
+            **_TINY_TOKENS,
+        },
+    ),
+    "t5_small/b16x512": Hub(
+        "t5",
+        "T5ForConditionalGeneration",
+        16,
+        512,
+        {"decoder_start_token_id": 0},
+        {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 128},
+        ("T5Block",),
+    ),
+    "segformer_b0/b16x512": Hub(
+        "segformer", "SegformerForSemanticSegmentation", 16, 512, {"num_labels": 150}, {"num_labels": 10}
     ),
 }
-BERT = "bert_base/b64x512"
-LLAMA = "llama8b-4blocks/t8192"
-SUBJECTS = (*IMAGES, BERT, LLAMA)
-HEADS = ("head", "head_dist", "fc", "classifier")
+SUBJECTS = (*IMAGES, BERT, LLAMA, *HUB)
+HEADS = ("head", "head_dist", "fc", "classifier", "lm_head")
 BATCHES = 2  # that the steps cycle through
 TINY = 4  # samples at the size for tests: enough that activations are worth compressing
 
@@ -83,22 +146,22 @@ class Task:
 
     Args:
         model: the model.
-        blocks: the model's containers of blocks, which checkpointing recomputes one by one.
         batches: arguments of `loss` besides the model.
         loss: forward and loss.
         kept_exact: whether the Linear of a name is left unchanged in every variant.
         trains: whether an optimizer step is part of the training step.
         adamw: the optimizer; called with the parameters and `lr`.
+        blocks: names of the classes that checkpointing recomputes; empty: what `hotrain.checkpoint_blocks` finds.
         report: the conversion report, where a variant converts.
     """
 
     model: nn.Module
-    blocks: Sequence[Blocks]
     batches: Sequence[Any]
     loss: Callable[[nn.Module, Any], Tensor]
     kept_exact: Callable[[str], bool]
     trains: bool
     adamw: Callable[..., torch.optim.Optimizer] = _fused_adamw
+    blocks: tuple[str, ...] = ()
     report: hotrain.ConversionReport | None = None
 
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -115,44 +178,78 @@ class Checkpointed(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block with `torch.utils.checkpoint`."""
-        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+        fixed = [list(arg) if isinstance(arg, list) else arg for arg in args]  # DenseNet goes on appending to its list
+        return checkpoint(self.block, *fixed, use_reentrant=False, **kwargs)
 
 
 def with_checkpoints(task: Task) -> None:
     """Wrap every block of the task's model in `Checkpointed`."""
-    for blocks in task.blocks:
-        for number, block in enumerate(list(blocks)):
-            blocks[number] = Checkpointed(block)
+    chosen = dict(task.model.named_modules()) if task.blocks else blocks(task.model)
+    for name, block in chosen.items():
+        if task.blocks and not any(kind.__name__ in task.blocks for kind in type(block).__mro__):
+            continue
+        parent, _, key = name.rpartition(".")
+        setattr(task.model.get_submodule(parent), key, Checkpointed(block))
+
+
+def check(subject: str) -> None:
+    """Refuse a subject that `build` does not know.
+
+    Raises:
+        ValueError: an unknown subject.
+    """
+    if subject not in SUBJECTS and _timm_model(subject) is None:
+        raise ValueError(
+            f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
+            "deit_small_patch16_224/b256"
+        )
+
+
+def _timm_model(subject: str) -> tuple[str, int] | None:
+    """timm's name and the number of images of a subject ``NAME/bN``; None if it is no such subject."""
+    model, _, batch = subject.partition("/b")
+    ensure_torchvision()
+    known = batch.isdecimal() and int(batch) > 0 and importlib.import_module("timm").is_model(model)
+    return (model, int(batch)) if known else None
 
 
 def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     """Build a task, with the same weights and batches each time.
 
     Args:
-        subject: one of `SUBJECTS`.
+        subject: one of `SUBJECTS`, or ``NAME/bN`` of a timm model and a number of images.
         device: device of model and batches.
         tiny: the size for tests.
 
     Raises:
         ValueError: an unknown subject.
     """
+    check(subject)
     torch.manual_seed(0)
-    if subject in IMAGES:
-        return _images(IMAGES[subject], device, tiny)
+    if subject in HUB:
+        return _hub(HUB[subject], device, tiny)
     if subject == BERT:
         return _bert(device, tiny)
     if subject == LLAMA:
         return _llama(device, tiny)
-    raise ValueError(f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)}")
+    images = _timm_model(subject)
+    assert images is not None
+    return _images(*images, device, tiny)
 
 
-def _images(what: Images, device: torch.device, tiny: bool) -> Task:
-    """224 px, float32 weights under bf16 autocast, cross-entropy, fused AdamW."""
-    size, classes, batch = (what.tiny_size, 10, TINY) if tiny else (224, 1000, what.batch)
-    layout = torch.channels_last if what.channels_last else torch.contiguous_format
-    args = what.tiny if tiny else None
+def _images(name: str, batch: int, device: torch.device, tiny: bool) -> Task:
+    """224 px, float32 weights under bf16 autocast, cross-entropy, fused AdamW.
+
+    Models that convolve beyond their patch embedding are in channels_last, as are their images.
+    """
+    args, size, classes = None, 224, 1000
+    if tiny:
+        (args, size), batch, classes = SMALL.get(name, ({}, 224)), TINY, 10
     with device:
-        model: nn.Module = create_model(what.model, classes=classes, channels=3, image_size=size, args=args)
+        model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
+        kernels = [module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d)]
+        convolves = sum(kernel != (1, 1) for kernel in kernels) > 1
+        layout = torch.channels_last if convolves else torch.contiguous_format
         model.to(memory_format=layout)  # type: ignore[call-overload]
         batches = [
             (torch.randn(batch, 3, size, size).to(memory_format=layout), torch.randint(0, classes, (batch,)))
@@ -164,11 +261,36 @@ def _images(what: Images, device: torch.device, tiny: bool) -> Task:
         with torch.autocast(device.type, torch.bfloat16):
             return F.cross_entropy(model(images), labels)
 
-    return Task(model, what.blocks(model), batches, loss, _is_head, trains=True)
+    return Task(model, batches, loss, _is_head, trains=True, blocks=BLOCKS.get(name, ()))
 
 
 def _is_head(name: str) -> bool:
     return name.split(".")[-1] in HEADS
+
+
+def _hub(what: Hub, device: torch.device, tiny: bool) -> Task:
+    """Random tokens or images, dropout as published, float32 weights under bf16 autocast, own loss, fused AdamW."""
+    kind = getattr(importlib.import_module(f"transformers.models.{what.module}"), what.model)
+    config = kind.config_class(**(what.config | (what.tiny if tiny else {})))
+    config.use_cache = False
+    batch, length = (TINY, 64) if tiny else (what.batch, what.length)
+    with device:
+        model = kind(config)
+        if model.main_input_name == "pixel_values":
+            labels = (config.num_labels, (batch, length, length))
+            batches = [(torch.randn(batch, 3, length, length), torch.randint(*labels)) for _ in range(BATCHES)]
+        else:
+            tokens = [torch.randint(config.vocab_size, (batch, length)) for _ in range(BATCHES)]
+            batches = [(each, each.clone()) for each in tokens]
+    name = model.main_input_name
+    model.loss_type = model.loss_type or "ForCausalLM"  # not told by the name GPT2LMHeadModel
+
+    def loss(model: nn.Module, inputs_and_labels: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = inputs_and_labels
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(**{name: inputs, "labels": labels}).loss  # type: ignore[no-any-return]
+
+    return Task(model, batches, loss, _is_head, trains=True, blocks=what.blocks)
 
 
 def _bert(device: torch.device, tiny: bool) -> Task:
@@ -186,9 +308,8 @@ def _bert(device: torch.device, tiny: bool) -> Task:
         with torch.autocast(device.type, torch.bfloat16):
             return F.cross_entropy(model(tokens).logits, labels)
 
-    blocks = model.bert.encoder.layer
     # The pooler gets one token per sequence, so no method gains there.
-    return Task(model, [blocks], batches, loss, lambda n: _is_head(n) or "pooler" in n.split("."), trains=True)
+    return Task(model, batches, loss, lambda n: _is_head(n) or "pooler" in n.split("."), trains=True)
 
 
 class Decoder(nn.Module):
@@ -230,7 +351,7 @@ def _llama(device: torch.device, tiny: bool) -> Task:
         x.grad = None
         return model(x).float().square().mean()
 
-    return Task(model, [model.layers], batches, loss, lambda n: False, trains=False)
+    return Task(model, batches, loss, lambda n: False, trains=False)
 
 
 @contextlib.contextmanager

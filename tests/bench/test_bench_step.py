@@ -17,7 +17,8 @@ from torch import nn
 CPU = torch.device("cpu")
 VIT, LLAMA = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192"
 RESNET, FORMER, BERT = "resnet50/b256", "efficientformer_l1/b256", "bert_base/b64x512"
-ALL = [VIT, RESNET, FORMER, BERT, LLAMA]
+HUB = list(tasks.HUB)
+ALL = [VIT, RESNET, FORMER, BERT, LLAMA, *HUB]
 
 
 @pytest.fixture(autouse=True)
@@ -66,16 +67,31 @@ def test_heads_are_kept_exact_in_every_subject() -> None:
         assert [name for name in linear if task.kept_exact(name)] == names
 
 
-@pytest.mark.parametrize(("subject", "count"), [(VIT, 2), (RESNET, 4), (FORMER, 5), (BERT, 2), (LLAMA, 2)])
+BLOCKS = {
+    VIT: 2,
+    RESNET: 4,
+    FORMER: 5,
+    BERT: 2,
+    LLAMA: 2,
+    "gpt2/b8x1024": 2,
+    "qwen2/b4x2048": 2,
+    "opt_350m/b8x1024": 2,
+    "t5_small/b16x512": 4,  # two of the encoder, two of the decoder
+    "segformer_b0/b16x512": 8 + 4,  # and what its head projects the stages with
+    "densenet121/b8": 58,  # each appends to a list, which goes on growing after it
+    "regnety_032/b8": 21,
+}
+
+
+@pytest.mark.parametrize(("subject", "count"), BLOCKS.items())
 def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: str, count: int) -> None:
     """In eager mode the recomputed forward runs the same operators, with the same dropout: equal to the bit."""
     plain, task = (tasks.build(subject, CPU, tiny=True) for _ in range(2))
     calls: list[nn.Module] = []
-    for blocks in task.blocks:
-        for block in blocks:
-            if any(True for _ in block.parameters()):  # a reshape keeps nothing, so that nothing asks for it again
-                block.register_forward_pre_hook(lambda module, args: calls.append(module))
     tasks.with_checkpoints(task)
+    for module in task.model.modules():
+        if isinstance(module, tasks.Checkpointed):
+            module.block.register_forward_pre_hook(lambda module, args: calls.append(module))
     losses = []
     for each in (plain, task):
         torch.manual_seed(1)
@@ -111,6 +127,27 @@ def test_the_other_subjects_take_the_variants_too(subject: str) -> None:
     names = ["exact+compile+checkpoint", "hotrain"]
     rows = list(step.run([subject], names, CPU, 1, True))
     assert [(row["variant"], row["error"], row.get("graph_breaks")) for row in rows] == [(n, None, 0) for n in names]
+
+
+@pytest.mark.parametrize("subject", HUB)
+def test_models_of_transformers_are_converted(subject: str) -> None:
+    """Dropout in modules and functions, a loss of the model's own, an encoder with a decoder."""
+    (row,) = step.run([subject], ["hotrain-default-eager"], CPU, 1, tiny=True)
+    assert row["error"] is None
+    assert row["agreement"]["gradient_cosine"] < 0.9999, "a method's gradients are not the exact ones"
+    assert (row["noise"]["loss_difference"] == 0) == (subject == "qwen2/b4x2048"), "the others have dropout"
+
+
+def test_a_subject_may_be_any_model_of_timm() -> None:
+    """Models that convolve are trained in channels_last, as are their images; others as they are."""
+    convolves, attends = (tasks.build(name, CPU, tiny=True) for name in ("test_resnet/b8", "test_vit/b8"))
+    weights = [m.weight for m in convolves.model.modules() if isinstance(m, nn.Conv2d)]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    assert not convolves.batches[0][0].is_contiguous()
+    assert attends.batches[0][0].is_contiguous()
+    for name in ("test_vit", "test_vit/b0", "test_vit/bx", "no_vit/b8"):
+        with pytest.raises(ValueError, match=rf"got '{name}', subjects are .* and NAME/bN of a timm model"):
+            tasks.build(name, CPU, tiny=True)
 
 
 def test_everything_compressed_is_a_variant() -> None:
@@ -179,7 +216,7 @@ def test_offloaded_activations_come_back_as_they_were(
         found.append((kept.clone().requires_grad_() * w).grad_fn._saved_other)
         return product.sum()
 
-    task = tasks.Task(model, [], [None], loss, lambda name: False, trains=False)
+    task = tasks.Task(model, [None], loss, lambda name: False, trains=False)
     step.VARIANTS["exact+compile+offload"].change(task)
     task.loss(model, None)
     saved, weight = found

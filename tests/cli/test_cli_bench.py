@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hotrain_bench import layers, ops, step
+from hotrain_bench import layers, ops, side_by_side, step
 from typer.testing import CliRunner, Result
 
 import hotrain
@@ -50,10 +50,10 @@ def test_a_verb_prints_a_table_and_writes_records(arguments: list[str], shown: s
 def test_help_names_the_verbs() -> None:
     assert "bench" in CliRunner().invoke(app, ["--help"]).stdout
     text = invoke("--help").stdout
-    assert [verb for verb in ("layers", "step", "ops") if verb not in text] == []
+    assert [verb for verb in ("layers", "step", "zoo", "ops") if verb not in text] == []
 
 
-@pytest.mark.parametrize("verb", ["layers", "step", "ops"])
+@pytest.mark.parametrize("verb", ["layers", "step", "zoo", "ops"])
 def test_without_a_gpu_one_line_says_what_to_do(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke(verb)
@@ -78,7 +78,7 @@ def test_a_wrong_gradient_is_exit_code_1_and_no_record(
 
 def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before and after it is printed and kept."""
-    error = dict.fromkeys(step.MEASURED)
+    error = dict.fromkeys(side_by_side.MEASURED)
     rows = [
         {**error, "subject": "s", "variant": "broken", "error": "ModuleNotFoundError: No module named 'torchao'"},
         {"subject": "s", "variant": "exact", "median_ms": 2.5, "spread_ms": 0.1, "peak_bytes": 1 << 30,
