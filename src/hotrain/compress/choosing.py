@@ -14,7 +14,6 @@ DeiT-S and GPT-2 on an H200.
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 
 from ..planning import Roofs
 from .fusing import computed
-from .rematerialize import RESTORED, Codes, Normed, parsed
+from .rematerialize import ATTENTION, CUSTOM, RESTORED, Codes, Normed, parsed
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -44,6 +43,7 @@ _NORM_GAIN = 5.0
 _SLOPE_GAIN = 5.0
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _MARGIN = 1.15  # of costs, since the model of bytes is no measurement
+_TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
 
 
 @dataclass
@@ -74,14 +74,8 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
     Returns:
         Operator → how many of its calls are kept exact, of how many.
     """
-    found = list(_candidates(graph, roofs))
-    late = _MARGIN * sum(c.ms for c in found) - gains - _gains(graph, roofs)
-    if os.environ.get("HOTRAIN_DEBUG_CHOICE"):
-        import json, collections
-        t = collections.defaultdict(lambda: [0, 0.0, 0.0])
-        for c in found:
-            t[c.what][0] += 1; t[c.what][1] += c.ms; t[c.what][2] += c.nbytes / 2**30
-        print("CHOICE", json.dumps({"late": late, "gains": gains, "own": _gains(graph, roofs), "copy": roofs.copy, "product": roofs.product, **t}), flush=True)
+    found, fixed = _candidates(graph, roofs)
+    late = _MARGIN * (sum(c.ms for c in found) + fixed) - _TRUST * gains - _gains(graph, roofs)
     counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
     for candidate in sorted(found, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
         if late <= 0 or candidate.ms <= 0:
@@ -102,23 +96,32 @@ def _gains(graph: Graph, roofs: Roofs) -> float:
     return 1e3 * nbytes / roofs.copy
 
 
-def _candidates(graph: Graph, roofs: Roofs) -> Iterator[Candidate]:
+def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], float]:
+    """Candidates, and the ms that the packing and unpacking of all else costs."""
     made: dict[Node, list[Node]] = {}  # what packed a tensor → what is unpacked from its codes
     for node in graph.nodes:
+        args: Any = node.args
         if node.target is torch.ops.hotrain.restore_codes.default:
-            made.setdefault(_keeper(node.args[0][0]), []).append(node)
-        elif (node.meta.get("custom") or {}).get(RESTORED) and node.target is _aten.alias.default:
-            keeper = _packed(node, torch.ops.hotrain.keep_codes.default)
+            made.setdefault(_keeper(args[0][0]), []).append(node)
+        elif node.target is _aten.alias.default and _note(node, RESTORED):
+            keeper = _packed(node)
             if keeper is not None:
                 made.setdefault(keeper, []).append(node)
+    found, nbytes = [], 0.0
     for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.attention_gradients.default):
-        found = _attention(graph, node, roofs, made)
-        if found is not None:
-            yield found
+        candidate = _attention(graph, node, roofs, made)
+        if candidate is not None:
+            found.append(candidate)
     for keeper, nodes in made.items():
-        found = _of_one(graph, keeper, nodes, roofs)
-        if found is not None:
-            yield found
+        candidate = _of_one(graph, keeper, nodes, roofs)
+        if candidate is not None:
+            found.append(candidate)
+        else:
+            unpacked = [node for node in nodes if node.target is not _aten.alias.default]
+            nbytes += 2.5 * sum(map(_numel, unpacked))
+            if keeper.target is torch.ops.hotrain.keep_codes.default:
+                nbytes += 2.5 * _numel(keeper.args[0])
+    return found, 1e3 * nbytes / roofs.copy
 
 
 # ---- what is unpacked ----
@@ -200,21 +203,29 @@ def _readers(node: Node) -> Iterator[Node]:
 def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Node]]) -> Candidate | None:
     args: Any = node.args
     g, q, k, _, _, _, dropout, causal, scale, _, wants_mask = args
-    keeper = _packed(q, torch.ops.hotrain.keep_heads.default)
-    if keeper is None:
+    number = _note(node, ATTENTION)
+    both = [n for target in _BACKWARD for n in graph.find_nodes(op="call_function", target=target)]
+    forward = next((n for n in both if _note(n, ATTENTION) == number), None)
+    if forward is None or number is None or wants_mask:
         return None
-    tensors: Any = keeper.args[0]
-    forward = _keeper(tensors[3])
-    if forward.target not in _BACKWARD or wants_mask:
-        return None
-    readers = [other for other in made.get(keeper, []) if _original(other, keeper) is not None]
-    if len(readers) < len(made.pop(keeper, [])):
-        return None
+    given: Any = forward.args
+    tensors = [*given[:3], _part(graph, forward, 0)]
+    readers: list[tuple[Node, Node]] = []
+    for keeper, nodes in list(made.items()):
+        packed: Any = keeper.args[0]
+        if keeper.target is torch.ops.hotrain.keep_heads.default:
+            packed = packed[3]
+        elif keeper.target is not torch.ops.hotrain.keep_codes.default:
+            continue
+        if _keeper(packed) is forward:
+            if any(_original(other, keeper) is None for other in nodes):
+                return None
+            readers += [(other, packed) for other in made.pop(keeper)]
     batch, heads, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
     elements = sum(_numel(t) for t in tensors)
     # Packing reads all four in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
-    nbytes = elements * 2.8 + _numel(q) * 3.0 + 2 * _numel(k) * 2.9 + sum(_numel(t) * 2.5 for t in readers)
+    nbytes = elements * 2.8 + _numel(q) * 3.0 + 2 * _numel(k) * 2.9 + sum(_numel(t) * 2.5 for t, _ in readers)
     flops = 4.0 * batch * heads * tokens * keys * width * (0.5 if causal else 1.0)
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
@@ -224,19 +235,24 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place] if place < 3 else node)
             graph.erase_node(user)
-        for other in readers:
-            _replace(graph, other, tensors[3])
+        for other, exact in readers:
+            _replace(graph, other, exact)
 
     return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
 
 
-def _packed(node: Any, target: Any) -> Node | None:
-    """The packing, by this operator, from whose codes a tensor is unpacked."""
+def _note(node: Node, name: str) -> Any:
+    """What `rematerialize.noted` wrote to a node."""
+    return (node.meta.get(CUSTOM) or {}).get(name)
+
+
+def _packed(node: Any) -> Node | None:
+    """The packing of one tensor from whose codes a node is unpacked."""
     waiting: list[Any] = [node]
     seen: set[Node] = set()
     while waiting and len(seen) < 64:
         one = waiting.pop()
-        if one.target is target:
+        if one.target is torch.ops.hotrain.keep_codes.default:
             return one  # type: ignore[no-any-return]
         if one not in seen and one.op == "call_function":
             seen.add(one)

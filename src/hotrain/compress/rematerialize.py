@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from .formats import GROUPED
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
-_CUSTOM = "custom"  # metadata of nodes that tracers copy
+CUSTOM = "custom"  # metadata of nodes that tracers copy
 RESTORED = "hotrain_restored"  # there: of the node that is an unpacked tensor
+ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
 
 
 @contextlib.contextmanager
@@ -68,16 +70,23 @@ def restore(
 
 def _marked(t: Tensor) -> Tensor:
     """t, so that `choosing` finds where unpacking ends."""
-    meta = torch.fx.traceback.current_meta
-    before = meta.get(_CUSTOM)
-    meta[_CUSTOM] = {**(before or {}), RESTORED: True}
-    try:
+    with noted(RESTORED, True):
         return torch.ops.aten.alias(t)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def noted(name: str, value: Any) -> Iterator[None]:
+    """Context whose traced nodes have this in their metadata, under "custom"."""
+    meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
+    before = meta.get(CUSTOM)
+    meta[CUSTOM] = {**(before or {}), name: value}
+    try:
+        yield
     finally:
         if before is None:
-            del meta[_CUSTOM]
+            del meta[CUSTOM]
         else:
-            meta[_CUSTOM] = before
+            meta[CUSTOM] = before
 
 
 def wide(t: Tensor) -> Tensor:

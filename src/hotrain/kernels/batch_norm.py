@@ -225,14 +225,17 @@ class Tiling:
 
 
 def _normalize_tiling(channels: int) -> Tiling:
-    return Tiling(512 if channels <= 64 else 1024, 16, 1)
+    if channels > 1024:
+        return Tiling(512, 8, 1)
+    return Tiling(512, 16 if channels <= 128 else 32, 1, warps=2)
 
 
 def _sums_tiling(channels: int) -> Tiling:
     return Tiling(512, 16, 1) if channels < 1024 else Tiling(2048, 4, 1)
 
 
-_GRADIENT = Tiling(512, 16, 1)
+def _gradient_tiling(channels: int) -> Tiling:
+    return Tiling(256, 16, 1, warps=2) if channels <= 256 else Tiling(512, 16, 1)
 
 
 def _marks(name: str, levels: tuple[int, int] | None) -> dict[str, Any]:
@@ -279,7 +282,7 @@ def normalize(
 
 def gradient(
     g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str,
-    levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None, tiling: Tiling = _GRADIENT,
+    levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `normalize`.
 
@@ -294,7 +297,7 @@ def gradient(
         g_x, [Σ g, Σ g x̂] as (2, C) in float32, and the shortcut's gradient, empty if not needed.
     """
     rows, channels = g.shape
-    sums_tiling = sums_tiling or _sums_tiling(channels)
+    sums_tiling, tiling = sums_tiling or _sums_tiling(channels), tiling or _gradient_tiling(channels)
     passed_on = torch.empty_like(g) if passes_on else g.new_empty(0)
     eighths, each, blocks, programs = sums_tiling.cut(channels, rows, g.device)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)

@@ -90,7 +90,7 @@ def launch(
     if not is_current(device):
         with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)
-    place = (id(kernel), case)  # names are not unique, and kernels are never freed
+    place = (id(kernel), case, tuple(options.items()))  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
         stream = _current_stream()(device.index)

@@ -15,6 +15,7 @@ dropping an attention weight; ``causal`` whether the causal mask is applied; ``s
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from ..launcher import launch, opaque, operator_for, supported, supported_in_eag
 from .base import Handlers, Scope, custom_op, is_large, uncompressed, with_codes, without_autocast
 
 _aten = torch.ops.aten
+_numbers = itertools.count()
 _CUDNN_MASKED = -65504.0  # what PyTorch gives cuDNN for False
 
 
@@ -296,7 +298,9 @@ class Attention(torch.autograd.Function):
         copies = _copies(q, k, kind)
         wide_k, wide_v = _repeated(k, copies), _repeated(v, copies)
         bias = _bias(mask, q, k, kind)
-        out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
+        ctx.number = next(_numbers)
+        with rematerialize.noted(rematerialize.ATTENTION, ctx.number):
+            out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
         # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
         codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms)
         # Under dropout backward needs forward's output: a second run would draw another mask.
@@ -317,9 +321,9 @@ class Attention(torch.autograd.Function):
         # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
         run = _gradients if not under_dispatch_mode() else torch.ops.hotrain.attention_gradients
         wants_mask = ctx.needs_input_grad[3]
-        g_q, g_k, g_v, g_mask = run(
-            g, q, k, v, _bias(mask, q, k, kind), [*out, *seed], dropout, causal, scale, kind, wants_mask
-        )
+        bias = _bias(mask, q, k, kind)
+        with rematerialize.noted(rematerialize.ATTENTION, ctx.number):
+            g_q, g_k, g_v, g_mask = run(g, q, k, v, bias, [*out, *seed], dropout, causal, scale, kind, wants_mask)
         grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask if wants_mask else None
         return *once("attention", grads, g, mask), *[None] * 6
 

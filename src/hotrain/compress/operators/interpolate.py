@@ -8,6 +8,7 @@ of G to four of g_X, which takes longer than all else in the head of a segmentat
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def _weights(before: int, after: int, scale: float | None, corners: bool | None,
     else:
         found = F.interpolate(units, scale_factor=scale, mode="linear", align_corners=corners)
     return found[0].to(like.dtype)
+
+
+_LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
 class Interpolated(torch.autograd.Function):
@@ -79,6 +83,9 @@ def _interpolate(
     sizes = [] if size is None else pair(size)
     scales = [] if scale_factor is None else [float(factor) for factor in pair(scale_factor)]
     if not is_large(input) or not all(isinstance(n, int) for n in sizes):
+        return None
+    factor = math.prod(scales) if scales else math.prod(sizes) / math.prod(input.shape[2:])
+    if input.numel() * factor > _LARGEST:
         return None
     return interpolate(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
 
