@@ -156,7 +156,7 @@ class _Backward(_Merging):
 
     def add(self) -> None:
         g_x = self.result(0)
-        while g_x is not None and len(g_x.users) == 1 and next(iter(g_x.users)).target in _VIEWS:
+        while g_x is not None and len(g_x.users) == 1 and _is_view(next(iter(g_x.users))):
             g_x = next(iter(g_x.users))
         if g_x is None or len(g_x.users) != 1:
             return
@@ -219,7 +219,7 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     """The sums of a tensor (..., C) over all axes but the last, also of its views."""
     found: list[Node] = []
     for user in node.users:
-        if user.target in _VIEWS and user.meta["val"].shape[-1:] == (columns,):
+        if _is_view(user) and user.meta["val"].shape[-1:] == (columns,):
             found += _sums_of_columns(user, columns)
         elif user.target is _aten.sum.dim_IntList and user.args[0] is node:
             axes: Any = user.args[1]
@@ -243,6 +243,12 @@ def _value(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _is_view(node: Node) -> bool:
+    """Whether a node has the elements of its argument in the same order."""
+    in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
+    return in_order or node.target in _VIEWS
+
+
 def _is_dense(node: Any) -> bool:
     """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
     value = _value(node)
@@ -251,7 +257,7 @@ def _is_dense(node: Any) -> bool:
 
 def _base(node: Any) -> Node:
     """The tensor that a node is a view of."""
-    while node.target in _VIEWS:
+    while _is_view(node):
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
@@ -292,7 +298,7 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
 
 def _casts(node: Node) -> list[Node]:
     """Casts among a tensor's users, through views."""
-    through = [cast for user in node.users if user.target in _VIEWS for cast in _casts(user)]
+    through = [cast for user in node.users if _is_view(user) for cast in _casts(user)]
     return through + [user for user in node.users if user.target in _CASTS]
 
 
@@ -300,7 +306,7 @@ def _all_casts(node: Node) -> list[Node] | None:
     """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
     found: list[Node] = []
     for user in node.users:
-        if user.target in _VIEWS:
+        if _is_view(user):
             more = _all_casts(user)
             if more is None:
                 return None
@@ -320,7 +326,7 @@ def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
     while waiting:
         node = waiting.pop()
         for user in list(node.users):
-            if user.target in _VIEWS:
+            if _is_view(user):
                 user.meta["val"] = computed(user)
                 waiting.append(user)
     for cast in casts:

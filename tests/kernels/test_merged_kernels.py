@@ -1,0 +1,193 @@
+"""Compiled graphs with kernels in them: what is merged, what is kept exact, and that the gradients stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+
+import hotrain
+from hotrain import autograd, kernels
+from hotrain.compress import choosing, compiled, fusing
+from hotrain.planning import Roofs
+
+ROOFS = Roofs(copy=4e12, product=7e14)
+WIDTH = 64  # of rows: 4 × 96 of them are worth compressing
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """The kernels in the interpreter, where there is no GPU."""
+    if device.type == "cpu":
+        monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.after = after
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.narrow(F.gelu(self.wide(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.after:
+            x = self.first(x + self.attend(x))
+            return self.second(x + self.feed(x))
+        x = x + self.attend(self.first(x))
+        return x + self.feed(self.second(x))
+
+
+class Traced:
+    """A model's step through hotrain's partitioner; keeps the graphs of forward and backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.graphs = model, {}
+
+        def keep(name: str) -> Callable[..., Any]:
+            def compiler(gm: torch.fx.GraphModule, _: Any) -> Any:
+                self.graphs[name] = gm
+                return make_boxed_func(gm.forward)
+
+            return compiler
+
+        backend = aot_autograd(
+            fw_compiler=keep("forward"),
+            bw_compiler=keep("backward"),
+            partition_fn=compiled.partition,
+            decompositions=select_decomp_table(),
+        )
+        self.call = torch.compile(model, backend=backend, fullgraph=True)
+
+    def calls(self, name: str, target: Any) -> list[torch.fx.Node]:
+        return list(self.graphs[name].graph.find_nodes(op="call_function", target=target))
+
+    def saved(self) -> int:
+        places = self.graphs["backward"].graph.find_nodes(op="placeholder")
+        return sum(t.nbytes for node in places if isinstance(t := node.meta.get("val"), Tensor))
+
+
+def models(after: bool, device: torch.device) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(after), Block(after)).to(device).train()
+    hotrain.convert(model, "exact", memory="block")
+    return model, torch.randn(4, 96, WIDTH, device=device)
+
+
+def step(call: Any, model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        y = call(x)
+    y.float().mul(torch.linspace(-1, 1, WIDTH, device=x.device)).square().mean().backward()
+    return [y.detach().float(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+def difference(got: list[Tensor], want: list[Tensor]) -> float:
+    """Of the whole gradient; single ones may be sums that cancel."""
+    one, other = (torch.cat([t.double().flatten() for t in part]) for part in (got, want))
+    return ((one - other).norm() / other.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("after", "autocast"),
+    [(False, True), (False, False), (True, True)],
+    ids=["norm first", "norm first, float32", "norm after"],
+)
+def test_sums_and_casts_around_norms_are_merged(
+    after: bool, autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In residual networks of both kinds; the values are those of the graph without merging.
+
+    In float32 they are equal but for the order of an addition, under autocast to the rounding of a few values that lie
+    between two of bfloat16, which the interpreter cuts off.
+    """
+    model, x = models(after, device)
+    merged = Traced(model)
+    got = step(merged.call, model, x, autocast)
+    torch._dynamo.reset()
+    monkeypatch.setattr(fusing, "fuse", lambda graph: False)
+    plain = Traced(model)
+    want = step(plain.call, model, x, autocast)
+    assert difference(got, want) < (0.03 if autocast else 1e-5)
+    norms = merged.calls("forward", torch.ops.hotrain.norm_forward.default)
+    assert len(norms) == 4
+    assert sum(node.args[1] is not None for node in norms) == (4 if after else 3), "but the first reads no sum"
+    add = torch.ops.aten.add.Tensor
+    assert len(merged.calls("forward", add)) == (0 if after else 1), "the last sum is nobody's"
+    gradients = merged.calls("backward", torch.ops.hotrain.norm_backward.default)
+    if not after:
+        assert all(node.args[5] is not None for node in gradients), "the shortcut's gradient"
+    if autocast:
+        assert sum(node.args[-1] == torch.bfloat16 for node in gradients) >= 3, "the next product's copy"
+    slopes = merged.calls("backward", torch.ops.hotrain.slope_gradient.default)
+    assert [node.args[-1] for node in slopes] == [True, True], "wide's bias gradient"
+    assert not any(node.args[-1] for node in plain.calls("backward", torch.ops.hotrain.slope_gradient.default))
+
+
+def chosen(gains: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], int, float]:
+    """What is kept exact, saved bytes, and the gradient's difference from the exact model's."""
+    model, x = models(False, device)
+    kept: dict[str, Any] = {}
+
+    def choose(gm: torch.fx.GraphModule) -> None:
+        kept.update(choosing.choose(gm.graph, ROOFS, gains))
+        gm.recompile()
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    traced = Traced(model)
+    got = step(traced.call, model, x, False)
+    hotrain.revert(model)
+    return kept, traced.saved(), difference(got, step(model, model, x, False))
+
+
+def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing where layers gain enough; attention first where they lose; all that can be where they lose more."""
+    none, least, error = chosen(1e3, device, monkeypatch)
+    torch._dynamo.reset()
+    some, more, smaller = chosen(0.0, device, monkeypatch)
+    torch._dynamo.reset()
+    every, most, smallest = chosen(-1e3, device, monkeypatch)
+    assert none == {}
+    assert some["scaled_dot_product_attention"] == (2, 2)
+    assert every["scaled_dot_product_attention"] == (2, 2)
+    assert every["inputs of linear layers"][0] == every["inputs of linear layers"][1] == 6
+    assert least < more < most
+    assert error > smaller > smallest > 0
+    assert error < 0.2
+
+
+def test_choices_are_only_made_where_the_model_must_not_become_slower(device: torch.device) -> None:
+    """And there is a device to ask for its roofs."""
+    model, x = models(False, device)
+    report = hotrain.convert(model, "exact", memory="block", plan="memory")
+    assert report.buffers is not None
+    assert not report.buffers.must_not_lose
+    again = hotrain.convert(model, "exact", memory="block")
+    assert again.buffers is not None
+    assert again.buffers.must_not_lose
+    assert again.buffers.gains() == 0.0
+    if device.type == "cpu":
+        traced = Traced(model)
+        step(traced.call, model, x, False)
+        assert not traced.calls("backward", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
