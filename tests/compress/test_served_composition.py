@@ -500,3 +500,33 @@ def test_two_processes(tmp_path: Path) -> None:
         for way in ("ddp", "fsdp"):
             for got, want in zip(found[way], found["alone"], strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["NewGELUActivation", "FastGELUActivation"])
+def test_gelu_that_a_model_writes_out_is_one_function_when_compiled(name: str) -> None:
+    """Eager mode runs the model's own operations; compiled, the derivative in 4 bits is all that is saved of it."""
+    activations = pytest.importorskip("transformers.activations")
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 64), getattr(activations, name)(), nn.Linear(64, 8)).train()
+    x, kept = torch.randn(512, 32), []
+    want = model(x)
+    want.square().mean().backward()
+    exact = [p.grad.clone() for p in model.parameters()]
+    hotrain.convert(model, "exact", memory="block")
+    assert torch.equal(model(x), want)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        kept.extend(str(node.target) for node in gm.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    model.zero_grad()
+    y = torch.compile(model, backend=backend)(x)
+    y.square().mean().backward()
+    assert sum("hotrain.slope" in target for target in kept) == 1
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    for p, grad in zip(model.parameters(), exact, strict=True):
+        # Of dithered derivatives in steps of 1/11, without bias, and x of the second layer in int4.
+        assert (p.grad - grad).norm() < 0.2 * grad.norm()
+    hotrain.revert(model)
+    assert type(model[1]).__name__ == name
+    assert not any("hotrain" in key for key in model[1].__dict__)

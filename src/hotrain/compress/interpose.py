@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
@@ -97,6 +98,9 @@ def _leave_mode_uncompiled() -> bool:
     return traced_graph(Compressed.__torch_function__) is not None
 
 
+_FUNCTION = "_hotrain_function"  # of a module: the function that `WrappedFunction` replaces
+
+
 class Wrapped(Mixin):
     """Mixin for a module: forward in training runs under the mode."""
 
@@ -147,6 +151,21 @@ class WrappedNorm(Mixin, ComposedRMSNorm):
 
 
 _NAMES: dict[type[nn.Module], str] = {nn.Hardswish: "hardswish", nn.Hardsigmoid: "hardsigmoid"}
+# Of transformers, written out by hand: compiled, one function in place of eight operations.
+_WRITTEN_OUT = {"NewGELUActivation": "gelu_tanh", "FastGELUActivation": "gelu_tanh"}
+
+
+def _function_of(module: nn.Module) -> str:
+    """The name in `slopes.ACTIVATIONS` of the function that `WrappedFunction` replaces; "" for none."""
+    if "forward" in module.__dict__:
+        return ""
+    kind = type(module)
+    written_out = _WRITTEN_OUT.get(kind.__name__, "")
+    if not written_out or not kind.__module__.startswith("transformers."):
+        return _NAMES.get(kind, "")
+    with torch.no_grad():
+        x = torch.linspace(-6, 6, 97)
+        return written_out if torch.allclose(module(x), F.gelu(x, approximate="tanh"), atol=1e-5) else ""
 
 
 class WrappedFunction(Mixin):
@@ -160,9 +179,9 @@ class WrappedFunction(Mixin):
         plain = not torch.compiler.is_dynamo_compiling() or not (self.training and autograd.differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
-        name = _NAMES[nn.Hardswish if isinstance(self, nn.Hardswish) else nn.Hardsigmoid]
-        operator = torch.ops.hotrain.function_ if self.inplace else torch.ops.hotrain.function  # type: ignore[attr-defined]
-        return operator(input, name)  # type: ignore[no-any-return]
+        in_place = getattr(self, "inplace", False)
+        operator = torch.ops.hotrain.function_ if in_place else torch.ops.hotrain.function
+        return operator(input, self.__dict__[_FUNCTION])  # type: ignore[no-any-return]
 
 
 def wrap(model: nn.Module) -> Buffers:
@@ -191,10 +210,12 @@ def wrap(model: nn.Module) -> Buffers:
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     outer = list(_places(model))
     norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
-    functions = [module for module in modules if type(module) in _NAMES and "forward" not in module.__dict__]
+    functions = {module: name for module in modules if (name := _function_of(module))}
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)
+    for module, name in functions.items():
+        module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
         module.__dict__[ATTRIBUTE] = buffers
     return buffers
@@ -212,6 +233,7 @@ def unwrap(model: nn.Module) -> None:
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)
+        module.__dict__.pop(_FUNCTION, None)
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
