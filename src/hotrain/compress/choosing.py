@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from ..planning import Roofs
 from .fusing import computed
-from .rematerialize import ATTENTION, CUSTOM, RESTORED, Codes, Normed, parsed
+from .rematerialize import ATTENTION, CUSTOM, PACKED, RESTORED, Codes, Normed, parsed
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -132,10 +132,11 @@ def _of_one(graph: Graph, keeper: Node, nodes: list[Node], roofs: Roofs) -> Cand
     sources = [_original(node, keeper) for node in nodes]
     if any(source is None or _numel(source) != _numel(n) for source, n in zip(sources, nodes, strict=True)):
         return None
-    packed = keeper.target is torch.ops.hotrain.keep_codes.default
-    codes: Any = keeper.meta["val"][0]
-    bits = 8 * codes.numel() / _numel(nodes[0]) if packed else 4
-    nbytes = _numel(nodes[0]) * (2 + bits / 8) if packed else 0.0
+    by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _note(keeper, PACKED)
+    packed = by_kernel or by_formula
+    codes: Any = keeper.meta["val"]
+    bits = 8 * codes[0].numel() / _numel(nodes[0]) if by_kernel else 8 if by_formula else 4
+    nbytes = _numel(nodes[0]) * (4 if by_formula else 2 + bits / 8) if packed else 0.0
     for node in nodes:
         # Read from memory by what is no formula that a compiler fuses, it is written there first.
         written = node.target is not _aten.alias.default or any(user.target in _PRODUCTS for user in _readers(node))
@@ -168,7 +169,7 @@ def _original(node: Node, keeper: Node) -> Node | None:
     """The tensor that a node approximates; None where it is not found."""
     args: Any = keeper.args
     if node.target is _aten.alias.default:
-        return args[0] if args[0].meta["val"].shape == node.meta["val"].shape else None
+        return args[0] if args[0].meta["val"].shape[-1] == node.meta["val"].shape[-1] else None
     word: Any = node.args[1]
     recipe = parsed(word)
     if isinstance(recipe, Normed) and keeper.target is torch.ops.hotrain.norm_forward.default:
@@ -247,14 +248,14 @@ def _note(node: Node, name: str) -> Any:
 
 
 def _packed(node: Any) -> Node | None:
-    """The packing of one tensor from whose codes a node is unpacked."""
+    """The packing of one tensor from whose codes a node is unpacked: by `keep_codes`, or what a formula packs."""
     waiting: list[Any] = [node]
     seen: set[Node] = set()
     while waiting and len(seen) < 64:
         one = waiting.pop()
-        if one.target is torch.ops.hotrain.keep_codes.default:
+        if one.target is torch.ops.hotrain.keep_codes.default or _note(one, PACKED):
             return one  # type: ignore[no-any-return]
-        if one not in seen and one.op == "call_function":
+        if one not in seen and one.op == "call_function" and not str(one.target).startswith("hotrain."):
             seen.add(one)
             waiting += one.all_input_nodes
     return None

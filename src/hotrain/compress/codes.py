@@ -13,7 +13,7 @@ from ..kernels import FUNCTIONS, rows_in_memory
 from ..saved import group_size
 from .formats import GROUPED
 from .launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .rematerialize import Activated, Codes, Normed, Product, Recipe, in_backward, is_image, make, parsed, restore
+from .rematerialize import Activated, Codes, Normed, Product, Recipe, in_backward, is_image, keep, make, parsed, restore
 
 LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
@@ -29,7 +29,7 @@ def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`."""
     if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])) and rows_in_memory(t) is not None:
         return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
-    return GROUPED[form].keep(t)
+    return keep(GROUPED[form], t)
 
 
 def empty_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:

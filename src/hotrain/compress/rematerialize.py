@@ -25,6 +25,7 @@ from .slopes import ACTIVATIONS
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
 RESTORED = "hotrain_restored"  # there: of the node that is an unpacked tensor
+PACKED = "hotrain_packed"  # there: of the node that is to be packed by a formula
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
 
 
@@ -65,12 +66,17 @@ def restore(
         return form.restore(kept, shape, dtype)
     with in_backward():
         codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return _marked(form.restore((codes, *kept[1:]), shape, dtype))
+        return _marked(form.restore((codes, *kept[1:]), shape, dtype), RESTORED)
 
 
-def _marked(t: Tensor) -> Tensor:
-    """t, so that `choosing` finds where unpacking ends."""
-    with noted(RESTORED, True):
+def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack in forward, by the formula, what `restore` unpacks in backward."""
+    return form.keep(_marked(t, PACKED) if torch.fx.traceback.has_preserved_node_meta() else t)
+
+
+def _marked(t: Tensor, name: str) -> Tensor:
+    """t, so that `choosing` finds where packing begins and where unpacking ends."""
+    with noted(name, True):
         return torch.ops.aten.alias(t)  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ...autograd import once
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
-from ..rematerialize import wide
+from ..rematerialize import keep, wide
 from .base import (
     Handlers,
     Scope,
@@ -37,7 +37,7 @@ class Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dim: int, form: str) -> tuple[Tensor, ...]:
         y = torch.softmax(x, dim)
         ordered = y.movedim(dim, -1)
-        codes, scale = GROUPED[form].keep(ordered)
+        codes, scale = keep(GROUPED[form], ordered)
         ctx.save_for_backward(codes, scale)
         ctx.dim, ctx.form, ctx.shape = dim, form, ordered.shape
         return y, *with_codes(ctx, codes, scale)
