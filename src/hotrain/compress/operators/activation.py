@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...kernels import FUNCTIONS
-from ...saved import as_it_was, memory_order
+from ...saved import Levels, as_it_was, memory_order
 from .. import rematerialize
 from ..codes import pack, unpack
 from ..formats import BITS, FORMATS
@@ -121,10 +121,10 @@ def _by_slope(g: Tensor, marks: Tensor, name: str) -> Tensor:
 def _gradient(g: Tensor, marks: Tensor, name: str) -> Tensor:
     """g f'(x) from the 4-bit derivative."""
     levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
-    assert levels is not None
+    has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
     # A derivative of this one is that of the formula.
     plain = torch.is_grad_enabled() and g.requires_grad
-    if levels.bits != 4 or columns % 2 or plain or not supported(g.device, g.dtype) or not g.is_contiguous():
+    if not has_kernel or plain or not supported(g.device, g.dtype):
         return _by_slope(g, marks, name)
     return operator_for(g, "slope_gradient")(g, marks, name, False)[0]  # type: ignore[no-any-return]
 
