@@ -490,7 +490,7 @@ def front(records: ModuleType) -> ModuleType:
 VIT_B = "vit_base_patch16_224/b128"
 
 
-def test_the_headline_is_one_run_with_the_default_and_its_accuracy(front: ModuleType, tmp_path: Path) -> None:
+def test_the_headline_is_one_run_of_the_default_and_marks_what_is_not_in_it(front: ModuleType, tmp_path: Path) -> None:
     gib = 1 << 30
     assert "`hotrain bench step --out" in front.headline(tmp_path)
     write(
@@ -502,7 +502,7 @@ def test_the_headline_is_one_run_with_the_default_and_its_accuracy(front: Module
         bench("step", VIT_B, "torchao-float8-tensorwise", 76.0, peak_bytes=7 * gib),
     )
     write(
-        tmp_path / "step_2026-11-22.jsonl",  # later, without the default: no row of it joins
+        tmp_path / "step_2026-11-22.jsonl",  # later, without the default: what only it has is marked
         bench("step", VIT_B, "exact+graphs", 10.0, run_id="two", peak_bytes=gib),
         bench("step", VIT_B, "exact+compile+checkpoint", 10.0, run_id="two", peak_bytes=gib),
     )
@@ -511,7 +511,9 @@ def test_the_headline_is_one_run_with_the_default_and_its_accuracy(front: Module
     assert "| **hotrain, the default** (`hq8`) | 19.0 | 0.50 | 4.00 |" in text
     assert "| torchao float8 (tensorwise) | 76.0 | 2.00 | 7.00 |" in text
     assert "compiled" not in text, "exact once, as the default runs"
-    assert "checkpointed" not in text
+    assert "| exact, every block checkpointed ¹ | 10.0 | 1.00 | 1.00 |" in text, "a multiple of exact in its own run"
+    assert "where exact took 10.0 ms)" in text
+    assert text.count("¹") == 2
     assert "not recorded yet" in text
     comparison(tmp_path, "small_vit_default_h200_2026-11-22", "hq8", (0, 80.0, 79.0), (1, 82.0, 83.0))
     text = front.headline(tmp_path)

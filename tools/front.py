@@ -26,21 +26,37 @@ SHOWN = {
 
 
 def headline(folder: Path = records.RESULTS) -> str:
-    """One run of one model: time, peak and, from the comparisons of the default, accuracy."""
+    """The latest run of one model: time, peak and, from the comparisons of the default, accuracy.
+
+    What was not in that run is marked, as a multiple of exact in its own.
+    """
     run = _run_of_default(SUBJECT, folder)
     if run is None:
         return records._none_yet("step")
     base = _baseline(run, SUBJECT)
     assert base is not None
-    lines = []
+    lines, others = [], {}
     for variant, name in SHOWN.items():
-        ms = records._step_mean(run, SUBJECT, variant)
-        peak = records._step_mean(run, SUBJECT, variant, "peak_bytes")
-        if ms is None or peak is None or (variant in BASELINES and variant != base[0]):
+        if variant in BASELINES and variant != base[0]:
             continue
-        lines.append([name, f"{ms:.1f}", f"{ms / base[1]:.2f}", f"{peak / records.GIB:.2f}"])
+        source, exact, mark = run, base[1], ""
+        if records._step_mean(run, SUBJECT, variant) is None:
+            earlier = _earlier_run(variant, base[0], folder)
+            if earlier is None:
+                continue
+            source, exact = earlier
+            others[records._commit(source[0])] = exact
+            mark = " ¹"
+        ms, peak = (records._step_mean(source, SUBJECT, variant, *more) for more in ((), ("peak_bytes",)))
+        assert ms is not None
+        if peak is not None:
+            lines.append([name + mark, f"{ms:.1f}", f"{ms / exact:.2f}", f"{peak / records.GIB:.2f}"])
     text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], lines)
     text += f"\n\nOne run on {_where(run[0])}"
+    if others:
+        text += (
+            " (¹ " + ", ".join(f"commit {commit}, where exact took {ms:.1f} ms" for commit, ms in others.items()) + ")"
+        )
     default = [row for row in run if (row["subject"], row["variant"]) == (SUBJECT, DEFAULT_VARIANT)]
     layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
@@ -73,6 +89,15 @@ def _run_of_default(subject: str, folder: Path) -> list[dict[str, Any]] | None:
     for run in reversed(records._by_run(records._of_bench("step", folder)).values()):
         if records._step_mean(run, subject, DEFAULT_VARIANT) is not None and _baseline(run, subject) is not None:
             return run
+    return None
+
+
+def _earlier_run(variant: str, baseline: str, folder: Path) -> tuple[list[dict[str, Any]], float] | None:
+    """The latest run with a variant and this baseline, and the baseline's ms/step."""
+    for run in reversed(records._by_run(records._of_bench("step", folder)).values()):
+        exact = records._step_mean(run, SUBJECT, baseline)
+        if exact is not None and records._step_mean(run, SUBJECT, variant) is not None:
+            return run, exact
     return None
 
 

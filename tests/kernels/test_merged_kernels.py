@@ -129,7 +129,7 @@ def test_sums_and_casts_around_norms_are_merged(
     monkeypatch.setattr(fusing, "fuse", lambda graph: False)
     plain = Traced(model)
     want = step(plain.call, model, x, autocast)
-    assert difference(got, want) < (0.03 if autocast else 1e-5)
+    assert difference(got, want) < (0.05 if autocast else 1e-5)
     norms = merged.calls("forward", torch.ops.hotrain.norm_forward.default)
     assert len(norms) == 4
     assert sum(node.args[1] is not None for node in norms) == (4 if after else 3), "but the first reads no sum"
@@ -178,15 +178,19 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
 
 
 def test_choices_are_only_made_where_the_model_must_not_become_slower(device: torch.device) -> None:
-    """And there is a device to ask for its roofs."""
+    """Not where memory was asked for, and where there is a device to ask for its roofs."""
     model, x = models(False, device)
-    report = hotrain.convert(model, "exact", memory="block", plan="memory")
-    assert report.buffers is not None
-    assert not report.buffers.must_not_lose
-    again = hotrain.convert(model, "exact", memory="block")
-    assert again.buffers is not None
-    assert again.buffers.must_not_lose
-    assert again.buffers.gains() == 0.0
+    asked = hotrain.convert(model, "exact", memory="block")
+    assert asked.buffers is not None
+    assert not asked.buffers.must_not_lose
+    hotrain.revert(model)
+    for plan in ("memory", "speed", "graphs"):
+        report = hotrain.convert(model, plan=plan)
+        assert report.buffers is not None
+        assert report.buffers.must_not_lose == (plan != "memory")
+        assert report.buffers.gains() == 0.0
+        hotrain.revert(model)
+    hotrain.convert(model)
     if device.type == "cpu":
         traced = Traced(model)
         step(traced.call, model, x, False)

@@ -11,4 +11,5 @@ checkpointing             activation checkpointing of blocks, switched on by cla
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
 eager                     saved-tensor hooks for functions without an operator of their own
 compiled, graph           the same for compiled graphs, as a pass behind PyTorch's partitioner
+choosing, fusing          what a compiled step keeps exact to be fast, and kernels merged with what is around them
 """
