@@ -41,7 +41,7 @@ class Images:
 
 
 def _vit(model: str, batch: int) -> Images:
-    tiny = {"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}
+    tiny = {"embed_dim": 64, "depth": 1, "num_heads": 2, "patch_size": 16}
     return Images(model, batch, lambda vit: [vit.blocks], tiny, tiny_size=128)
 
 
@@ -174,7 +174,7 @@ def _is_head(name: str) -> bool:
 def _bert(device: torch.device, tiny: bool) -> Task:
     """64×512 random tokens, dropout as published, float32 weights under bf16 autocast, cross-entropy, fused AdamW."""
     bert = importlib.import_module("transformers.models.bert.modeling_bert")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
     config = bert.BertConfig(attn_implementation="sdpa", num_labels=2, **(sizes if tiny else {}))
     lead = (TINY, 64) if tiny else (64, 512)
     with device:
@@ -220,7 +220,7 @@ def _llama(device: torch.device, tiny: bool) -> Task:
     }
     lead = (TINY, 64) if tiny else (4, 2048)
     with device, _default_dtype(torch.bfloat16):
-        model = Decoder(2 if tiny else 4, **sizes)
+        model = Decoder(1 if tiny else 4, **sizes)
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -66,7 +66,7 @@ def test_heads_are_kept_exact_in_every_subject() -> None:
         assert [name for name in linear if task.kept_exact(name)] == names
 
 
-@pytest.mark.parametrize(("subject", "count"), [(VIT, 2), (RESNET, 4), (FORMER, 5), (BERT, 2), (LLAMA, 2)])
+@pytest.mark.parametrize(("subject", "count"), [(VIT, 1), (RESNET, 4), (FORMER, 5), (BERT, 1), (LLAMA, 1)])
 def test_checkpointing_recomputes_every_block_and_changes_no_gradient(subject: str, count: int) -> None:
     """In eager mode the recomputed forward runs the same operators, with the same dropout: equal to the bit."""
     plain, task = (tasks.build(subject, CPU, tiny=True) for _ in range(2))
@@ -203,9 +203,12 @@ def test_what_a_task_takes_beside_activations() -> None:
     assert step.standing_bytes(task, None) == 2 * entries * 4 + batches
 
 
-def test_an_8_bit_optimizer_is_a_variant(adamw8bit: list[Any]) -> None:
-    """Of exact and of compressed models, with their own gradients; where no optimizer is timed, that is said."""
+def test_an_8_bit_optimizer_is_a_variant(adamw8bit: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of exact and of compressed models, with their own gradients; where no optimizer is timed, that is said. In eager
+    mode here: the tests above compile the same models."""
     names = ["exact+compile+adamw8bit", "hotrain-memory+adamw8bit"]
+    for name in names:
+        monkeypatch.setitem(step.VARIANTS, name, dataclasses.replace(step.VARIANTS[name], compiled=False))
     rows = list(step.run([VIT, LLAMA], names, CPU, 1, tiny=True, again=False))
     errors = [None, None, *["ValueError: the subject is timed without an optimizer"] * 2]
     assert [row["error"] for row in rows] == errors
