@@ -44,7 +44,8 @@ format: $(STAMP)  ## rewrite the layout of the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# Tests start forty processes. Where Python is told to write no bytecode, each would compile PyTorch's sources again.
+# Tests start forty processes, the demo three. Where Python is told to write no bytecode, each would compile PyTorch's
+# sources again.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
 
 test: $(STAMP)  ## every test that needs no GPU (at most 8 minutes on 2 cores)
@@ -56,8 +57,8 @@ WITH_XDIST = $(shell $(GPU_PY) -c 'import importlib.util as u; print("-p no:benc
 test-gpu:  ## the tests that need a CUDA device, in the environment that has its PyTorch (a quarter of an hour)
 	$(GPU_PY) -m pytest -m gpu $(WITH_XDIST)
 
-demo: $(STAMP)  ## train two small models seven ways on real digits; writes runs/demo/report.html (at most 5 minutes)
-	$(PY) -m hotrain.cli.main demo
+demo: $(STAMP)  ## train two small models six ways on real digits; writes runs/demo/report.html (at most 5 minutes)
+	$(BYTECODE) $(PY) -m hotrain.cli.main demo
 
 ifeq ($(HAS_GPU),yes)
 bench:  ## times on this machine: kernels, layers and training steps on a GPU, converted layers on a CPU

@@ -16,8 +16,8 @@ from hotrain.compress.operators.activation import Slope
 
 # HOTRAIN_PROGRAMS=123456 for other programs than the usual ones.
 FIRST = int(os.environ.get("HOTRAIN_PROGRAMS", "0"))
-COUNT, SECONDS = 300, 40.0
-COMPILED = 16
+COUNT, SECONDS = 200, 40.0
+COMPILED = 8
 
 
 @pytest.fixture(autouse=True)

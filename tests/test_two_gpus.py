@@ -26,11 +26,7 @@ import hotrain
 STEPS = 5
 MEMORIES = ("linear", "block")
 
-GPUS = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")],
-)
-CPUS = pytest.param("cpu", marks=pytest.mark.slow)
+GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two CUDA devices are needed")]
 
 
 def vit(device: torch.device) -> nn.Module:
@@ -159,7 +155,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="hotrain")  # a kernel that does not serve says so
             found: dict[str, Any] = {"exact": exact(device)}
-            for memory in MEMORIES:
+            for memory in MEMORIES if kind == "cuda" else MEMORIES[1:]:
                 for way in ("eager", "compiled"):
                     found[f"ddp {memory} {way}"] = ddp(device, memory, way == "compiled")
                 found[f"fsdp {memory}"] = fsdp(device, memory)
@@ -174,7 +170,17 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found_by_each(_worker, tmp_path_factory.mktemp("ranks"), request.param)
 
 
-on_two = pytest.mark.parametrize("ranks", [CPUS, GPUS], indirect=True)
+# On CPUs layers alone ("linear") are in `test_distributed`.
+on_two = pytest.mark.parametrize(
+    ("ranks", "memory"),
+    [
+        pytest.param("cpu", "block", marks=pytest.mark.slow),
+        pytest.param("cuda", "linear", marks=GPUS),
+        pytest.param("cuda", "block", marks=GPUS),
+    ],
+    indirect=["ranks"],
+    scope="module",
+)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -183,7 +189,6 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @on_two
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("memory", MEMORIES)
 def test_ddp_averages_what_each_rank_draws(ranks: list[dict[str, Any]], memory: str, way: str) -> None:
     """Equal on both ranks to the bit, and the mean of what they give alone on the same draws.
 
@@ -200,7 +205,6 @@ def test_ddp_averages_what_each_rank_draws(ranks: list[dict[str, Any]], memory: 
 
 
 @on_two
-@pytest.mark.parametrize("memory", MEMORIES)
 def test_fsdp2_trains_on_the_exact_direction(ranks: list[dict[str, Any]], memory: str) -> None:
     """Parameters are gathered, freed and gathered again around the kept codes.
 
@@ -216,7 +220,6 @@ def test_fsdp2_trains_on_the_exact_direction(ranks: list[dict[str, Any]], memory
 
 
 @on_two
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("case", ["ddp {} eager", "ddp {} compiled", "fsdp {}"])
 def test_every_layer_was_served(ranks: list[dict[str, Any]], case: str, memory: str) -> None:
     """No layer stayed exact (a kernel that does not serve raises in the processes); "block" did more than "linear"."""

@@ -129,7 +129,7 @@ def test_a_step_of_a_model(name: str) -> None:
     assert kept <= subject.share * full
 
 
-COMPILED = ["vit", "deit", "swin", "resnet", "convnext", "bert", "bert, eager attention", "segformer", "llama"]
+COMPILED = ["vit", "swin", "resnet", "convnext", "bert", "bert, eager attention", "segformer", "llama"]
 
 
 @pytest.mark.slow

@@ -18,9 +18,18 @@ from hotrain.cli.run_records import progress_line
 if TYPE_CHECKING:
     from hotrain.train import Comparison, TrainRun
 
+COSTS = {"exact": 1.0, "hq8": 3.5, "hot": 2.3, "hot-unbiased": 3.1, "hla": 1.5, "lbp-wht": 1.8, "int4": 1.8}
+"""Time of a step over that of exact training, measured on one CPU core: the mean of the demo's two models."""
+OTHERS = 2.5
+
+Cell = tuple[int, str, int]
+"""A run's index, a method and a seed."""
+
 
 def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> list[Comparison]:
-    """Run ``hotrain.train.compare`` for every run, with one line on stderr per finished cell (run, method, seed).
+    """Run ``hotrain.train.compare`` for every run.
+
+    Prints to stderr one line per finished cell (run, method, seed), and an estimate of the time left after the first.
 
     Args:
         runs: runs to compare the methods on.
@@ -39,19 +48,28 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
 
     labels(runs[0], methods)
     cells = [(index, method, seed) for seed in seeds for method in methods for index in range(len(runs))]
-    done: dict[tuple[int, str, int], Comparison] = {}
+    done: dict[Cell, Comparison] = {}
+
+    def finish(cell: Cell, outcome: Comparison) -> None:
+        first, done[cell] = not any(each.results for each in done.values()), outcome
+        for result in outcome.results:
+            note(progress_line(result))
+            if first and len(cells) > 1:
+                left = minutes(time_left(cells, cell, result.seconds, jobs))
+                note(f"about {left} left for the other {len(cells) - 1} runs")
+
     if jobs == 1:
         for cell in cells:
-            done[cell] = _tell(_one(runs[cell[0]], cell[1], cell[2]))
+            finish(cell, _one(runs[cell[0]], cell[1], cell[2]))
     else:
         context = multiprocessing.get_context("spawn")  # a forked child would inherit PyTorch's threads
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
-            futures: dict[Future[Comparison], tuple[int, str, int]] = {
+            futures: dict[Future[Comparison], Cell] = {
                 pool.submit(_one, runs[index], method, seed): (index, method, seed) for index, method, seed in cells
             }
             try:
                 for future in as_completed(futures):
-                    done[futures[future]] = _tell(future.result())
+                    finish(futures[future], future.result())
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -66,6 +84,28 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
                 whole.results += part.results
         merged.append(whole)
     return merged
+
+
+def time_left(cells: Sequence[Cell], first: Cell, seconds: float, jobs: int) -> float:
+    """Estimate the time until all cells are trained.
+
+    Args:
+        cells: all cells. Runs are taken to be equally long.
+        first: the first finished one.
+        seconds: its time.
+        jobs: cells at a time.
+
+    Returns:
+        Seconds.
+    """
+    costs = {cell: COSTS.get(cell[1], OTHERS) for cell in cells}
+    return max(0.0, seconds * (sum(costs.values()) / costs[first] / jobs - 1))
+
+
+def minutes(seconds: float) -> str:
+    """Return a time as minutes:seconds."""
+    whole, rest = divmod(round(seconds), 60)
+    return f"{whole}:{rest:02d} min"
 
 
 def _end_with_parent() -> None:
@@ -92,9 +132,3 @@ def _one(run: TrainRun, method: str, seed: int) -> Comparison:
         return compare(run, [method], [seed], on_progress=silent)
     finally:
         torch.set_num_threads(threads)
-
-
-def _tell(cell: Comparison) -> Comparison:
-    for result in cell.results:
-        note(progress_line(result))
-    return cell
