@@ -103,7 +103,7 @@ def _slope_gradient(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Te
     assert levels is not None
 
     def reference() -> tuple[Tensor, Tensor]:
-        g_x = _by_slope(g, marks, name)
+        g_x = _by_slope(g, (marks,), name)
         return g_x, g_x.float().view(-1, columns).sum(0) if sums else g.new_empty(0, dtype=torch.float32)
 
     args = (g.view(-1, columns), marks, (levels.first, levels.per_one), factor, sums)
@@ -111,22 +111,22 @@ def _slope_gradient(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Te
     return g_x.view(g.shape), found
 
 
-def _by_slope(g: Tensor, marks: Tensor, name: str) -> Tensor:
+def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
     levels, factor = ACTIVATIONS[name].levels, FACTOR.get(name, 1.0)
     assert levels is not None
-    slope = restore(levels, (marks,), g.shape, g.dtype)
+    slope = restore(levels, kept, g.shape, g.dtype)
     return g * slope if factor == 1.0 else g * (slope * factor)
 
 
-def _gradient(g: Tensor, marks: Tensor, name: str) -> Tensor:
+def _gradient(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
     """g f'(x) from the 4-bit derivative."""
     levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
     has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
     # A derivative of this one is that of the formula.
     plain = torch.is_grad_enabled() and g.requires_grad
     if not has_kernel or plain or not supported(g.device, g.dtype):
-        return _by_slope(g, marks, name)
-    return operator_for(g, "slope_gradient")(g, marks, name, False)[0]  # type: ignore[no-any-return]
+        return _by_slope(g, kept, name)
+    return operator_for(g, "slope_gradient")(g, kept[0], name, False)[0]  # type: ignore[no-any-return]
 
 
 def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
@@ -164,7 +164,7 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
-        g_x = _gradient(g, kept[0], name)
+        g_x = _gradient(g, kept, name)
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
 
 
