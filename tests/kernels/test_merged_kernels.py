@@ -177,6 +177,18 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     assert error < 0.2
 
 
+def test_nothing_is_chosen_for_a_graph_of_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask a symbolic size for its number would specialize the graph."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(compiled, "_choose", lambda gm: found.append(choosing.choose(gm.graph, ROOFS, -1e3)))
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU()).to(device).train()  # a Linear specializes its batch
+    hotrain.convert(model, "exact", memory="block")
+    x = torch.randn(4, 96, WIDTH, device=device)
+    torch._dynamo.mark_dynamic(x, 0)
+    Traced(model).call(x).sum().backward()
+    assert found == [{}]
+
+
 def test_choices_are_only_made_where_the_model_must_not_become_slower(device: torch.device) -> None:
     """Not where memory was asked for, and where there is a device to ask for its roofs."""
     model, x = models(False, device)

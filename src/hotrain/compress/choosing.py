@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
+from .formats import is_static
 from .fusing import computed
 from .rematerialize import ATTENTION, CUSTOM, PACKED, RESTORED, Codes, Normed, parsed
 
@@ -72,8 +73,12 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
         gains: ms of a step that converted layers are faster than exact ones.
 
     Returns:
-        Operator → how many of its calls are kept exact, of how many.
+        Operator → how many of its calls are kept exact, of how many; nothing for a graph whose sizes change from call
+        to call.
     """
+    places = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    if not all(is_static(t) if isinstance(t, Tensor) else not isinstance(t, torch.SymInt) for t in places):
+        return {}
     found, fixed = _candidates(graph, roofs)
     late = _MARGIN * (sum(c.ms for c in found) + fixed) - _TRUST * gains - _gains(graph, roofs)
     counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
