@@ -177,6 +177,29 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     assert error < 0.2
 
 
+def test_a_converted_layer_keeps_the_codes_that_its_record_names(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind an attention that is kept exact: the output alone is packed for it."""
+    model, x = models(False, device)
+    hotrain.revert(model)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "hq8", plan="memory")
+
+    def choose(gm: torch.fx.GraphModule) -> None:
+        assert choosing.choose(gm.graph, ROOFS, -1e3)["scaled_dot_product_attention"] == (2, 2)
+        gm.graph.lint()
+        gm.recompile()
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    traced = Traced(model)
+    got = step(traced.call, model, x, False)
+    assert not traced.calls("forward", torch.ops.hotrain.keep_heads.default)
+    words = [str(n.args[1]) for n in traced.calls("backward", torch.ops.hotrain.restore_codes.default)]
+    assert sum(word.startswith("output,") for word in words) == 2
+    assert difference(got, want) < 0.2
+
+
 def test_nothing_is_chosen_for_a_graph_of_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask a symbolic size for its number would specialize the graph."""
     found: list[dict[str, Any]] = []

@@ -135,6 +135,8 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], float]:
 def _of_one(graph: Graph, keeper: Node, nodes: list[Node], roofs: Roofs) -> Candidate | None:
     """All tensors that are made of one tensor's codes."""
     sources = [_original(node, keeper) for node in nodes]
+    if any(map(_is_of_a_layer, nodes)):
+        return None
     if any(source is None or _numel(source) != _numel(n) for source, n in zip(sources, nodes, strict=True)):
         return None
     by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _note(keeper, PACKED)
@@ -217,6 +219,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
     given: Any = forward.args
     tensors = [*given[:3], _part(graph, forward, 0)]
     readers: list[tuple[Node, Node]] = []
+    alone: list[Node] = []
     for keeper, nodes in list(made.items()):
         packed: Any = keeper.args[0]
         if keeper.target is torch.ops.hotrain.keep_heads.default:
@@ -226,7 +229,9 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
         if _keeper(packed) is forward:
             if any(_original(other, keeper) is None for other in nodes):
                 return None
-            readers += [(other, packed) for other in made.pop(keeper)]
+            readers += [(other, packed) for other in made.pop(keeper) if not _is_of_a_layer(other)]
+            if any(_is_of_a_layer(other) for other in nodes) and keeper.target is torch.ops.hotrain.keep_heads.default:
+                alone.append(keeper)
     batch, heads, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
     elements = sum(_numel(t) for t in tensors)
@@ -243,8 +248,25 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
             graph.erase_node(user)
         for other, exact in readers:
             _replace(graph, other, exact)
+        for keeper in alone:
+            _pack_the_output(graph, keeper)
 
     return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
+
+
+def _pack_the_output(graph: Graph, keeper: Node) -> None:
+    """Pack the output of an attention alone, whose codes a converted layer reads."""
+    args: Any = keeper.args
+    made = _called(graph, keeper, torch.ops.hotrain.keep_codes.default, args[0][3], args[2])
+    for part in list(keeper.users):
+        place: Any = part.args[1]
+        if place >= 6:
+            part.replace_all_uses_with(_called(graph, keeper, operator.getitem, made, place - 6))
+
+
+def _is_of_a_layer(node: Node) -> bool:
+    """Whether a converted layer reads an unpacked tensor: it keeps what its record says."""
+    return any(str(user.target).startswith("hotrain.") for user in _readers(node))
 
 
 def _note(node: Node, name: str) -> Any:
