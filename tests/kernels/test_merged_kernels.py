@@ -171,7 +171,7 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     assert none == {}
     assert some["scaled_dot_product_attention"] == (2, 2)
     assert every["scaled_dot_product_attention"] == (2, 2)
-    assert every["inputs of linear layers"][0] == every["inputs of linear layers"][1] == 6
+    assert every["linear (exact product)"][0] == every["linear (exact product)"][1] == 6
     assert least < more < most
     assert error > smaller > smallest > 0
     assert error < 0.2
@@ -198,6 +198,19 @@ def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     words = [str(n.args[1]) for n in traced.calls("backward", torch.ops.hotrain.restore_codes.default)]
     assert sum(word.startswith("output,") for word in words) == 2
     assert difference(got, want) < 0.2
+
+
+def test_the_report_names_no_format_that_did_not_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept exact is said to be, and where all of it is, its format is gone."""
+    model, x = models(False, device)
+    report = hotrain.convert(model, plan="speed")
+    assert report.buffers is not None
+    monkeypatch.setattr(report.buffers, "gains", lambda: -1e3)
+    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: ROOFS)
+    step(Traced(model).call, model, x, False)
+    assert "scaled_dot_product_attention" not in report.buffers.served
+    assert "scaled_dot_product_attention, 2 of 2" in report.buffers.full
+    assert "layer_norm" in report.buffers.served
 
 
 def test_nothing_is_chosen_for_a_graph_of_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def _of_one(graph: Graph, keeper: Node, nodes: list[Node], roofs: Roofs) -> Cand
         for node, source in zip(nodes, sources, strict=True):
             _replace(graph, node, source)  # type: ignore[arg-type]
 
-    what = "inputs of linear layers" if any(n.target is not _aten.alias.default for n in nodes) else "factors"
+    what = "linear (exact product)" if any(n.target is not _aten.alias.default for n in nodes) else "factors"
     more = _numel(nodes[0]) * (2 - (bits / 8 if packed else 0))
     return Candidate(what, 1e3 * nbytes / roofs.copy, more, apply)
 

@@ -112,16 +112,23 @@ def _choose(gm: GraphModule) -> None:
     """Keep exact what a model that must not become slower has no time for, and record it."""
     names = {_region(node) for node in gm.graph.nodes} & set(_regions)
     for buffers in (_regions[name] for name in names):
-        devices = {t.device for n in gm.graph.nodes if isinstance(t := n.meta.get("val"), Tensor)}
-        device = next((d for d in devices if d.type == "cuda"), None)
-        roofs = None if device is None or not buffers.must_not_lose else Roofs.of(device)
-        if roofs is None or len(names) > 1:
+        roofs = _device_roofs(gm) if buffers.must_not_lose and len(names) == 1 else None
+        if roofs is None:
             continue
         kept = choosing.choose(gm.graph, roofs, buffers.gains())
         for what, (exact, of) in kept.items():
+            if exact == of:
+                buffers.served.pop(what, None)  # nothing is saved in the format that was recorded
             buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
         if kept:
             gm.recompile()
+
+
+def _device_roofs(gm: GraphModule) -> Roofs | None:
+    """The measured rates of the graph's GPU; None on a CPU."""
+    devices = {t.device for n in gm.graph.nodes if isinstance(t := n.meta.get("val"), Tensor)}
+    device = next((d for d in devices if d.type == "cuda"), None)
+    return None if device is None else Roofs.of(device)
 
 
 def compress(forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = ()) -> None:
