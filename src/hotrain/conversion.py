@@ -6,7 +6,6 @@ Linear and convolution of the model appears in the report, as converted, or as e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -380,11 +379,12 @@ def convert(
 
 
 def _wrapped(model: nn.Module, plan: str) -> Buffers:
-    buffers, of = wrap(model), weakref.ref(model)
+    buffers = wrap(model)
+    root = buffers.root
     buffers.must_not_lose = plan != "memory"
 
     def gains() -> float:
-        alive = of()
+        alive = root()
         return 0.0 if alive is None else sum(state.gain() for _, state in layer_states(alive))
 
     buffers.gains = gains

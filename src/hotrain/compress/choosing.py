@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from ..planning import Roofs
 from .formats import is_static
-from .fusing import computed
+from .fusing import CASTS, called
 from .rematerialize import ATTENTION, CUSTOM, PACKED, RESTORED, Codes, Normed, parsed
 
 _aten = torch.ops.aten
@@ -37,7 +37,6 @@ _PRODUCTS = (
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
     torch.ops.hotrain.attention_gradients.default,
 )  # fmt: skip
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 # Of an element of a norm's input, less than exact's: the shortcut's gradient and its 16-bit copy are written at once.
 _NORM_GAIN = 5.0
 # Of an element of an activation function's input: backward reads 4 bits for 16, and sums the bias gradient.
@@ -163,9 +162,9 @@ def _replace(graph: Graph, node: Node, source: Node) -> None:
     value = node.meta["val"]
     exact = source
     if exact.meta["val"].dtype != value.dtype:
-        casts = [user for user in _readers(source) if user.target in _CASTS and user.meta["val"].dtype == value.dtype]
+        casts = [user for user in _readers(source) if user.target in CASTS and user.meta["val"].dtype == value.dtype]
         known = next((cast for cast in casts if cast < node), None)
-        exact = _called(graph, node, _CASTS[0], source, value.dtype) if known is None else known
+        exact = _called(graph, node, CASTS[0], source, value.dtype) if known is None else known
     if exact.meta["val"].shape != value.shape:
         exact = _called(graph, node, _aten.reshape.default, exact, list(value.shape))
     node.replace_all_uses_with(exact)
@@ -295,20 +294,12 @@ def _part(graph: Graph, of: Node, place: int) -> Any:
     known = next((user for user in of.users if user.target is operator.getitem and user.args[1] == place), None)
     if known is not None:
         return known
-    with graph.inserting_after(of):
-        made = graph.call_function(operator.getitem, (of, place))
-    made.meta = {name: value for name, value in of.meta.items() if name not in ("val", "tensor_meta")}
-    made.meta["val"] = of.meta["val"][place]
-    return made
+    return called(graph, of.next, of, operator.getitem, of, place)
 
 
 def _called(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A node before `like`, with its fake value and, of `like`, the metadata."""
-    with graph.inserting_before(like):
-        made = graph.call_function(target, args, kwargs)
-    made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
-    made.meta["val"] = computed(made)
-    return made
+    """A node before `like`, with its metadata."""
+    return called(graph, like, like, target, *args, **kwargs)
 
 
 def _backward_of_flash_or_cudnn(

@@ -28,7 +28,7 @@ from .formats import is_static
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
-_CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -52,16 +52,8 @@ class _Merging:
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph, self.node, self.changed = graph, node, False
 
-    def merge(self) -> bool:
-        raise NotImplementedError
-
     def call(self, before: Node, target: Any, *args: Any) -> Node:
-        """A new node with its fake value."""
-        with self.graph.inserting_before(before):
-            made = self.graph.call_function(target, args)
-        made.meta = {name: value for name, value in self.node.meta.items() if name not in ("val", "tensor_meta")}
-        made.meta["val"] = computed(made)
-        return made
+        return called(self.graph, before, self.node, target, *args)
 
     def again(self, before: Node, args: Sequence[Any]) -> Node:
         """The operator with other arguments, whose results take the place of the old ones."""
@@ -161,19 +153,16 @@ class _Backward(_Merging):
         if g_x is None or len(g_x.users) != 1:
             return
         total = next(iter(g_x.users))
-        found = _sum(total)
-        if found is None:
+        if _sum(total) is None:
             return
-        others: list[Any] = [t for t in (total.args[0], total.args[1]) if t is not g_x]
-        if len(others) != 1 or not _is_dense(others[0]):
-            return
-        source = _uncast(others[0])
-        other = source if _is_dense(source) else others[0]
+        (operand,) = (t for t in total.all_input_nodes if t is not g_x)
+        source = _uncast(operand)
+        other = source if _is_dense(source) else operand
         if not other < self.node:
             return
         before, args = self.node, self.node.args
         g, codes, scale, r, w, _, _, centered, _ = args
-        casts = [user for user in total.users if user.target in _CASTS]
+        casts = [user for user in total.users if user.target in CASTS]
         dtypes = {cast.meta["val"].dtype for cast in casts}
         copy = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(_FLOATS) else None
         dtype = total.meta["val"].dtype
@@ -210,7 +199,7 @@ class _Slope(_Merging):
             found = self.call(self.node.next, operator.getitem, self.node, 1)
             for old in sums:
                 value = old.meta["val"]
-                cast = self.call(old, _CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
+                cast = self.call(old, CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
                 self.replace(old, cast, old)
         return self.changed
 
@@ -229,7 +218,16 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     return found
 
 
-def computed(node: Node) -> Any:
+def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node before another, with its fake value and the metadata of `like`."""
+    with graph.inserting_before(before):
+        made = graph.call_function(target, args, kwargs)
+    made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
+    made.meta["val"] = _computed(made)
+    return made
+
+
+def _computed(node: Node) -> Any:
     """The fake value of a call."""
     found: Any = [map_arg(part, lambda n: n.meta["val"]) for part in (node.args, node.kwargs)]
     args, kwargs = found
@@ -264,7 +262,7 @@ def _base(node: Any) -> Node:
 
 def _uncast(node: Node) -> Node:
     """The tensor that a node is the wider copy of."""
-    source = node.args[0] if node.target in _CASTS else None
+    source = node.args[0] if node.target in CASTS else None
     value, mine = _value(source), _value(node)
     if value is None or mine is None or value.dtype not in _FLOATS or mine.dtype != torch.float32:
         return node
@@ -299,7 +297,7 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
 def _casts(node: Node) -> list[Node]:
     """Casts among a tensor's users, through views."""
     through = [cast for user in node.users if _is_view(user) for cast in _casts(user)]
-    return through + [user for user in node.users if user.target in _CASTS]
+    return through + [user for user in node.users if user.target in CASTS]
 
 
 def _all_casts(node: Node) -> list[Node] | None:
@@ -311,7 +309,7 @@ def _all_casts(node: Node) -> list[Node] | None:
             if more is None:
                 return None
             found += more
-        elif user.target in _CASTS:
+        elif user.target in CASTS:
             found.append(user)
         else:
             return None
@@ -327,7 +325,7 @@ def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
         node = waiting.pop()
         for user in list(node.users):
             if _is_view(user):
-                user.meta["val"] = computed(user)
+                user.meta["val"] = _computed(user)
                 waiting.append(user)
     for cast in casts:
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
