@@ -11,10 +11,13 @@ On a CPU nothing is measured; `hotrain.plan` measures a whole model there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from . import autograd
 from .geometry import Geometry
 from .layer import Config
 from .method import Method
+from .private import default_store
 from .transform.tokens import Grid
 
 _REPEATS = 7
@@ -32,6 +36,26 @@ _HOPELESS = 3.0  # times slower in the first pair: not worth the repeats
 _roofs: dict[torch.device, Roofs] = {}
 _times: dict[tuple[Question, bool], tuple[float, float] | None] = {}
 _rehearsed: set[Question] = set()
+
+
+def agreed(key: str, own: Any) -> Any:
+    """What all processes of a distributed run use for a measurement: the first result that one of them has posted.
+
+    Two GPUs measure two times, and from them would make two plans. No process waits for another, so that a layer that
+    only some of them run is no deadlock.
+
+    Args:
+        key: of the measurement, equal on all processes.
+        own: this process's result, of JSON's types; a list comes back as a tuple.
+
+    Returns:
+        The result to use; `own` in a run of one process.
+    """
+    store = default_store()
+    if store is None:
+        return own
+    found = json.loads(store.compare_set(f"hotrain {key}", "", json.dumps(own)))
+    return tuple(found) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True)
@@ -88,9 +112,10 @@ class Roofs:
             if torch.cuda.is_current_stream_capturing():
                 return None
             try:
-                _roofs[device] = cls._measured(device)
+                own = cls._measured(device)
             except torch.OutOfMemoryError:
                 return None
+            _roofs[device] = cls(*agreed("roofs", (own.copy, own.product)))
         return _roofs[device]
 
     @classmethod
@@ -101,8 +126,8 @@ class Roofs:
         a = torch.randn(size, size, device=device, dtype=torch.bfloat16, generator=own)
         b, long = torch.empty_like(a), torch.randint(256, (1 << 28,), device=device, dtype=torch.uint8, generator=own)
         other = torch.empty_like(long)
-        copying = min(_timed(lambda: other.copy_(long), 4) for _ in range(5))
-        multiplying = min(_timed(lambda: torch.mm(a, a, out=b), 4) for _ in range(5))
+        copying = min(timed(lambda: other.copy_(long), 4) for _ in range(5))
+        multiplying = min(timed(lambda: torch.mm(a, a, out=b), 4) for _ in range(5))
         return cls(2 * long.nbytes / (copying * 1e-3), 2 * size**3 / (multiplying * 1e-3))
 
 
@@ -157,10 +182,12 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float] | Non
         if torch.cuda.is_current_stream_capturing():
             return None
         try:
-            _times[place] = _measure(question, graphs)
+            own = _measure(question, graphs)
             _rehearsed.add(question)
         except torch.OutOfMemoryError:
-            _times[place] = None
+            own = None
+        key = dataclasses.replace(question, device=torch.device(question.device.type))  # ranks have one GPU each
+        _times[place] = agreed(f"layer {key} {graphs}", own)
     return _times[place]
 
 
@@ -253,7 +280,7 @@ class _Layer:
         torch.autograd.grad(forward(), wanted, self.g)
 
 
-def _timed(work: Callable[[], object], count: int = 2) -> float:
+def timed(work: Callable[[], object], count: int = 2) -> float:
     """Milliseconds of the GPU for one call, of `count`."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -272,16 +299,16 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float]:
             work()  # compiles, and finds the scales
             work()
         if graphs:
-            works = [_captured(work) for work in works]
+            works = [captured(work) for work in works]
         exact, converted = works
-        first = _timed(exact), _timed(converted)
+        first = timed(exact), timed(converted)
         if first[1] > _HOPELESS * first[0]:
             return first
-        pairs = [(_timed(exact), _timed(converted)) for _ in range(_REPEATS)]
+        pairs = [(timed(exact), timed(converted)) for _ in range(_REPEATS)]
     return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
 
 
-def _captured(work: Callable[[], object]) -> Callable[[], object]:
+def captured(work: Callable[[], object]) -> Callable[[], object]:
     """The work as a CUDA graph's replay; unchanged where it cannot be captured (the reference reads its key)."""
     graph = torch.cuda.CUDAGraph()
     try:

@@ -209,21 +209,16 @@ fakes = Fakes(
 """For `predicted_bytes`, and to recognize them. Without it: nothing is predicted."""
 
 
-def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A call's arguments with each tensor in them changed. Without it: only those in tuples and dicts are."""
-    try:
-        from torch.utils._pytree import tree_map_only
-    except ImportError:
-        return _mapped(change, tree)
-    return tree_map_only(Tensor, change, tree)
+# ---- several processes ----
 
 
-def _mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if type(tree) is dict:
-        return {key: _mapped(change, value) for key, value in tree.items()}
-    return type(tree)(_mapped(change, value) for value in tree) if type(tree) in (tuple, list) else tree
+def default_store() -> Any:
+    """The key-value store of a distributed run, None without one. Without it: None, and each rank has its own plan."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return None
+    found = getattr(distributed.distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
 
 
 # ---- torch.compile ----

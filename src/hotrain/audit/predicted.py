@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import autocast_to
-from ..compress.report import Example
-from ..private import fakes, map_tensors
+from ..compress.report import Example, map_tensors
+from ..private import fakes
 from .saved_bytes import SavedBytes, saved_bytes
 
 

@@ -3,12 +3,12 @@
 A joint graph of forward and backward holds every tensor that was packed, its codes, and what backward makes of them.
 Where packing, unpacking and what they entail (attention runs forward again) take longer than reading the tensor
 itself, a model that must not become slower needs the time back from elsewhere: converted layers that are faster, norms
-and activation functions whose backward reads less. `choose` adds both up, by bytes and operations over the measured
-roofs of the device, and keeps as many tensors exact as it takes, those first that cost most time for the memory they
-save.
+and activation functions whose backward reads less. `choose` adds both up and keeps as many tensors exact as it takes,
+those first that cost most time for the memory they save.
 
-What a converted layer gains was measured (`hotrain.planning`). The constants here are fitted to profiles of ViT-B,
-DeiT-S and GPT-2 on an H200.
+What a converted layer gains was measured (`hotrain.planning`), and so is what an operator costs (`costs`). Formulas
+that a compiler fuses, and attention, are bytes and operations over the measured roofs of the device; these constants
+are fitted to profiles of ViT-B, DeiT-S and GPT-2 on an H200.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
+from . import costs
 from .formats import is_static
-from .fusing import CASTS, called
-from .rematerialize import ATTENTION, CUSTOM, PACKED, RESTORED, Codes, Normed, parsed
+from .fusing import called
+from .rematerialize import ATTENTION, CUSTOM, PACKED, SOURCE
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -37,12 +38,17 @@ _PRODUCTS = (
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
     torch.ops.hotrain.attention_gradients.default,
 )  # fmt: skip
-# Of an element of a norm's input, less than exact's: the shortcut's gradient and its 16-bit copy are written at once.
-_NORM_GAIN = 5.0
-# Of an element of an activation function's input: backward reads 4 bits for 16, and sums the bias gradient.
-_SLOPE_GAIN = 5.0
+_KEEPERS = tuple(
+    getattr(torch.ops.hotrain, name).default for name in ("keep_codes", "keep_heads", "norm_forward", "normalize")
+)
+_NAMES = {
+    _aten.convolution_backward.default: "conv2d (exact product)",
+    _aten.mm.default: "linear (exact product)",
+    _aten.addmm.default: "linear (exact product)",
+    _aten.bmm.default: "matmul",
+}
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
-_MARGIN = 1.15  # of costs, since the model of bytes is no measurement
+_MARGIN = 1.15  # of costs, since alone on the device operators are faster than in a step
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
 
 
@@ -63,6 +69,23 @@ class Candidate:
     apply: Callable[[], None]
 
 
+@dataclass
+class Reading:
+    """A tensor of forward, and what backward reads in its place (`rematerialize.in_place_of`).
+
+    Attributes:
+        tensor: the exact one.
+        places: in backward, one for each operator that reads it.
+        path: what is computed from codes for them.
+        keepers: the operators that have packed these.
+    """
+
+    tensor: Node
+    places: list[Node]
+    path: set[Node]
+    keepers: set[Node]
+
+
 def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int]]:
     """Keep exact what the step has no time for, in place.
 
@@ -78,8 +101,10 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
     places = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     if not all(is_static(t) if isinstance(t, Tensor) else not isinstance(t, torch.SymInt) for t in places):
         return {}
+    graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
-    late = _MARGIN * (sum(c.ms for c in found) + fixed) - _TRUST * gains - _gains(graph, roofs)
+    spent = [*(c.ms for c in found), *fixed]
+    late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
     counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
     for candidate in sorted(found, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
         if late <= 0 or candidate.ms <= 0:
@@ -92,101 +117,109 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
     return {what: count for what, count in counts.items() if count[0]}
 
 
-def _gains(graph: Graph, roofs: Roofs) -> float:
-    """ms that norms and activation functions are faster than exact ones."""
-    norms = graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default)
-    slopes = graph.find_nodes(op="call_function", target=torch.ops.hotrain.slope_gradient.default)
-    nbytes = sum(_NORM_GAIN * _numel(n.args[0]) for n in norms) + sum(_SLOPE_GAIN * _numel(n.args[0]) for n in slopes)
-    return 1e3 * nbytes / roofs.copy
+def forget(graph: Graph) -> bool:
+    """Remove the marks by which tensors and what backward reads in their place are found; whether there were any."""
+    marked = [node for node in graph.find_nodes(op="call_function", target=_aten.alias.default) if _is_source(node)]
+    for node in marked:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    return bool(marked)
 
 
-def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], float]:
-    """Candidates, and the ms that the packing and unpacking of all else costs."""
-    made: dict[Node, list[Node]] = {}  # what packed a tensor → what is unpacked from its codes
-    for node in graph.nodes:
-        args: Any = node.args
-        if node.target is torch.ops.hotrain.restore_codes.default:
-            made.setdefault(_keeper(args[0][0]), []).append(node)
-        elif node.target is _aten.alias.default and _note(node, RESTORED):
-            keeper = _packed(node)
-            if keeper is not None:
-                made.setdefault(keeper, []).append(node)
-    found, nbytes = [], 0.0
+def _is_source(node: Node) -> bool:
+    return _note(node, SOURCE) is not None
+
+
+def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float]]:
+    """Candidates, and the ms of each operator that is no candidate, against exact training."""
+    readings = _readings(graph)
+    restored = graph.find_nodes(op="call_function", target=torch.ops.hotrain.restore_codes.default)
+    of_candidates = {node for reading in readings for node in reading.path}
+    others = [node for node in restored if node not in of_candidates]
+    found = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.attention_gradients.default):
-        candidate = _attention(graph, node, roofs, made)
+        candidate = _attention(graph, node, roofs, readings, others)
         if candidate is not None:
             found.append(candidate)
-    for keeper, nodes in made.items():
-        candidate = _of_one(graph, keeper, nodes, roofs)
-        if candidate is not None:
-            found.append(candidate)
+    found += [_of_one(reading, roofs) for reading in readings]
+    packed = {keeper for reading in readings for keeper in reading.keepers}
+    kept = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_codes.default)
+    fixed = [node for target in costs.REPLACING for node in graph.find_nodes(op="call_function", target=target)]
+    # What converted layers read was measured with them.
+    fixed += [node for node in kept if node not in packed and not _is_of_a_layer(node)]
+    fixed += [node for node in others if not _is_of_a_layer(node)]
+    return found, [costs.excess(node, roofs) for node in fixed]
+
+
+# ---- what backward reads in the place of a tensor ----
+
+
+def _readings(graph: Graph) -> list[Reading]:
+    numbered: dict[int, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.alias.default):
+        if _is_source(node):
+            numbered.setdefault(_note(node, SOURCE), []).append(node)
+    found: dict[Node, Reading] = {}
+    for first, *places in numbered.values():
+        tensor: Any = first.args[0]
+        reading = found.setdefault(tensor, Reading(tensor, [], set(), set()))
+        for place in places:
+            _follow(place, reading)
+    return [reading for reading in found.values() if reading.keepers]
+
+
+def _follow(place: Node, reading: Reading) -> None:
+    """Find what a place is computed from, up to the operators that have packed it."""
+    reading.places.append(place)
+    waiting = list(place.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.target in _KEEPERS or _note(node, PACKED):
+            reading.keepers.add(node)
+        elif node.op == "call_function" and node not in reading.path and not _is_source(node):
+            reading.path.add(node)
+            waiting += node.all_input_nodes
+
+
+def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
+    """A tensor, and all that is read in its place."""
+    target, ms, nbytes = torch.ops.hotrain.restore_codes.default, 0.0, 0.0
+    kernels = [node for node in reading.path if node.target is target]
+    ms += sum(costs.excess(node, roofs) for node in kernels)
+    for place in reading.places:
+        if not kernels:
+            # Read from memory by what is no formula that a compiler fuses, it is written there first.
+            written = any(user.target in _PRODUCTS for user in _readers(place))
+            ms += 1e3 * _numel(place) * (1 + (2 if written else -2)) / roofs.copy
+    inside = {*reading.path, *reading.places}
+    for keeper in reading.keepers:
+        by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _note(keeper, PACKED)
+        parts = list(keeper.users) if by_kernel else [keeper]
+        if not (by_kernel or by_formula) or any(user not in inside for part in parts for user in part.users):
+            continue
+        if by_kernel:
+            ms += costs.excess(keeper, roofs)
+            nbytes -= sum(map(_numel, parts[:1]))
         else:
-            unpacked = [node for node in nodes if node.target is not _aten.alias.default]
-            nbytes += 2.5 * sum(map(_numel, unpacked))
-            if keeper.target is torch.ops.hotrain.keep_codes.default:
-                nbytes += 2.5 * _numel(keeper.args[0])
-    return found, 1e3 * nbytes / roofs.copy
-
-
-# ---- what is unpacked ----
-
-
-def _of_one(graph: Graph, keeper: Node, nodes: list[Node], roofs: Roofs) -> Candidate | None:
-    """All tensors that are made of one tensor's codes."""
-    sources = [_original(node, keeper) for node in nodes]
-    if any(map(_is_of_a_layer, nodes)):
-        return None
-    if any(source is None or _numel(source) != _numel(n) for source, n in zip(sources, nodes, strict=True)):
-        return None
-    by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _note(keeper, PACKED)
-    packed = by_kernel or by_formula
-    codes: Any = keeper.meta["val"]
-    bits = 8 * codes[0].numel() / _numel(nodes[0]) if by_kernel else 8 if by_formula else 4
-    nbytes = _numel(nodes[0]) * (4 if by_formula else 2 + bits / 8) if packed else 0.0
-    for node in nodes:
-        # Read from memory by what is no formula that a compiler fuses, it is written there first.
-        written = node.target is not _aten.alias.default or any(user.target in _PRODUCTS for user in _readers(node))
-        nbytes += _numel(node) * (bits / 8 + (2 if written else -2))
+            ms += 1e3 * 4 * _numel(keeper) / roofs.copy
+            nbytes -= _numel(keeper)
+    nbytes += _numel(reading.tensor) * reading.tensor.meta["val"].dtype.itemsize
 
     def apply() -> None:
-        for node, source in zip(nodes, sources, strict=True):
-            _replace(graph, node, source)  # type: ignore[arg-type]
+        _put_back(reading)
 
-    what = "linear (exact product)" if any(n.target is not _aten.alias.default for n in nodes) else "factors"
-    more = _numel(nodes[0]) * (2 - (bits / 8 if packed else 0))
-    return Candidate(what, 1e3 * nbytes / roofs.copy, more, apply)
+    return Candidate(_what(reading), ms, nbytes, apply)
 
 
-def _replace(graph: Graph, node: Node, source: Node) -> None:
-    """Put a tensor in the place of its approximation."""
-    value = node.meta["val"]
-    exact = source
-    if exact.meta["val"].dtype != value.dtype:
-        casts = [user for user in _readers(source) if user.target in CASTS and user.meta["val"].dtype == value.dtype]
-        known = next((cast for cast in casts if cast < node), None)
-        exact = _called(graph, node, CASTS[0], source, value.dtype) if known is None else known
-    if exact.meta["val"].shape != value.shape:
-        exact = _called(graph, node, _aten.reshape.default, exact, list(value.shape))
-    node.replace_all_uses_with(exact)
-    graph.erase_node(node)
+def _what(reading: Reading) -> str:
+    """The operator that reads it, as the report names it."""
+    readers = {user.target for place in reading.places for user in _readers(place)}
+    return next((name for target, name in _NAMES.items() if target in readers), "mul")
 
 
-def _original(node: Node, keeper: Node) -> Node | None:
-    """The tensor that a node approximates; None where it is not found."""
-    args: Any = keeper.args
-    if node.target is _aten.alias.default:
-        return args[0] if args[0].meta["val"].shape[-1] == node.meta["val"].shape[-1] else None
-    word: Any = node.args[1]
-    recipe = parsed(word)
-    if isinstance(recipe, Normed) and keeper.target is torch.ops.hotrain.norm_forward.default:
-        return next((user for user in keeper.users if user.args[1] == 1), None)
-    if not isinstance(recipe, Codes):
-        return None
-    if recipe.kind == "values" and keeper.target is torch.ops.hotrain.keep_codes.default:
-        return args[0]  # type: ignore[no-any-return]
-    if recipe.kind == "output" and keeper.target is torch.ops.hotrain.keep_heads.default:
-        return args[0][3]  # type: ignore[no-any-return]
-    return None
+def _put_back(reading: Reading) -> None:
+    for place in reading.places:
+        place.replace_all_uses_with(reading.tensor)
 
 
 def _keeper(node: Any) -> Node:
@@ -207,7 +240,7 @@ def _readers(node: Node) -> Iterator[Node]:
 # ---- attention ----
 
 
-def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Node]]) -> Candidate | None:
+def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], others: list[Node]) -> Candidate | None:
     args: Any = node.args
     g, q, k, _, _, _, dropout, causal, scale, _, wants_mask = args
     number = _note(node, ATTENTION)
@@ -217,26 +250,19 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
         return None
     given: Any = forward.args
     tensors = [*given[:3], _part(graph, forward, 0)]
-    readers: list[tuple[Node, Node]] = []
-    alone: list[Node] = []
-    for keeper, nodes in list(made.items()):
-        packed: Any = keeper.args[0]
-        if keeper.target is torch.ops.hotrain.keep_heads.default:
-            packed = packed[3]
-        elif keeper.target is not torch.ops.hotrain.keep_codes.default:
-            continue
-        if _keeper(packed) is forward:
-            if any(_original(other, keeper) is None for other in nodes):
-                return None
-            readers += [(other, packed) for other in made.pop(keeper) if not _is_of_a_layer(other)]
-            if any(_is_of_a_layer(other) for other in nodes) and keeper.target is torch.ops.hotrain.keep_heads.default:
-                alone.append(keeper)
-    batch, heads, tokens, width = (int(n) for n in q.meta["val"].shape)
+    # Codes of the output are read by the layer behind as well.
+    mine = [reading for reading in readings if any(_packed(keeper) is forward for keeper in reading.keepers)]
+    for reading in mine:
+        readings.remove(reading)
+    heads = {_keeper(other.args[0][0]) for other in others}  # type: ignore[index]
+    alone = [n for n in heads if n.target is torch.ops.hotrain.keep_heads.default and _packed(n) is forward]
+    batch, heads_of_q, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
     elements = sum(_numel(t) for t in tensors)
     # Packing reads all four in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
-    nbytes = elements * 2.8 + _numel(q) * 3.0 + 2 * _numel(k) * 2.9 + sum(_numel(t) * 2.5 for t, _ in readers)
-    flops = 4.0 * batch * heads * tokens * keys * width * (0.5 if causal else 1.0)
+    read = sum(_numel(place) * 2.5 for reading in mine for place in reading.places)
+    nbytes = elements * 2.8 + _numel(q) * 3.0 + 2 * _numel(k) * 2.9 + read
+    flops = 4.0 * batch * heads_of_q * tokens * keys * width * (0.5 if causal else 1.0)
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
     def apply() -> None:
@@ -245,12 +271,19 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, made: dict[Node, list[Nod
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place] if place < 3 else node)
             graph.erase_node(user)
-        for other, exact in readers:
-            _replace(graph, other, exact)
+        for reading in mine:
+            _put_back(reading)
         for keeper in alone:
             _pack_the_output(graph, keeper)
 
     return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
+
+
+def _packed(keeper: Any) -> Node | None:
+    """The operator whose result an operator has packed; of attention's four, the output's."""
+    if keeper.target is torch.ops.hotrain.keep_heads.default:
+        return _keeper(keeper.args[0][3])
+    return _keeper(keeper.args[0]) if keeper.target is torch.ops.hotrain.keep_codes.default else None
 
 
 def _pack_the_output(graph: Graph, keeper: Node) -> None:
@@ -271,20 +304,6 @@ def _is_of_a_layer(node: Node) -> bool:
 def _note(node: Node, name: str) -> Any:
     """What `rematerialize.noted` wrote to a node."""
     return (node.meta.get(CUSTOM) or {}).get(name)
-
-
-def _packed(node: Any) -> Node | None:
-    """The packing of one tensor from whose codes a node is unpacked: by `keep_codes`, or what a formula packs."""
-    waiting: list[Any] = [node]
-    seen: set[Node] = set()
-    while waiting and len(seen) < 64:
-        one = waiting.pop()
-        if one.target is torch.ops.hotrain.keep_codes.default or _note(one, PACKED):
-            return one  # type: ignore[no-any-return]
-        if one not in seen and one.op == "call_function" and not str(one.target).startswith("hotrain."):
-            seen.add(one)
-            waiting += one.all_input_nodes
-    return None
 
 
 def _part(graph: Graph, of: Node, place: int) -> Any:

@@ -14,6 +14,7 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 from __future__ import annotations
 
 import hashlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,12 +27,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..planning import Roofs
 from ..private import fakes, inductor, schema_of
-from . import choosing, formats, fusing, graph, rules
+from . import choosing, costs, formats, fusing, graph, rules
 from .formats import SMALL, packer
 from .graph import KEY, entries
 
 _inductor = inductor()
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
 _regions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -71,7 +73,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
     def uuid(self) -> object:
         """The part of Inductor's cache key for this pass: a hash of its files."""
-        files = (__file__, graph.__file__, rules.__file__, formats.__file__, fusing.__file__, choosing.__file__)
+        files = (__file__, *(str(m.__file__) for m in (graph, rules, formats, fusing, choosing, costs)))
         ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
         if self.inner is None:
             return ours
@@ -97,10 +99,10 @@ def partition(
         The graphs of forward and backward.
     """
     inner = inner or _inductor.cut
-    _choose(gm)
+    fast = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
-        compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or ())
+        compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or (), fast)
         for half in (forward, backward):
             if fusing.fuse(half.graph):
                 half.graph.lint()
@@ -108,20 +110,21 @@ def partition(
     return forward, backward
 
 
-def _choose(gm: GraphModule) -> None:
-    """Keep exact what a model that must not become slower has no time for, and record it."""
+def _choose(gm: GraphModule) -> bool:
+    """Keep exact what a model that must not become slower has no time for, and record it; whether it is such a one."""
+    fast = False
     names = {_region(node) for node in gm.graph.nodes} & set(_regions)
     for buffers in (_regions[name] for name in names):
         roofs = _device_roofs(gm) if buffers.must_not_lose and len(names) == 1 else None
-        if roofs is None:
-            continue
-        kept = choosing.choose(gm.graph, roofs, buffers.gains())
+        fast = fast or roofs is not None
+        kept = {} if roofs is None else choosing.choose(gm.graph, roofs, buffers.gains())
         for what, (exact, of) in kept.items():
             if exact == of:
                 buffers.served.pop(what, None)  # nothing is saved in the format that was recorded
             buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
-        if kept:
-            gm.recompile()
+    if choosing.forget(gm.graph) or fast:
+        gm.recompile()
+    return fast
 
 
 def _device_roofs(gm: GraphModule) -> Roofs | None:
@@ -131,7 +134,9 @@ def _device_roofs(gm: GraphModule) -> Roofs | None:
     return None if device is None else Roofs.of(device)
 
 
-def compress(forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = ()) -> None:
+def compress(
+    forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = (), fast: bool = False
+) -> None:
     """Replace tensors that forward saves for backward by codes, in place, and record the result for the report.
 
     Args:
@@ -139,6 +144,7 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
         backward: the graph of backward.
         results: how many of forward's first outputs are for its caller.
         static: positions of forward's arguments that are parameters.
+        fast: whether the step must not become slower.
     """
     halves, account = _Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
@@ -163,6 +169,9 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
     for base, group in groups.items():
         for node in filter(halves.is_needed, filter(_is_large, group)):
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
+            if fast and form == rules.FORM[rules.VALUE] and node.meta["val"].dtype.itemsize == 2:
+                # The codes are half the bytes, and the largest element of each group is a pass of its own.
+                form, why = "", "faster so; plan='memory' compresses it"
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
             elif base in others:
@@ -172,6 +181,10 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
     for node, form in decided:
         if form:
             halves.replace_by_codes(node, form)
+    for base, group in groups.items():
+        for node in group:
+            if base not in others and halves.is_needed(node) and _is_no_image(node):
+                halves.replace_by_codes(node, "rows")
     if halves.finish():
         for half in (forward, backward):
             half.graph.lint()
@@ -179,6 +192,33 @@ def compress(forward: GraphModule, backward: GraphModule, results: int, static: 
     kept = halves.kept_bytes({places[number] for number in static if number < len(places)})
     for name in {_region(node) for node in forward.graph.nodes} & set(_regions):
         account.tell(name, kept)
+
+
+def _is_no_image(node: Node) -> bool:
+    """Whether a contiguous tensor of four axes has its channels last, being of a matrix product or of our kernels.
+
+    In a model with convolutions Inductor takes what is saved with four axes for an image (N, C, H, W), and writes it
+    in channels-last: a transposition, and strided reads in backward.
+    """
+    value = node.meta.get("val")
+    if not (isinstance(value, Tensor) and value.dim() == 4 and formats.is_static(value) and value.is_contiguous()):
+        return False
+    return value.is_floating_point() and _has_rows(node, value.shape[-1], 8)
+
+
+def _has_rows(node: Node, columns: int, depth: int) -> bool:
+    """Whether a node's last axis is that of a matrix product's result, or of an operator over rows."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not depth:
+        return False
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return str(source.target).startswith("hotrain.")
+    if node.target in _MATRICES or str(node.target).startswith("hotrain."):
+        return isinstance(value, Tensor) and value.shape[-1] == columns
+    alike = (n for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.dim() > 1)
+    by_element = _is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return by_element and any(_has_rows(n, columns, depth - 1) for n in alike if n.meta["val"].shape[-1] == columns)
 
 
 def _made_of(half: Graph, parameters: set[Node]) -> set[Node]:

@@ -36,7 +36,8 @@ def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, .
     Args:
         value: a tensor of the dtype, the shape and the memory layout; its elements are not read.
         form: "int8", "bfloat16" (the error is relative to each element, and none becomes zero), "sign" (one byte per
-            element), "shape" (the unpacked tensor has undefined values) or "bits" (of booleans).
+            element), "shape" (the unpacked tensor has undefined values), "bits" (of booleans) or "rows" (a contiguous
+            tensor itself, as a matrix).
 
     Returns:
         A function from the tensor to its codes, and one from the codes to the tensor.
@@ -50,6 +51,8 @@ def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, .
         return lambda t: (t.to(torch.bfloat16),), lambda codes: codes.to(dtype)
     if form == "sign":
         return lambda t: (t.sgn().to(torch.int8),), lambda codes: codes.to(dtype)
+    if form == "rows":
+        return lambda t: (t.view(-1, shape[-1]),), lambda rows: rows.view(shape)
     layout = Rows(value)
     columns = layout.columns
     if form == "shape":

@@ -8,6 +8,7 @@ write words, `parsed` reads one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
-RESTORED = "hotrain_restored"  # there: of the node that is an unpacked tensor
 PACKED = "hotrain_packed"  # there: of the node that is to be packed by a formula
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
+SOURCE = "hotrain_source"  # there: one that a tensor and what backward reads in its place have in common
+
+_sources = itertools.count()
 
 
 @contextlib.contextmanager
@@ -66,17 +69,31 @@ def restore(
         return form.restore(kept, shape, dtype)
     with in_backward():
         codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return _marked(form.restore((codes, *kept[1:]), shape, dtype), RESTORED)
+        return form.restore((codes, *kept[1:]), shape, dtype)
 
 
 def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
-    return form.keep(_marked(t, PACKED) if torch.fx.traceback.has_preserved_node_meta() else t)
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return form.keep(t)
+    with noted(PACKED, True):
+        t = torch.ops.aten.alias(t)
+    return form.keep(t)
 
 
-def _marked(t: Tensor, name: str) -> Tensor:
-    """t, so that `choosing` finds where packing begins and where unpacking ends."""
-    with noted(name, True):
+def source(t: Tensor) -> tuple[Tensor, int | None]:
+    """A tensor that is saved approximately, and its number for `in_place_of`; None in eager mode."""
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return t, None
+    number = next(_sources)
+    return in_place_of(number, t), number
+
+
+def in_place_of(number: int | None, t: Tensor) -> Tensor:
+    """What backward reads in the place of a `source`, of its shape and dtype: `choosing` may put the source there."""
+    if number is None:
+        return t
+    with noted(SOURCE, number):
         return torch.ops.aten.alias(t)  # type: ignore[no-any-return]
 
 

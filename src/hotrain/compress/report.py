@@ -12,13 +12,25 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from ..private import constant_in_graphs, map_tensors
+from ..private import constant_in_graphs
 from .sharing import Origins
 
 _numbers = itertools.count()
 EAGER = 'the host limits the speed of the GPU: use torch.compile, with CUDA graphs (mode="reduce-overhead") if possible'
 UNCUT = "compiled: from Inductor's cache or by another backend, so that what the graph keeps is unknown"
 ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
+
+
+def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
+    """A call's arguments with each tensor in them, and in their dicts, tuples and lists, changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if not isinstance(tree, tuple | list):
+        return tree
+    made = (map_tensors(change, value) for value in tree)
+    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
 
 
 @dataclass(frozen=True)

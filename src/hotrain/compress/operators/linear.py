@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import once, outside_autocast
 from ..formats import FORMATS
+from ..rematerialize import in_place_of, source
 from .base import Handlers, Scope, custom_op, is_large, lower, not_a_view, pair, values, wants_gradient, with_codes
 from .factor import Given, Made, materialize, own, pack, shared
 
@@ -33,6 +34,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
         form = form if ctx.needs_input_grad[1] else ""
         kept = pack(x, form, given)
+        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, form))
@@ -45,6 +47,7 @@ class Linear(torch.autograd.Function):
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
             x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
+            x = in_place_of(ctx.source, x)
             g_w = g.T @ x.reshape(-1, ctx.shape[-1])
         if ctx.needs_input_grad[2]:
             g_b = g.sum(0)
@@ -59,6 +62,7 @@ class Conv2d(torch.autograd.Function):
         stride, padding, dilation, groups, form, given = args
         form = form if ctx.needs_input_grad[1] else ""
         kept = pack(x.movedim(1, -1), form, given)
+        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
         ctx.save_for_backward(w, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
@@ -73,6 +77,7 @@ class Conv2d(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype, image=True)
             x = x.contiguous(memory_format=torch.channels_last if ctx.channels_last else torch.contiguous_format)
+            x = in_place_of(ctx.source, x)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
         g_x, g_w, g_b = torch.ops.aten.convolution_backward(

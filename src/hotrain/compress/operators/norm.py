@@ -339,6 +339,9 @@ def _group_norm(
 ) -> Tensor | None:
     if not (is_large(input) and input.dim() >= 3 and wants_gradient(input, weight, bias)):
         return None
+    if scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling() and supported(input.device, input.dtype):
+        scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
+        return None
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
 
 

@@ -20,6 +20,7 @@ from ...autograd import once
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
+from ..rematerialize import in_place_of, source
 from .base import Handlers, Scope, custom_op, lower, not_a_view, with_codes, without_autocast
 from .factor import Given, Kept, Made, forms_of, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
@@ -28,6 +29,12 @@ from .linear import replace_linear
 def _formats() -> tuple[str, str]:
     """The formats of factors by element, and of matrices."""
     return FORMATS["product"], FORMATS["matmul"]
+
+
+def sources(pair: tuple[Tensor, Tensor], forms: tuple[str, str]) -> tuple[list[Tensor], list[int | None]]:
+    """Both factors, as `rematerialize.source` of those that are saved approximately."""
+    found = [(t, None) if form in ("", "exact") else source(t) for t, form in zip(pair, forms, strict=True)]
+    return [t for t, _ in found], [number for _, number in found]
 
 
 # ---- by element ----
@@ -47,6 +54,7 @@ class Product(torch.autograd.Function):
             pack(t if order is None else t.permute(order), form, given)
             for t, order, form, given in zip((a, b), ctx.orders, ctx.forms, (a_given, b_given), strict=True)
         )
+        (a, b), ctx.sources = sources((a, b), ctx.forms)
         ctx.split = len(a_kept)
         ctx.save_for_backward(*a_kept, *b_kept)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
@@ -57,6 +65,7 @@ class Product(torch.autograd.Function):
         saved, split = ctx.saved_tensors, ctx.split
         a = _unpack_ordered(saved[:split], ctx.forms[0], ctx.orders[0], ctx.shapes[0], ctx.dtypes[0])
         b = _unpack_ordered(saved[split:], ctx.forms[1], ctx.orders[1], ctx.shapes[1], ctx.dtypes[1])
+        a, b = (t if t is None else in_place_of(n, t) for n, t in zip(ctx.sources, (a, b), strict=True))
         g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
         g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
         return *once("product", (g_a, g_b), g_y, a, b), *[None] * 4
@@ -120,6 +129,7 @@ class Matmul(torch.autograd.Function):
         ctx.transposed = [_is_transposed(t, form) for t, form in zip((a, b), ctx.forms, strict=True)]
         ordered = [t.mT if transposed else t for t, transposed in zip((a, b), ctx.transposed, strict=True)]
         kept = [pack(t, form, given) for t, form in zip(ordered, ctx.forms, strict=True)]
+        (a, b), ctx.sources = sources((a, b), ctx.forms)
         ctx.split = len(kept[0])
         ctx.save_for_backward(*kept[0], *kept[1])
         ctx.shapes, ctx.packed_shapes, ctx.dtype = (a.shape, b.shape), [t.shape for t in ordered], a.dtype
@@ -130,8 +140,12 @@ class Matmul(torch.autograd.Function):
         saved, split = ctx.saved_tensors, ctx.split
         a = unpack(saved[:split], ctx.forms[0], ctx.packed_shapes[0], ctx.dtype)
         b = unpack(saved[split:], ctx.forms[1], ctx.packed_shapes[1], ctx.dtype)
-        g_a = None if b is None else (g_y @ (b if ctx.transposed[1] else b.mT)).sum_to_size(ctx.shapes[0])
-        g_b = None if a is None else ((a if ctx.transposed[0] else a.mT) @ g_y).sum_to_size(ctx.shapes[1])
+        a, b = (
+            t if t is None else in_place_of(number, t.mT if transposed else t)
+            for t, number, transposed in zip((a, b), ctx.sources, ctx.transposed, strict=True)
+        )
+        g_a = None if b is None else (g_y @ b.mT).sum_to_size(ctx.shapes[0])
+        g_b = None if a is None else (a.mT @ g_y).sum_to_size(ctx.shapes[1])
         return *once("matmul", (g_a, g_b), g_y, a, b), None, None, None
 
 

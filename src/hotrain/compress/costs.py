@@ -1,0 +1,147 @@
+"""What an operator of a compiled graph costs more than what exact training runs in its place: measured on its device.
+
+The operator runs alone, on random data, as a CUDA graph, in turns with a copy of the bytes that exact training moves
+there: other work on the device slows both down. Where nothing can be measured, both are bytes over the roof of copies.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ..planning import Roofs, agreed, captured, timed
+from ..private import no_dispatch_modes
+
+_EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
+_REPEATS = 5
+_CALLS = 4  # in one CUDA graph, so that its launch counts little
+
+_ops = torch.ops.hotrain
+_measured: dict[str, tuple[float, float] | None] = {}
+
+
+def _size(t: Any) -> int:
+    """Bytes of a node's tensor."""
+    value = t.meta["val"] if isinstance(t, Node) else t
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def _norm_forward(node: Node) -> int:
+    args, (_, y, *_) = node.args, node.meta["val"]
+    return _size(args[0]) + _size(args[1]) + _size(y)
+
+
+def _norm_backward(node: Node) -> int:
+    g, (g_x, *_) = node.args[0], node.meta["val"]
+    return _size(g) + 2 * _size(g_x)  # x is of g_x's dtype
+
+
+def _activate(node: Node) -> int:
+    return 2 * _size(node.args[0])
+
+
+def _slope_gradient(node: Node) -> int:
+    return 3 * _size(node.args[0])
+
+
+def _normalize(node: Node) -> int:
+    return 2 * _size(node.args[0]) + _size(node.args[5])
+
+
+def _norm_gradient(node: Node) -> int:
+    """Two passes over g, x, and the activation's result; then g_x is written, and the shortcut's gradient."""
+    g, name, passes_on = node.args[0], node.args[6], node.args[7]
+    return (5 + 2 * bool(name) + bool(passes_on)) * _size(g)
+
+
+# Operator → bytes that exact training moves in its place; codes are packed and unpacked in no one's place.
+_EXACT: dict[Any, Callable[[Node], int]] = {
+    _ops.norm_forward.default: _norm_forward,
+    _ops.norm_backward.default: _norm_backward,
+    _ops.activate.default: _activate,
+    _ops.slope_gradient.default: _slope_gradient,
+    _ops.normalize.default: _normalize,
+    _ops.norm_gradient.default: _norm_gradient,
+    _ops.keep_codes.default: lambda node: 0,
+    _ops.restore_codes.default: lambda node: 0,
+}
+REPLACING = tuple(target for target, nbytes in _EXACT.items() if target not in (
+    _ops.keep_codes.default, _ops.restore_codes.default,
+))  # fmt: skip
+"""Operators that stand in the place of exact ones."""
+
+
+def excess(node: Node, roofs: Roofs) -> float:
+    """ms of one call that an operator takes longer than exact training; negative where it is faster.
+
+    Args:
+        node: of a graph with static shapes, an operator of `_EXACT`.
+        roofs: of the device.
+    """
+    nbytes = _EXACT[node.target](node)
+    key = f"{node.target} {map_arg(node.args, _described)} {nbytes}"
+    if key not in _measured:
+        own = _in_turns(node, nbytes) if _device(node).type == "cuda" else None
+        _measured[key] = agreed(f"cost {key}", own)
+    found = _measured[key]
+    if found is None:
+        inputs = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
+        results = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+        found = 1e3 * (inputs + sum(map(_size, results))) / roofs.copy, 1e3 * nbytes / roofs.copy
+    return found[0] - found[1] / _EFFICIENCY
+
+
+def _device(node: Node) -> torch.device:
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    return next(t.device for t in values if isinstance(t, Tensor))
+
+
+def _described(node: Node) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
+
+
+def _random(node: Node) -> Any:
+    """A tensor like the node's, with the same memory layout."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    own = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
+    t = torch.empty_strided(own, value.stride(), dtype=value.dtype, device=value.device)
+    t = t.normal_() if value.is_floating_point() else t.random_(0, 2 if value.dtype == torch.bool else 100)
+    return t.expand(value.shape)
+
+
+def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
+    """ms of the operator, and of a copy that reads and writes so many bytes; None where that cannot be measured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    device = _device(node)
+    state = torch.cuda.get_rng_state(device)
+    try:
+        with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
+            args = map_arg(node.args, _random)
+            target: Any = node.target
+            source = torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device=device).random_()
+            place = torch.empty_like(source)
+            works: list[Callable[[], object]] = [
+                lambda: [target(*args) for _ in range(_CALLS)],
+                lambda: [place.copy_(source) for _ in range(_CALLS)],
+            ]
+            for work in works:
+                work()
+            own, copy = (captured(work) for work in works)
+            pairs = [(timed(own), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.set_rng_state(state, device)
+    return statistics.median(p[0] for p in pairs) / _CALLS, statistics.median(p[1] for p in pairs) / _CALLS
