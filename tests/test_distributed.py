@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_processes import found_by_each
 
 import hotrain
+from hotrain import planning
 
 STEPS = 3
 
@@ -170,3 +171,24 @@ def test_fsdp2_of_compiled_blocks(ranks: list[dict[str, Any]]) -> None:
         assert found["compiled steps"] == found["eager steps"] == [1] * 4
         for got, want in zip(found["compiled"], found["eager"], strict=True):
             assert (got - want).norm() <= 1e-3 * want.norm()
+
+
+def _plans(rank: int, port: int, folder: str) -> None:
+    """Each rank measures times of its own."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        both = [planning.agreed(f"layer {n}", (float(rank), 2.5)) for n in range(20)]
+        only_here = planning.agreed(f"only on {rank}", None)
+        torch.save({"both": both, "only": only_here}, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_ranks_plan_by_the_same_measurement(tmp_path: Path) -> None:
+    """The first that was posted; what one rank alone asks for makes none wait."""
+    found = found_by_each(_plans, tmp_path)
+    assert found[0] == found[1] | {"only": None}
+    assert {ms for ms, _ in found[0]["both"]} <= {0.0, 1.0}
+    assert planning.agreed("in one process", [1.0]) == [1.0]

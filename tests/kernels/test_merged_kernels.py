@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.compress import choosing, compiled, fusing
+from hotrain.compress import choosing, compiled, costs, fusing
 from hotrain.planning import Roofs
 
 ROOFS = Roofs(copy=4e12, product=7e14)
@@ -71,10 +72,14 @@ class Traced:
 
             return compiler
 
+        def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            joint_graph_passes(gm)  # as Inductor does before
+            return compiled.partition(gm, *args, **kwargs)
+
         backend = aot_autograd(
             fw_compiler=keep("forward"),
             bw_compiler=keep("backward"),
-            partition_fn=compiled.partition,
+            partition_fn=partition,
             decompositions=select_decomp_table(),
         )
         self.call = torch.compile(model, backend=backend, fullgraph=True)
@@ -243,3 +248,101 @@ def test_choices_are_only_made_where_the_model_must_not_become_slower(device: to
         traced = Traced(model)
         step(traced.call, model, x, False)
         assert not traced.calls("backward", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2))
+        self.one, self.two = nn.BatchNorm2d(32), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.two(self.second(F.relu(self.one(self.first(x))))))
+
+
+def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a recipe makes: γ x̂ + β behind a ReLU, and a block's output, which has codes of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(), Residual()).to(device, memory_format=torch.channels_last).train()
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
+
+    def gradients(call: Any) -> list[Tensor]:
+        model.zero_grad()
+        call(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = gradients(model)
+    hotrain.convert(model, "exact", memory="block")
+    made = torch.ops.hotrain.restore_codes.default
+    all_codes = Traced(model)
+    approximate = difference(gradients(all_codes.call), want)
+    assert len(all_codes.calls("backward", made)) == 4
+    torch._dynamo.reset()
+    kept: dict[str, Any] = {}
+
+    def choose(gm: torch.fx.GraphModule) -> None:
+        kept.update(choosing.choose(gm.graph, ROOFS, -1e3))
+        choosing.forget(gm.graph)
+        gm.recompile()
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    exact_inputs = Traced(model)
+    got = gradients(exact_inputs.call)
+    assert kept == {"conv2d (exact product)": (4, 4)}
+    assert not exact_inputs.calls("backward", made)
+    assert difference(got, want) < approximate
+    hotrain.revert(model)
+
+
+class Response(nn.Module):
+    """A linear layer over images' channels, and a response normalization, which reads its result three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.wide = nn.Conv2d(32, 32, 3, padding=1), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.wide(self.conv(x).permute(0, 2, 3, 1)))
+        return self.conv((y * y.norm(dim=(1, 2), keepdim=True) + y)[..., :32].permute(0, 3, 1, 2))
+
+
+def test_what_is_no_image_crosses_the_cut_as_a_matrix(device: torch.device) -> None:
+    """Inductor takes saved tensors of four axes for images, in a model with convolutions."""
+    torch.manual_seed(0)
+    model = Response().to(device).train()
+    x = torch.randn(4, 32, 8, 8, device=device)
+    model(x).square().mean().backward()
+    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    hotrain.convert(model, "exact", memory="block")
+    traced = Traced(model)
+    traced.call(x).square().mean().backward()
+    places = traced.graphs["backward"].graph.find_nodes(op="placeholder")
+    assert [n for n in places if n.meta["val"].shape == (4, 8, 8, 64) and n.meta["val"].is_floating_point()] == []
+    assert any(n.meta["val"].shape == (256, 64) and n.meta["val"].is_floating_point() for n in places)
+    assert difference([p.grad for p in model.parameters() if p.grad is not None], want) < 0.2
+
+
+def test_a_cost_without_a_measurement_is_bytes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one pack and one unpack: 16 bits read and 4 written, and a scale of 16 bits a group, then the reverse."""
+    monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
+    monkeypatch.setattr(costs, "_measured", {})
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device).train()
+    hotrain.convert(model, "exact", memory="block")
+    x = torch.randn(4, 96, WIDTH, device=device)
+    found: list[float] = []
+
+    def choose(gm: torch.fx.GraphModule) -> None:
+        for name in ("keep_codes", "restore_codes"):
+            nodes = gm.graph.find_nodes(op="call_function", target=getattr(torch.ops.hotrain, name).default)
+            found.extend(costs.excess(node, ROOFS) for node in nodes)
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    with torch.autocast(device.type, torch.bfloat16):
+        Traced(model).call(x)
+    elements = x.numel()
+    groups = elements // 64
+    one = 1e3 * (elements * 2 + elements / 2 + groups * 2) / ROOFS.copy
+    assert found == pytest.approx([one] * 4)

@@ -26,7 +26,7 @@ from ..planning import Roofs
 from . import costs
 from .formats import is_static
 from .fusing import called
-from .rematerialize import ATTENTION, CUSTOM, PACKED, SOURCE
+from .rematerialize import ATTENTION, CUSTOM, PACKED
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -38,6 +38,7 @@ _PRODUCTS = (
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
     torch.ops.hotrain.attention_gradients.default,
 )  # fmt: skip
+_MARKED = torch.ops.hotrain.marked.default
 _KEEPERS = tuple(
     getattr(torch.ops.hotrain, name).default for name in ("keep_codes", "keep_heads", "norm_forward", "normalize")
 )
@@ -119,15 +120,11 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
 
 def forget(graph: Graph) -> bool:
     """Remove the marks by which tensors and what backward reads in their place are found; whether there were any."""
-    marked = [node for node in graph.find_nodes(op="call_function", target=_aten.alias.default) if _is_source(node)]
+    marked = graph.find_nodes(op="call_function", target=_MARKED)
     for node in marked:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
     return bool(marked)
-
-
-def _is_source(node: Node) -> bool:
-    return _note(node, SOURCE) is not None
 
 
 def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float]]:
@@ -156,9 +153,10 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
 
 def _readings(graph: Graph) -> list[Reading]:
     numbered: dict[int, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=_aten.alias.default):
-        if _is_source(node):
-            numbered.setdefault(_note(node, SOURCE), []).append(node)
+    for node in graph.find_nodes(op="call_function", target=_MARKED):
+        number: Any = node.args[1]
+        if number != PACKED:
+            numbered.setdefault(number, []).append(node)
     found: dict[Node, Reading] = {}
     for first, *places in numbered.values():
         tensor: Any = first.args[0]
@@ -174,11 +172,17 @@ def _follow(place: Node, reading: Reading) -> None:
     waiting = list(place.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if node.target in _KEEPERS or _note(node, PACKED):
+        if node.target in _KEEPERS or _is_packed(node):
             reading.keepers.add(node)
-        elif node.op == "call_function" and node not in reading.path and not _is_source(node):
+        elif node.op == "call_function" and node not in reading.path and node.target is not _MARKED:
             reading.path.add(node)
             waiting += node.all_input_nodes
+
+
+def _is_packed(node: Node) -> bool:
+    """Whether a node is a tensor that a formula packs next."""
+    number: Any = node.args[1] if node.target is _MARKED else None
+    return bool(number == PACKED)
 
 
 def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
@@ -193,7 +197,7 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
             ms += 1e3 * _numel(place) * (1 + (2 if written else -2)) / roofs.copy
     inside = {*reading.path, *reading.places}
     for keeper in reading.keepers:
-        by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _note(keeper, PACKED)
+        by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
         parts = list(keeper.users) if by_kernel else [keeper]
         if not (by_kernel or by_formula) or any(user not in inside for part in parts for user in part.users):
             continue
@@ -298,7 +302,8 @@ def _pack_the_output(graph: Graph, keeper: Node) -> None:
 
 def _is_of_a_layer(node: Node) -> bool:
     """Whether a converted layer reads an unpacked tensor: it keeps what its record says."""
-    return any(str(user.target).startswith("hotrain.") for user in _readers(node))
+    ours = (user.target for user in _readers(node) if str(user.target).startswith("hotrain."))
+    return any(target is not _MARKED for target in ours)
 
 
 def _note(node: Node, name: str) -> Any:

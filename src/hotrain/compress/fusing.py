@@ -224,6 +224,11 @@ def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kw
         made = graph.call_function(target, args, kwargs)
     made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
     made.meta["val"] = _computed(made)
+    if made.meta.pop("eager_input_vals", None) is not None:
+        # What Inductor lays the arguments of a custom operator out by: those of `like` have other places.
+        made.meta["eager_input_vals"] = tuple(
+            map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
+        )
     return made
 
 

@@ -25,11 +25,19 @@ from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
-PACKED = "hotrain_packed"  # there: of the node that is to be packed by a formula
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
-SOURCE = "hotrain_source"  # there: one that a tensor and what backward reads in its place have in common
+PACKED = 0  # the number of a tensor that a formula packs
 
-_sources = itertools.count()
+_sources = itertools.count(PACKED + 1)
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define("marked(Tensor t, int number) -> Tensor")
+torch.library.register_fake("hotrain::marked", lambda t, number: t.clone(), lib=_lib)
+
+
+@torch.library.impl(_lib, "marked", "CompositeExplicitAutograd")
+def _marked(t: Tensor, number: int) -> Tensor:
+    """t itself, as a node by which `choosing` finds it, and which it removes; Inductor would remove an alias before."""
+    return t.clone()
 
 
 @contextlib.contextmanager
@@ -74,11 +82,8 @@ def restore(
 
 def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
-    if not torch.fx.traceback.has_preserved_node_meta():
-        return form.keep(t)
-    with noted(PACKED, True):
-        t = torch.ops.aten.alias(t)
-    return form.keep(t)
+    traced = torch.fx.traceback.has_preserved_node_meta()
+    return form.keep(torch.ops.hotrain.marked(t, PACKED) if traced else t)
 
 
 def source(t: Tensor) -> tuple[Tensor, int | None]:
@@ -93,8 +98,7 @@ def in_place_of(number: int | None, t: Tensor) -> Tensor:
     """What backward reads in the place of a `source`, of its shape and dtype: `choosing` may put the source there."""
     if number is None:
         return t
-    with noted(SOURCE, number):
-        return torch.ops.aten.alias(t)  # type: ignore[no-any-return]
+    return torch.ops.hotrain.marked(t, number)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
