@@ -54,7 +54,8 @@ def test_codes(form: str) -> None:
 def test_functions(name: str) -> None:
     """Of contiguous tensors alone: of others their caller makes none."""
     for shape in ((8, 32), (4, 6, 32), IMAGE):
-        _as_promised(KERNELS.activate, torch.randn(shape), name)
+        for bias in (None, torch.randn(shape[-1])):
+            _as_promised(KERNELS.activate, torch.randn(shape), name, bias)
 
 
 @pytest.mark.parametrize("name", ["", "relu", "silu"])

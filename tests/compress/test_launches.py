@@ -224,7 +224,8 @@ def test_a_compiler_is_told_the_truth(name: str, which: str) -> None:
     with using(kernels if which == "kernels" else None):
         check(ops.keep_codes.default, (draw(2, 7, 256), GROUPS))
         if name == "gelu":
-            check(ops.activate.default, (draw(2, 7, 48), name))
+            check(ops.activate.default, (draw(2, 7, 48), name, None))
+            check(ops.activate.default, (draw(2, 7, 48, dtype=torch.bfloat16), name, draw(48)))
         for build, shape in (SERVED["values"], SERVED["an image's norm"]):
             recipe, given = build()
             check(ops.restore_codes.default, (given, recipe, list(shape), torch.float32))

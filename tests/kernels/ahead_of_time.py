@@ -46,10 +46,10 @@ def calls() -> None:
     for rows, columns in ((256, 384), (64, 4096)):
         x, w = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(columns)
         r, dtypes = torch.empty(rows), (torch.float32, torch.bfloat16)
-        found = norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False)
+        found = norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, bias=w)
         norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16)
         norm.pack(x, None, r, True)
-        y, marks = activation.activate(x, "gelu", (-2, 11))
+        y, marks = activation.activate(x, "gelu", (-2, 11), w)
         activation.slope_gradient(y, marks, (-2, 11), 1.0, sums=True)
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import autograd
+from hotrain.compress.operators.activation import _activate
 from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS, activation, batch_norm, rows_in_memory
@@ -332,6 +333,26 @@ def test_a_function_and_its_slopes(
     assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + x.double().abs())).all()
     assert ((slopes(name, marks, columns) - true_slope(name, x)).abs() <= 1 / kind.levels.per_one + CLOSE).all()
     assert_slopes(marks, kind.levels.keep(x, lambda piece: kind.slope(piece.float()))[0], name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "added"),
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(7, 48), (97, 96), (5, 768)])
+def test_a_function_of_a_sum_with_a_bias(
+    rows: int, columns: int, dtype: torch.dtype, added: torch.dtype, device: torch.device, monkeypatch: Any
+) -> None:
+    """Which is not rounded before the function."""
+    x, bias = (torch.randn(rows, columns, device=device) * 3).to(dtype), torch.randn(columns, device=device).to(added)
+    y, marks = activate(x, "gelu", levels_of("gelu"), bias)
+    total = x.double() + bias.double()
+    want = ACTIVATIONS["gelu"].f(total)
+    defined_y, codes = defined(monkeypatch, _activate, x, "gelu", bias)
+    for got in (y, defined_y):
+        assert got.dtype == dtype
+        assert ((got.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + total.abs())).all()
+    assert_slopes(marks, codes, "gelu")
 
 
 @pytest.mark.parametrize("name", SLOPED)

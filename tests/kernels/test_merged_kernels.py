@@ -150,6 +150,77 @@ def test_sums_and_casts_around_norms_are_merged(
     assert not any(node.args[-1] for node in plain.calls("backward", torch.ops.hotrain.slope_gradient.default))
 
 
+class Images(nn.Module):
+    """Convolutions before a norm and before a function, as of ConvNeXt, or of PVT-v2 (`flat`)."""
+
+    def __init__(self, flat: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.depth = nn.Conv2d(32, 32, 3, padding=1, groups=32, dtype=dtype)
+        self.norm = nn.LayerNorm(32)
+        self.wide = nn.Linear(32, WIDTH, dtype=dtype)
+        self.mix, self.out = (nn.Conv2d(WIDTH, WIDTH, 1, dtype=dtype) for _ in range(2))
+        self.flat = flat
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2) if self.flat else x.permute(0, 2, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.tokens(self.depth(x)).float()).to(x.dtype)
+        y = F.gelu(self.wide(y)).view(*x.shape[:1], *x.shape[2:], WIDTH)
+        y = F.gelu(self.tokens(self.mix(y.permute(0, 3, 1, 2)))).view(y.shape)
+        return self.out(y.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def image(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(2, 32, 16, 16, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("flat", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["", "flat"])
+def test_biases_of_convolutions_are_added_by_what_reads_them(
+    flat: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is not rounded to bfloat16 any more, which moves codes."""
+    torch.manual_seed(0)
+    model, x = Images(flat, dtype).to(device).train(), image(dtype, device)
+    hotrain.convert(model, "exact", memory="block")
+    merged = Traced(model)
+    got = step(merged.call, model, x, False)
+    torch._dynamo.reset()
+    monkeypatch.setattr(fusing, "fuse", lambda graph: False)
+    plain = Traced(model)
+    want = step(plain.call, model, x, False)
+    assert difference(got[:1], want[:1]) < (1e-6 if dtype == torch.float32 else 0.01)
+    assert difference(got[1:], want[1:]) < (0.002 if dtype == torch.float32 else 0.02)
+    convolution = torch.ops.aten.convolution.default
+    assert [n.args[2] is None for n in plain.calls("forward", convolution)] == [False] * 3
+    assert [n.args[2] is None for n in merged.calls("forward", convolution)] == [True, True, False], "the last is read"
+    (norm,) = merged.calls("forward", torch.ops.hotrain.norm_forward.default)
+    taken = [n for n in merged.calls("forward", torch.ops.hotrain.activate.default) if n.args[-1] is not None]
+    assert len(taken) == 1
+    assert [n.args[-1].meta["val"].shape for n in (norm, *taken)] == [(32,), (WIDTH,)]
+
+
+class Read(nn.Module):
+    """Convolutions whose sum with the bias is read elsewhere, or whose channels are not the last axis in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.planes = nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.twice(x)
+        return F.gelu(y) + y, F.gelu(self.planes(x.contiguous()))
+
+
+def test_a_bias_stays_where_the_sum_is_needed(device: torch.device) -> None:
+    model, x = Read().to(device).train(), image(torch.float32, device)
+    hotrain.convert(model, "exact", memory="block")
+    traced = Traced(model)
+    traced.call(x)
+    assert [n.args[2] is None for n in traced.calls("forward", torch.ops.aten.convolution.default)] == [False] * 2
+    assert [n.args[-1] for n in traced.calls("forward", torch.ops.hotrain.activate.default)] == [None, None]
+
+
 def chosen(gains: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], int, float]:
     """What is kept exact, saved bytes, and the gradient's difference from the exact model's."""
     model, x = models(False, device)

@@ -188,6 +188,38 @@ def test_a_norm_with_its_codes(
     assert (codes != same[0]).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
 
 
+@pytest.mark.parametrize("branch", [False, True], ids=["", "branch"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "added"), [("layer", torch.bfloat16, torch.float32), ("rms", torch.float32, torch.bfloat16)]
+)
+@pytest.mark.parametrize("shape", [(7, 48), (49, 100), (33, 128), (3, 4096)])
+def test_a_norm_of_a_sum_with_a_bias(
+    shape: tuple[int, int],
+    kind: str,
+    dtype: torch.dtype,
+    added: torch.dtype,
+    branch: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the definition, and as the norm of the sum in float32: it is rounded after the branch alone."""
+    x, w, b = draw(*shape, dtype, device), torch.randn(shape[1], device=device), torch.randn(shape[1], device=device)
+    bias = (4 * torch.randn(shape[1], device=device)).to(added)
+    more = draw(*shape, torch.float32, device) if branch else None
+    vectors, flags = (w, b if kind == "layer" else None, 1e-5), (kind == "layer", False, True)
+    dtypes = torch.float32, torch.float32
+    got = norm.forward(x, more, *vectors, dtypes, *flags, bias)
+    same = norm.forward(x.float() + bias.float(), more, *vectors, dtypes, *flags)
+    monkeypatch.setattr(autograd, "kernels_for", lambda device: None)
+    want = torch.ops.hotrain.norm_forward(x, more, *vectors, *dtypes, *flags, bias)
+    for total, y, r, codes, scale in (same, want):
+        torch.testing.assert_close(got[0], total, rtol=2.0**-22, atol=2.0**-20)
+        torch.testing.assert_close(got[1], y, rtol=2.0**-16, atol=2.0**-16)
+        torch.testing.assert_close(got[2], r, rtol=2.0**-19, atol=0)
+        torch.testing.assert_close(got[4].float(), scale.float(), rtol=2.0**-7, atol=0)
+        assert (got[3] != codes).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
+
+
 def test_gradients_without_parameters(device: torch.device) -> None:
     x, g = draw(33, 48, torch.float32, device), draw(33, 48, torch.float32, device)
     mean, r = statistics(x, True)

@@ -8,7 +8,8 @@ operator, so they become arguments of it:
     g_x = norm'(cast(g));  g = shortcut + g_x;  cast(g)   ──►   g, cast(g) = norm_backward(g, shortcut)
 
 The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
-before. Sums are in float32 and rounded once, to the dtype that they had.
+before. The bias of a convolution, which Inductor would add in a kernel of its own, is added by the norm or the
+activation function that reads the convolution. Sums are in float32 and rounded once, to the dtype that they had.
 """
 
 from __future__ import annotations
@@ -28,19 +29,25 @@ from .formats import is_static
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+_ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fuse(graph: Graph) -> bool:
     """Merge in place; returns whether the graph has changed."""
+    ours = torch.ops.hotrain
+    sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.slope_gradient: _Slope}
+    changed = _merge(graph, sums)
+    # Behind them: casts that are gone do not read a convolution any more.
+    return _merge(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
+
+
+def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
     changed = False
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_forward.default):
-        changed |= _Forward(graph, node).merge()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default):
-        changed |= _Backward(graph, node).merge()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.slope_gradient.default):
-        changed |= _Slope(graph, node).merge()
+    for packet, merging in by.items():
+        for node in graph.find_nodes(op="call_function", target=packet.default):
+            changed |= merging(graph, node).merge()
     if changed:
         graph.eliminate_dead_code()
     return changed
@@ -99,14 +106,14 @@ class _Forward(_Merging):
             if source is not _base(x) and _is_dense(source):
                 self.again(self.node, (self.rows(self.node, source), branch, w, b, *rest))
             return
-        eps, _, y, centered, cast, _ = rest
+        eps, _, y, centered, cast, _, bias = rest
         after = source.next  # all that reads the sum comes behind it
         if any(isinstance(t, Node) and not t < after for t in (w, b)):
             return
         chain = _chain(x, source)
         keeps = any(user not in (*chain, self.node) for node in chain for user in node.users)
         one, other = (self.rows(after, t) for t in found)
-        made = self.again(after, (one, other, w, b, eps, source.meta["val"].dtype, y, centered, cast, keeps))
+        made = self.again(after, (one, other, w, b, eps, source.meta["val"].dtype, y, centered, cast, keeps, bias))
         if keeps:
             self.replace(source, self.call(after, operator.getitem, made, 0), after)
 
@@ -114,11 +121,11 @@ class _Forward(_Merging):
         y = self.result(1)
         casts = None if y is None else _all_casts(y)
         args: Any = self.node.args
-        *rest, _, centered, cast, keeps = args
+        *rest, _, centered, cast, keeps, bias = args
         if not casts or cast:
             return
         dtype = casts[0].meta["val"].dtype
-        self.again(self.node, (*rest, dtype, centered, cast, keeps))
+        self.again(self.node, (*rest, dtype, centered, cast, keeps, bias))
         _drop(self.graph, casts, self.result(1))
 
 
@@ -202,6 +209,37 @@ class _Slope(_Merging):
                 cast = self.call(old, CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
                 self.replace(old, cast, old)
         return self.changed
+
+
+class _Bias(_Merging):
+    """An operator that adds a bias, its last argument."""
+
+    def merge(self) -> bool:
+        *rest, bias = self.node.args
+        terms = [t for t in rest[:2] if isinstance(t, Node)]  # x, and the branch of a norm
+        for t in terms if bias is None and terms[:1] != terms[1:] else ():
+            bias = _taken_bias(t)
+            if bias is not None:
+                self.again(self.node, (*rest, bias))
+                break
+        return self.changed
+
+
+def _taken_bias(t: Node) -> Node | None:
+    """Take the bias from the convolution that t is, if the sum with it is read nowhere else; returns the bias."""
+    node: Any = t
+    while node.target in _ALIASES and len(node.users) == 1:
+        node = node.args[0]
+    bias = node.args[2] if node.target is _aten.convolution.default else None
+    if bias is None or len(node.users) != 1 or not _is_dense(t):
+        return None
+    value = node.meta["val"]
+    # The channels are the last axis of the same memory before and behind, so the views between may be any.
+    if t.meta["val"].shape[-1] != value.shape[1] or not value.movedim(1, -1).is_contiguous():
+        return None
+    node.update_arg(2, None)
+    # Before its cast for the product, which would be a launch for a few numbers.
+    return bias.args[0] if bias.target in CASTS and _is_dense(bias.args[0]) else bias  # type: ignore[no-any-return]
 
 
 def _sums_of_columns(node: Node, columns: int) -> list[Node]:

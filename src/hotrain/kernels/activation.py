@@ -2,7 +2,7 @@
 
 ::
 
-    activate        x           ──►  f(x), and codes of f'(x) in 4 bits        `saved.Levels.keep`
+    activate        x (+ bias)  ──►  f(x), and codes of f'(x) in 4 bits        `saved.Levels.keep`
     slope_gradient  g_y, codes  ──►  g_y f'(x)
     bits            x           ──►  f(x), and a bit where f passes a gradient  `saved.Bits.keep`
     bits_gradient   g_y, bits   ──►  g_y there, 0 elsewhere
@@ -106,8 +106,8 @@ def slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
 
 @triton.jit
 def _activate_kernel(
-    x, y, marks, rows, blocks, F: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
+    x, bias, y, marks, rows, blocks, F: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    FIRST: tl.constexpr, PER_ONE: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Halves of rows, BLOCK columns of each, `blocks` to a row."""
     HALF: tl.constexpr = C // 2
@@ -118,6 +118,10 @@ def _activate_kernel(
     place = row.to(tl.int64) if WIDE else row
     low = tl.load(x + place * C + column, mask=inside, other=0).to(tl.float32)
     high = tl.load(x + place * C + HALF + column, mask=inside, other=0).to(tl.float32)
+    if HAS_BIAS:
+        there = column < HALF if HALF % BLOCK != 0 else column >= 0
+        low += tl.load(bias + column, mask=there, other=0).to(tl.float32)
+        high += tl.load(bias + HALF + column, mask=there, other=0).to(tl.float32)
     low, slope_l = with_slope(low, F)
     high, slope_h = with_slope(high, F)
     packed = slope_code(slope_l, row, column, FIRST, PER_ONE)
@@ -127,26 +131,28 @@ def _activate_kernel(
     tl.store(y + place * C + HALF + column, high.to(y.dtype.element_ty), mask=inside)
 
 
-def activate(x: Tensor, name: str, levels: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """An activation function, and its derivative in 4 bits.
+def activate(x: Tensor, name: str, levels: tuple[int, int], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """An activation function, of x or of x + bias, and its derivative in 4 bits.
 
     Args:
         x: (rows, C), contiguous, C even.
         name: of the function, a key of `FUNCTIONS`.
         levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
+        bias: (C,), contiguous, added in float32; None for 0.
 
     Returns:
-        f(x), (rows, C), and the codes of `saved.Levels`, uint8 (rows, C/2).
+        f(x + bias), (rows, C) in x's dtype, and the codes of `saved.Levels`, uint8 (rows, C/2).
     """
     rows, columns = x.shape
     y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     block = block_of(columns // 2)
     each, blocks = max(1, 1024 // block), cdiv(columns // 2, block)
-    case = (x.device, name, rows, columns, levels, x.dtype, aligned(x, y, marks))
+    dtypes = x.dtype, None if bias is None else bias.dtype
+    case = (x.device, name, rows, columns, levels, dtypes, aligned(x, bias, y, marks))
     launch(
-        _activate_kernel, cdiv(rows, each) * blocks, case, (x, y, marks, rows, blocks),
+        _activate_kernel, cdiv(rows, each) * blocks, case, (x, x if bias is None else bias, y, marks, rows, blocks),
         {"F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
-         "PER_ONE": float(levels[1]), "WIDE": is_wide(x.numel())}, num_warps=4,
+         "PER_ONE": float(levels[1]), "HAS_BIAS": bias is not None, "WIDE": is_wide(x.numel())}, num_warps=4,
     )  # fmt: skip
     return y, marks
 

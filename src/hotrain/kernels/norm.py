@@ -2,9 +2,9 @@
 
 ::
 
-    pack      x, μ and r             ──►  codes and per-row scales of x̂ = (x − μ) r
-    forward   x (+ a branch), γ, β   ──►  their sum, y, r, codes and per-row scales of x̂
-    gradient  g_y, codes, r, γ       ──►  g_x (+ the gradient of a shortcut), and Σ g, Σ g x̂ per channel
+    pack      x, μ and r                ──►  codes and per-row scales of x̂ = (x − μ) r
+    forward   x (+ bias, branch), γ, β  ──►  their sum, y, r, codes and per-row scales of x̂
+    gradient  g_y, codes, r, γ          ──►  g_x (+ the gradient of a shortcut), and Σ g, Σ g x̂ per channel
 
 Each is one pass over its inputs and outputs, where the reference in plain PyTorch has twenty. Eager mode packs what
 PyTorch's norm has read; compiled graphs run `forward`.
@@ -87,9 +87,10 @@ def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tenso
 
 @triton.jit
 def _forward_kernel(
-    x, branch, w, b, total, y, r, codes, scale, rows, eps,
+    x, branch, w, b, bias, total, y, r, codes, scale, rows, eps,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEEPS: tl.constexpr, HAS_BRANCH: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, CENTERED: tl.constexpr, CAST: tl.constexpr, WIDE: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_BIAS: tl.constexpr, CENTERED: tl.constexpr, CAST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """KEEPS is whether the sum is stored, CENTERED whether μ is subtracted, CAST whether x̂ is rounded before γ."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -100,6 +101,9 @@ def _forward_kernel(
     at = place * (2 * HALF) + column[None, :]
     low = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     high = tl.load(x + at + HALF, mask=inside, other=0).to(tl.float32)
+    if HAS_BIAS:
+        low += tl.load(bias + column, mask=there, other=0).to(tl.float32)[None, :]
+        high += tl.load(bias + HALF + column, mask=there, other=0).to(tl.float32)[None, :]
     if HAS_BRANCH:
         low = (low + tl.load(branch + at, mask=inside, other=0).to(tl.float32)).to(total.dtype.element_ty)
         high = (high + tl.load(branch + at + HALF, mask=inside, other=0).to(tl.float32)).to(total.dtype.element_ty)
@@ -138,22 +142,24 @@ def forward(
     centered: bool,
     cast: bool,
     keeps: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A layer or RMS norm over rows, of x or of x + branch.
+    """A layer or RMS norm over rows, of x + bias + branch.
 
     Args:
         x: (rows, C), contiguous, C a multiple of 4.
-        branch: as x, or None.
+        branch: as x, or None for 0.
         w, b: γ and β, (C,), or None for 1 and 0.
         eps: added to the mean of squares.
         dtypes: of the sum and of y.
         centered: whether the mean is subtracted.
         cast: whether x̂ is rounded to y's dtype before γ.
-        keeps: whether the sum is wanted.
+        keeps: whether the sum with the branch is wanted.
+        bias: (C,), contiguous, added in float32; None for 0.
 
     Returns:
-        x + branch (empty if there is none, or if it is not wanted), y, both (rows, C); r, (rows,) in float32; codes of
-        x̂, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
+        x + bias + branch (empty if there is no branch, or if it is not wanted), y, both (rows, C); r, (rows,) in
+        float32; codes of x̂, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
     """
     rows, columns = x.shape
     half = columns // 2
@@ -166,10 +172,11 @@ def forward(
     each, warps = max(1, _TILE // block), 4 if block <= 512 else 8
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "KEEPS": keeps, "HAS_BRANCH": branch is not None,
-        "HAS_W": w is not None, "HAS_B": b is not None, "CENTERED": centered, "CAST": cast, "WIDE": is_wide(x.numel()),
+        "HAS_W": w is not None, "HAS_B": b is not None, "HAS_BIAS": bias is not None, "CENTERED": centered,
+        "CAST": cast, "WIDE": is_wide(x.numel()),
     }  # fmt: skip
-    given = (x, x if branch is None else branch, r if w is None else w, r if b is None else b)
-    tensors = (*given, total, y, r, codes, scale)
+    vectors = (r if t is None else t for t in (w, b, bias))
+    tensors = (x, x if branch is None else branch, *vectors, total, y, r, codes, scale)
     case = (x.device, rows, eps, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
     launch(_forward_kernel, cdiv(rows, each), case, (*tensors, rows, eps), constants, num_warps=warps)
     return total, y, r, codes, scale

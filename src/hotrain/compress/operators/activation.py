@@ -51,23 +51,24 @@ def _input_format() -> str:
 # ---- f and its derivative; tensors have their axes in the order of their memory layout ----
 
 
-def _activate_fake(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _activate_fake(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     columns = t.shape[-1]
     return torch.empty_like(t), t.new_empty(t.numel() // columns, columns // 2, dtype=torch.uint8)
 
 
-@opaque("activate(Tensor t, str name) -> (Tensor, Tensor)", _activate_fake)
-def _activate(t: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """f(t), and its 4-bit derivative."""
+@opaque("activate(Tensor t, str name, Tensor? bias) -> (Tensor, Tensor)", _activate_fake)
+def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """f(t + bias), and its 4-bit derivative; bias is along the last axis."""
     kind = ACTIVATIONS[name]
     levels = kind.levels
     assert levels is not None
 
     def reference() -> tuple[Tensor, Tensor]:
-        return kind.f(t), levels.keep(t, lambda piece: kind.slope(wide(piece)))[0]
+        x = t if bias is None else wide(t) + bias
+        return kind.f(x).to(t.dtype), levels.keep(x, lambda piece: kind.slope(wide(piece)))[0]
 
-    rows = t.view(-1, t.shape[-1])
-    y, marks = launch(t.device, "activation.activate", reference, rows, name, (levels.first, levels.per_one))
+    args = (t.view(-1, t.shape[-1]), name, (levels.first, levels.per_one), bias)
+    y, marks = launch(t.device, "activation.activate", reference, *args)
     return y.view(t.shape), marks
 
 
@@ -84,7 +85,7 @@ def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, marks = launch(x.device, "activation.bits", reference, ordered, name)
         return not_a_view(as_it_was(y, order)), (marks,)
     if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
-        y, marks = operator_for(ordered, "activate")(ordered, name)
+        y, marks = operator_for(ordered, "activate")(ordered, name, None)
         return not_a_view(as_it_was(y, order)), (marks,)
     y = kind.f(x)
     if kind.levels is None:

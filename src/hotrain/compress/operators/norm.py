@@ -134,7 +134,7 @@ def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) 
 def _norm_forward_fake(
     x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    total, y, _, _, keeps = args
+    total, y, _, _, keeps, _ = args
     rows, columns = x.shape
     return (
         x.new_empty((rows, columns) if keeps and branch is not None else (0,), dtype=total),
@@ -147,17 +147,18 @@ def _norm_forward_fake(
 
 @opaque(
     "norm_forward(Tensor x, Tensor? branch, Tensor? w, Tensor? b, float eps, ScalarType total, ScalarType y, "
-    "bool centered, bool cast, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool centered, bool cast, bool keeps, Tensor? bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_forward_fake,
 )
 def _norm_forward(
     x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A norm over rows (R, C), of x or of x + branch, for compiled graphs; arguments and results as the kernel's."""
-    total, y, centered, cast, keeps = args
+    """A norm over rows (R, C), of x + bias + branch, for compiled graphs; arguments and results as the kernel's."""
+    total, y, centered, cast, keeps, bias = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        added = (x if branch is None else x + branch).to(total if branch is not None else x.dtype)
+        added = x if bias is None else wide(x) + bias
+        added = added if branch is None else (added + branch).to(total)
         lifted = wide(added)
         lifted = lifted - lifted.mean(1, keepdim=True) if centered else lifted
         r = torch.rsqrt(lifted.square().mean(1) + eps)
@@ -168,7 +169,8 @@ def _norm_forward(
         kept = added if keeps and branch is not None else x.new_empty(0, dtype=total)
         return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(normal)
 
-    return launch(x.device, "norm.forward", reference, x, branch, w, b, eps, (total, y), centered, cast, keeps)  # type: ignore[no-any-return]
+    dtypes = total, y
+    return launch(x.device, "norm.forward", reference, x, branch, w, b, eps, dtypes, centered, cast, keeps, bias)  # type: ignore[no-any-return]
 
 
 def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +221,7 @@ class Norm(torch.autograd.Function):
         if not is_eager(x) and of_one_dtype and x.is_contiguous() and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
-            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, kind == "layer", cast, False)
+            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, kind == "layer", cast, False, None)
             _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(w, r, codes, scale)
             return y.view(x.shape), *with_codes(ctx, codes, scale)
