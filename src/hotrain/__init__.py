@@ -21,6 +21,7 @@ from .conversion import ConversionReport, convert, converted_layers, revert
 from .draws import manual_seed
 from .kernels import accumulation
 from .method import GradInput, GradWeight, Method, Saved
+from .plans import Point
 from .presets import preset, presets
 from .transform.tokens import Grid
 
@@ -56,6 +57,7 @@ __all__ = [
     "GradWeight",
     "Grid",
     "Method",
+    "Point",
     "Saved",
     "__version__",
     "accumulation",
