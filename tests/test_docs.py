@@ -79,7 +79,7 @@ def test_shell_commands_run_as_written(tmp_path: Path, monkeypatch: pytest.Monke
             done = CliRunner().invoke(app, words[1:])
             assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
             ran.add(words[1])
-    assert ran == {"recipes", "train", "compare", "memory", "cost", "fidelity", "calibrate"}
+    assert ran == {"recipes", "train", "compare", "memory", "frontier", "cost", "fidelity", "calibrate"}
     assert (tmp_path / "calibration.json").is_file(), "docs/cli.md says where calibrate writes"
 
 

@@ -46,7 +46,7 @@ ORDER = [
     ("hotrain._version", "hotrain.tables", "hotrain.private"),
     ("hotrain.method",),
     ("hotrain.layer_record",),
-    ("hotrain.presets",),
+    ("hotrain.presets", "hotrain.plans"),
     ("hotrain.draws",),
     ("hotrain.transform",),
     ("hotrain.quantize",),
@@ -69,7 +69,8 @@ ORDER = [
     ("hotrain.conversion",),
     ("hotrain.compiling",),
     ("hotrain.layer_gradients",),
-    ("hotrain.calibration", "hotrain.analysis", "hotrain.budget", "hotrain.optim"),
+    ("hotrain.calibration", "hotrain.budget", "hotrain.optim"),
+    ("hotrain.analysis",),
 ]
 RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 

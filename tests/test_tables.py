@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hotrain.tables import bytes_text, table
+from hotrain.tables import bytes_text, parse_bytes, table
 
 HEADERS = ["layer", "why", "bytes"]
 ROWS = [
@@ -71,3 +71,24 @@ def test_no_rows_and_empty_cells() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**31, "2.00 GiB")])
 def test_one_unit_everywhere(count: int, text: str) -> None:
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GB", 24 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("800MB", 800 * 10**6),
+        ("1.5 gib", 3 * 2**29),
+        ("64k", 64000),
+        ("12", 12),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "24 apples", "iB", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="24GB"):
+        parse_bytes(text)

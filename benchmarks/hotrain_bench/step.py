@@ -23,6 +23,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
+from hotrain.compress.offload import offloading
 from hotrain.presets import preset
 from hotrain.train import parse_method
 from hotrain_bench import side_by_side, timing
@@ -32,7 +33,6 @@ from hotrain_bench.tasks import SUBJECTS, Task, build, check, with_checkpoints
 BASELINE = "exact+compile"
 WARMUP = 5
 BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
-OFFLOADED = 1 << 20  # bytes of the smallest activation that is offloaded
 REDRAWN = 3  # first steps with other dropout masks, which measure the noise of dropout
 LEEWAY = 3  # allowed difference of the loss, in units of that noise
 
@@ -116,29 +116,11 @@ def _budget() -> AbstractContextManager[object]:
 
 
 def _offload(task: Task) -> None:
-    """Offload the task's activations to the host's memory until backward, as torchtune does.
-
-    Strides are preserved, which compiled backwards need and `torch.autograd.graph.save_on_cpu` does not do. Tensors
-    that are small, expanded, or views of a parameter stay on the device.
-    """
+    """Offload the task's activations to the host's memory until backward, as torchtune does."""
     on_device = task.loss
-    stay = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, tuple[int, ...], Tensor]:
-        expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if expanded or tensor.nbytes < OFFLOADED or tensor.untyped_storage().data_ptr() in stay:
-            return tensor
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, tensor.stride(), host.copy_(tensor, non_blocking=True)
-
-    def unpack(packed: Tensor | tuple[torch.device, tuple[int, ...], Tensor]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        device, strides, host = packed
-        return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with offloading(task.model):
             return on_device(model, batch)
 
     task.loss = loss

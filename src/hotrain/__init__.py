@@ -21,6 +21,7 @@ from .conversion import ConversionReport, convert, converted_layers, revert
 from .draws import manual_seed
 from .kernels import accumulation
 from .method import GradInput, GradWeight, Method, Saved
+from .plans import Point
 from .presets import preset, presets
 from .transform.tokens import Grid
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .analysis.cost import cost
     from .analysis.fidelity import fidelity
     from .analysis.fit import fit
+    from .analysis.frontier import Frontier, frontier
     from .analysis.layer_times import plan
     from .audit.predicted import predicted_bytes
     from .audit.saved_bytes import saved_bytes
@@ -45,6 +47,8 @@ _LAZY = {
     "cost": "analysis.cost",
     "fidelity": "analysis.fidelity",
     "fit": "analysis.fit",
+    "Frontier": "analysis.frontier",
+    "frontier": "analysis.frontier",
     "plan": "analysis.layer_times",
 }
 
@@ -52,10 +56,12 @@ __all__ = [
     "BitSchedule",
     "Calibration",
     "ConversionReport",
+    "Frontier",
     "GradInput",
     "GradWeight",
     "Grid",
     "Method",
+    "Point",
     "Saved",
     "__version__",
     "accumulation",
@@ -67,6 +73,7 @@ __all__ = [
     "cost",
     "fidelity",
     "fit",
+    "frontier",
     "manual_seed",
     "plan",
     "predicted_bytes",

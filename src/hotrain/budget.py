@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .audit.saved_bytes import bytes_inside, saved_bytes
+from .audit.saved_bytes import SavedBytes, bytes_inside, saved_bytes
 from .audit.unchanged import as_found
 from .compress.checkpointing import blocks, keep_all, recompute
 from .tables import bytes_text
@@ -103,15 +103,8 @@ def _within(
     full = saved_bytes(model, *inputs, **kwargs)
     if full.total <= budget:
         return CheckpointReport([], list(found), full.total, full.total, budget)
-    recompute(found)
-    least = saved_bytes(model, *inputs, **kwargs)
-    keep_all(model)
-    inside, at_least = bytes_inside(full, found), bytes_inside(least, found)
-    gains = {name: inside[name] - at_least[name] for name in found if inside[name] > at_least[name]}
-    seconds = _seconds(model, {name: found[name] for name in gains}, inputs, kwargs)
-    # Equal blocks differ in their measured times by noise; rounding gives them the same priority, and the first ones
-    # are recomputed first.
-    order = sorted(gains, key=lambda name: -round(2 * math.log2(gains[name] / max(seconds[name], 1e-9))))
+    gains = by_gain(model, found, full, inputs, kwargs)
+    order = list(gains)
     count, after = 0, full.total
     while after > budget and count < len(order):
         expected = after
@@ -141,6 +134,30 @@ def _within(
             recompute({name: found[name] for name in chosen})
     names = [name for name in found if name in chosen]
     return CheckpointReport(names, [name for name in found if name not in chosen], full.total, after, budget)
+
+
+def by_gain(
+    model: nn.Module, found: dict[str, nn.Module], full: SavedBytes, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, int]:
+    """Bytes that recomputing frees, by block: those of most bytes for their time first, and none that frees nothing.
+
+    Args:
+        model: with no block recomputed; it is so afterwards.
+        found: its blocks.
+        full: bytes that it saves.
+        inputs: of the model.
+        kwargs: of the model.
+    """
+    recompute(found)
+    least = saved_bytes(model, *inputs, **kwargs)
+    keep_all(model)
+    inside, at_least = bytes_inside(full, found), bytes_inside(least, found)
+    gains = {name: inside[name] - at_least[name] for name in found if inside[name] > at_least[name]}
+    seconds = _seconds(model, {name: found[name] for name in gains}, inputs, kwargs)
+    # Equal blocks differ in their measured times by noise; rounding gives them the same priority, and the first ones
+    # are recomputed first.
+    order = sorted(gains, key=lambda name: -round(2 * math.log2(gains[name] / max(seconds[name], 1e-9))))
+    return {name: gains[name] for name in order}
 
 
 def _seconds(

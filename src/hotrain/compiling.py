@@ -14,6 +14,7 @@ from torch import nn
 
 from .conversion import ConversionReport, convert, revert
 from .method import Method
+from .plans import Point
 from .presets import DEFAULT
 
 _CHECKED = 5  # the training forward before which the compiled step is timed: its graphs are recorded by then
@@ -46,7 +47,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     if on_gpu:
         options.setdefault("plan", "graphs")
     report = convert(model, method, **options)
-    fast: Any = torch.compile(model, mode="reduce-overhead" if on_gpu else None)
+    fast: Any = torch.compile(model, mode=mode_of(model, report.point))
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if report.buffers is not None:
@@ -54,6 +55,12 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     if check and on_gpu and not distributed:
         Check(fast, model, report)
     return fast
+
+
+def mode_of(model: nn.Module, point: Point | None) -> str | None:
+    """The mode of `torch.compile`: CUDA graphs on a GPU, if no copy to the host's memory comes between."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return "reduce-overhead" if on_gpu and not (point is not None and point.offload) else None
 
 
 class Check:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .compress.checkpointing import keep_all
+from .compress.checkpointing import blocks, keep_all, recompute
 from .compress.interpose import unwrap, wrap
+from .compress.offload import keep_on_device, offload
 from .compress.operators import share_inputs
 from .compress.rematerialize import describe, saved_by_reader
 from .compress.report import Buffers
@@ -28,9 +29,10 @@ from .nn import HadamardLinear
 from .nn.activation import PLANNED, BitReLU
 from .nn.conv import ConvertedConv2d
 from .nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state, layer_states
+from .plans import PLANS, Point
 from .presets import DEFAULT
 from .private import compiled_part, warn_of_missing
-from .tables import bytes_text
+from .tables import bytes_text, parse_bytes
 from .transform.tokens import Grid
 
 for _operator in (ops.linear, ops.conv2d):
@@ -38,7 +40,6 @@ for _operator in (ops.linear, ops.conv2d):
 
 FilterFn = Callable[[nn.Module, str], bool]
 
-PLANS = ("speed", "graphs", "memory")
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
 _ROOM = f"{__package__}.nn."  # the package with the classes of converted layers
@@ -103,6 +104,7 @@ class ConversionReport:
         plan: of `convert`.
         activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
         times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
+        point: that the model follows, where `convert` was given one.
     """
 
     method: Method
@@ -112,6 +114,7 @@ class ConversionReport:
     buffers: Buffers | None = None  # the other compressed activations, from the first training forward on
     plan: str = "speed"
     times: tuple[float, float] | None = None
+    point: Point | None = None
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
@@ -203,6 +206,9 @@ class ConversionReport:
         head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
         if self.activations:
             head += f", {len(self.activations)} ReLUs save 1 bit per element"
+        if self.point is not None:
+            recomputed = len(self.point.recomputed)
+            head += f"\n  {self.point}" + (f"; {recomputed} blocks recompute" if recomputed else "")
         if self.times is not None:
             head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
         totals = self.totals()
@@ -253,7 +259,7 @@ def convert(
     dense_prefix: bool = True,
     number: str | None = None,
     forward: str | None = None,
-    plan: str = "speed",
+    plan: str | Point = "speed",
     memory: str | None = None,
 ) -> ConversionReport:
     """Give the model's Linear and convolution layers the training gradients of `method`, in place.
@@ -281,7 +287,8 @@ def convert(
         plan: ``"speed"`` keeps those layers exact that would be slower on a GPU, measured at their first forward there
             (`hotrain.planning`); ``"graphs"`` measures without launch overhead, for models that run as CUDA graphs
             (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts all layers. Without a GPU all are
-            converted.
+            converted. A `Point` of `hotrain.frontier` has its own method and plan, recomputes blocks or offloads; it
+            takes no other argument, and undoes what was converted before.
         memory: which saved activations are compressed: ``"linear"``, those of converted layers; ``"block"``, those of
             activation functions, norms, attention, dropout, products, pooling and exact layers as well
             (`hotrain.compress`): everything that is called while the model runs forward. None is the method's own.
@@ -292,16 +299,24 @@ def convert(
     Raises:
         TypeError: the model is no module.
         ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
-            converted with another plan, or no layer matched (with a `filter_fn`, or with ``memory="linear"``).
+            converted with another plan, no layer matched (with a `filter_fn`, or with ``memory="linear"``), or a point
+            was measured on another device or PyTorch, or of another model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hotrain.convert: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
     warn_of_missing()
+    if isinstance(plan, Point):
+        others = (method, filter_fn, grid, prefix_tokens, dense_prefix, number, forward, memory)
+        if others != (DEFAULT, None, None, 0, True, None, None, None):
+            raise ValueError(
+                f"hotrain.convert: plan {plan.name!r} has all that it needs; leave out the other arguments"
+            )
+        return _follow(model, plan)
     method = as_method(method)
     if number not in (numbers := ("auto", None, *NUMBERS)):
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
     if plan not in PLANS:
-        raise ValueError(f"hotrain.convert: plan={plan!r} is not one of {', '.join(map(repr, PLANS))}")
+        raise ValueError(f"hotrain.convert: plan={plan!r} {_no_plan(plan)}")
     asked = {"forward": forward, "memory": memory, "number": number}
     method = method.override(**{name: value for name, value in asked.items() if value is not None})
     _refuse_compiled(model)
@@ -378,6 +393,37 @@ def convert(
     return report
 
 
+def _no_plan(plan: Any) -> str:
+    """What is said of a plan that is none: a budget is met by measuring, which needs a batch."""
+    try:
+        parse_bytes(str(plan))
+    except ValueError:
+        return f"is not one of {', '.join(map(repr, PLANS))}, or a point of hotrain.frontier"
+    return (
+        "is a memory budget, and there is no batch to measure what fits: point = hotrain.frontier(model, batch)"
+        f".best({plan!r}) finds the fastest that does, and convert(model, plan=point) takes it"
+    )
+
+
+def _follow(model: nn.Module, point: Point) -> ConversionReport:
+    _refuse_compiled(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    point.check(device)
+    found = blocks(model)
+    if missing := [name for name in point.recomputed if name not in found]:
+        raise ValueError(
+            f"hotrain.convert: plan {point.name!r} recomputes {missing[0]!r}, which is no block of this "
+            f"{type(model).__name__}; it was measured with another model"
+        )
+    revert(model)
+    report = convert(model, "exact" if point.method is None else point.method, plan=point.plan)
+    recompute({name: found[name] for name in point.recomputed})
+    if point.offload:
+        offload(model)
+    report.point = point
+    return report
+
+
 def _wrapped(model: nn.Module, plan: str) -> Buffers:
     buffers = wrap(model)
     root = buffers.root
@@ -443,6 +489,7 @@ def revert(model: nn.Module) -> None:
             )
     unwrap(model)
     keep_all(model)
+    keep_on_device(model)
     _revert_activations(model)
     for _, module in layers:
         module.__dict__.pop(ATTRIBUTE).fallback = REVERTED

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 GAP = "  "  # between columns
 NAME = 16  # letters from which on a word may be broken behind . _ / : + and -
 _PARTS = re.compile(r"[^._/:+\-]*[._/:+\-]+|[^._/:+\-]+")
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -88,6 +90,22 @@ def bytes_text(count: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size in bytes.
+
+    Args:
+        text: as ``24GB``, ``24GiB``, ``800 MB`` or ``1000``: powers of 1000, with an i of 1024.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
+    if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:
+        raise ValueError(f"got {text!r}, accepted are sizes as 24GB, 24GiB or 800MB")
+    return size
 
 
 def count_text(count: float) -> str:

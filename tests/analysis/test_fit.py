@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,29 +14,9 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.analysis import fit as fitting
-from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, is_out_of_memory, parse_bytes, search
+from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, search
+from hotrain.analysis.steps import Inputs, Step, as_inputs, is_out_of_memory
 from hotrain.analysis.uncompressed import LAYERS_ALONE, NO_FORM, full_table, still_full
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GB", 24 * 10**9),
-        ("24GiB", 24 * 2**30),
-        ("800MB", 800 * 10**6),
-        ("1.5 gib", 3 * 2**29),
-        ("64k", 64000),
-        ("12", 12),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "24 apples", "iB", "1e9"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="24GB"):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 31, 32, 33, 1000])
@@ -145,17 +126,18 @@ def test_bad_calls() -> None:
 def test_out_of_memory_is_caught_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, held = Blocks(), []
 
-    def two_steps(step: Any, batch: int, device: torch.device) -> int:
-        step.model(step.inputs(batch)[0][0]).sum().backward()
-        held.append(batch)
-        if batch > 21:
+    def timed(step: Step, made: Callable[[], Inputs], *_: Any) -> tuple[float, int]:
+        (x,), _ = made()
+        step.model(x).sum().backward()
+        held.append(len(x))
+        if len(x) > 21:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return 1000 * batch
+        return 1.0, 1000 * len(x)
 
-    monkeypatch.setattr(fitting, "_two_steps", two_steps)
+    monkeypatch.setattr(fitting, "timed", timed)
     monkeypatch.setattr(fitting, "_limited", lambda budget, device: nullcontext())
-    step = fitting._Step(model, inputs, fitting._sum, torch.optim.AdamW)
-    row = fitting._by_running(step, "exact", 1, 1 << 20, torch.device("cpu"))
+    step = Step(model, None, torch.optim.AdamW)
+    row = fitting._by_running(step, lambda n: as_inputs(inputs(n)), "exact", 1, 1 << 20, torch.device("cpu"))
     assert (row.batch_size, row.too_large, row.needs, row.how) == (21, 22, 21000, RAN)
     assert held[-1] == 21, "the last step that ran is the one that is reported"
     assert all(p.grad is None for p in model.parameters()), "what a failed step left is freed"

@@ -14,6 +14,8 @@ from hotrain_bench import step, tasks
 from hotrain_bench.step import Bounds, FirstStep, Variant
 from torch import nn
 
+from hotrain.compress import offload
+
 CPU = torch.device("cpu")
 VIT, LLAMA = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192"
 RESNET, FORMER, BERT = "resnet50/b256", "efficientformer_l1/b256", "bert_base/b64x512"
@@ -184,7 +186,7 @@ def test_the_budget_holds_while_a_variant_compiles_and_runs_and_not_after() -> N
 
 @pytest.mark.parametrize("subject", [RESNET, LLAMA])
 def test_offloading_changes_no_gradient(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "OFFLOADED", 1)
+    monkeypatch.setattr(offload, "SMALLEST", 1)
     plain, task = (tasks.build(subject, CPU, tiny=True) for _ in range(2))
     step.VARIANTS["exact+compile+offload"].change(task)
     found, truth = FirstStep.of(task), FirstStep.of(plain)
@@ -205,7 +207,7 @@ def test_offloading_changes_no_gradient(subject: str, monkeypatch: pytest.Monkey
 def test_offloaded_activations_come_back_as_they_were(
     kept: torch.Tensor, travels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "OFFLOADED", 5)
+    monkeypatch.setattr(offload, "SMALLEST", 5)
     w = torch.ones_like(kept).requires_grad_()
     model = nn.ParameterList([w])
     found = []

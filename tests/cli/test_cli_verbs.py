@@ -22,7 +22,10 @@ from hotrain.cli.main import app
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
 
-VERBS = ("train", "compare", "demo", "calibrate", "memory", "cost", "fidelity", "recipes", "presets", "report")
+VERBS = (
+    *("train", "compare", "demo", "calibrate", "memory", "frontier", "cost", "fidelity"),
+    *("recipes", "presets", "report"),
+)
 # One block of width 32 and eight images: what is tested is the path from the words to the library.
 SMALL = ["--set", 'model_args={"depth": 1, "embed_dim": 32}', "--set", "batch_size=8", "--device", "cpu"]
 ONE_STEP = [*SMALL, "--set", "steps=1"]
@@ -293,6 +296,21 @@ def test_memory_fits_a_budget() -> None:
     done = run("memory", "demo_vit", "--fit", "4MB", *SMALL)
     assert "Predicted, no step was run" in done.stdout
     assert [f"{name}: a batch of {size}" for name, size in batch.items()] == done.stderr.splitlines()
+
+
+def test_frontier_writes_figure_and_record_also_where_the_budget_cannot_be_met(tmp_path: Path) -> None:
+    words = ["frontier", "demo_vit", *SMALL, "--steps", "1", "-o", str(tmp_path)]
+    done = CliRunner().invoke(app, [*words, "--budget", "1kB"])
+    assert done.exit_code == 2
+    assert "error: frontier: a budget of 1000 B cannot be met: the least is" in done.stderr
+    names = [point.name for point in hotrain.Frontier.load(tmp_path / "frontier.jsonl").points]
+    assert names[:3] == ["exact", "exact+checkpoint", "hotrain-memory"]
+    assert [line.split(":")[0] for line in done.stderr.splitlines()[:-1]] == names
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "frontier.svg").read_text())
+    assert all(sum(text == name or text.startswith(f"{name},") for text in drawn) == 1 for name in names)
+    found = answer(*words, "--budget", "1GB")
+    assert found["best"] in names
+    assert {row["model"] for row in found["rows"]} == {"demo_vit"}
 
 
 def test_shapes_are_looked_at_without_data(tmp_path: Path) -> None:

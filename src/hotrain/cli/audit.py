@@ -12,6 +12,7 @@ from hotrain.cli.errors import note
 from hotrain.cli.options import (
     BatchOption,
     CheckpointOption,
+    ClassesOption,
     DataOption,
     DeviceOption,
     JsonOption,
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
     from hotrain.analysis.fit import FitReport
     from hotrain.audit.saved_bytes import SavedBytes
     from hotrain.train import TrainRun
-
-ClassesOption = Annotated[
-    int | None,
-    typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),
-]
 
 EXAMPLES = """Examples:
   hotrain memory demo_vit
@@ -71,9 +67,9 @@ def memory(
     The converted figure is what `hotrain train` of the same recipe and method saves; listed with it is what stays in
     full precision, and why. With --fit: the largest batch, exact, checkpointed and converted.
     """
-    from hotrain.analysis.fit import parse_bytes
     from hotrain.analysis.uncompressed import full_table
-    from hotrain.tables import bytes_text
+    from hotrain.cli.prepare import with_images
+    from hotrain.tables import bytes_text, parse_bytes
 
     budget = None if fit is None else parse_bytes(fit)
     settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
@@ -82,7 +78,7 @@ def memory(
     if keep is not None and method is not None:
         method += ("+" if ":" in method else ":") + f"memory={keep}"
     with working(f"{model}: loading") as say:
-        run, network, images = _shapes(model, classes, batch_size, method, data, settings, device)
+        run, network, images = with_images(model, classes, batch_size, method, data, settings, device)
         about = {"model": run.model, "method": run.method_label, "memory": run.resolve_method().memory}
         about["precision"] = run.amp or "fp32"
         if budget is None:
@@ -119,24 +115,6 @@ def memory(
         before, after = bytes_text(exact.device_peak), bytes_text(converted.device_peak)
         typer.echo(f"\npeak over forward and backward, above what was there: {before} exact, {after} converted")
     typer.echo(f"\n{full_table(full)}")
-
-
-def _shapes(
-    name: str,
-    classes: int | None,
-    batch_size: int | None,
-    method: str | None,
-    data: str | None,
-    settings: list[str] | None,
-    device: str | None,
-) -> tuple[TrainRun, nn.Module, Tensor]:
-    """Return the run of a recipe or a timm model, its exact model, and random images."""
-    from hotrain.cli.prepare import CLASSES, exact_with_images, is_recipe, look
-
-    run = look(name, method=method, data=data, settings=settings, device=device)
-    if data is None and not is_recipe(name):
-        classes = classes or CLASSES
-    return run, *exact_with_images(run, classes, batch_size)
 
 
 def _measured(
@@ -241,9 +219,10 @@ def cost(
 ) -> None:
     """FLOPs and bit operations of forward and both gradients, by layer, including the transforms."""
     import hotrain
+    from hotrain.cli.prepare import with_images
 
     with working(f"{model}: counting"):
-        run, network, images = _shapes(model, classes, batch_size, method, data, settings, "cpu")
+        run, network, images = with_images(model, classes, batch_size, method, data, settings, "cpu")
         found = hotrain.cost(network, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
     if json:
         answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "mode": mode}

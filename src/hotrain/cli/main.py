@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, bench, compare, demo, listing, train
+from hotrain.cli import audit, bench, compare, demo, frontier, listing, train
 from hotrain.cli.errors import HotrainGroup
 from hotrain.cli.options import Command
 
@@ -41,6 +41,7 @@ app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPL
 app.command("demo", cls=Command, rich_help_panel=TRAIN)(demo.demo)
 app.command("calibrate", cls=Command, rich_help_panel=LOOK)(audit.calibrate)
 app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.EXAMPLES)(audit.memory)
+app.command("frontier", cls=Command, rich_help_panel=LOOK, epilog=frontier.EXAMPLES)(frontier.frontier)
 app.command("cost", cls=Command, rich_help_panel=LOOK)(audit.cost)
 app.command("fidelity", cls=Command, rich_help_panel=LOOK)(audit.fidelity)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)

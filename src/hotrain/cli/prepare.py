@@ -181,3 +181,29 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
     model = create(run, classes=classes, channels=channels, image_size=size, device=device, pretrained=False)
     images = torch.randn(batch_size or run.batch_size, channels, size, size, device=device)
     return model.train(), images
+
+
+def with_images(
+    name: str,
+    classes: int | None,
+    batch_size: int | None,
+    method: str | None,
+    data: str | None,
+    settings: list[str] | None,
+    device: str | None,
+) -> tuple[TrainRun, nn.Module, Tensor]:
+    """Return the run of a recipe or a timm model, its exact model, and random images.
+
+    Args:
+        name: a recipe or a timm model.
+        classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
+        batch_size: number of images; None: the run's.
+        method, data, settings, device: as for `look`.
+
+    Raises:
+        ValueError: as `look` and `exact_with_images`.
+    """
+    run = look(name, method=method, data=data, settings=settings, device=device)
+    if data is None and not is_recipe(name):
+        classes = classes or CLASSES
+    return run, *exact_with_images(run, classes, batch_size)

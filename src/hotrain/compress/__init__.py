@@ -7,7 +7,7 @@ codes, launcher           packing and unpacking shared by them, and the fallback
 interpose, mode_stack     the TorchFunctionMode that calls operators in place of PyTorch's functions, and its wrapping
 mixins                    module classes exchanged for ones with another forward
 report                    records of what is saved in which format, and of what is not
-checkpointing             activation checkpointing of blocks, switched on by class
+checkpointing, offload    activation checkpointing of blocks, and offloading to the host's memory, switched on by class
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
 eager                     saved-tensor hooks for functions without an operator of their own
 compiled, graph           the same for compiled graphs, as a pass behind PyTorch's partitioner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
@@ -11,14 +12,18 @@ from matplotlib.transforms import Bbox
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.page import STYLE
 from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.tradeoff import unit_of
 
 Place = tuple[float, float]
 Points = Mapping[str, Place]
-"""Variant → (peak GiB, ms/step)."""
+"""Variant → (peak, ms/step)."""
 
 INCHES = (6.4, 4.0)
+PEAK = "peak memory of a training step (GiB)"
 SLOWEST = 2.0
 """Times the fastest step: slower variants are drawn at the upper edge, with their time beside the name."""
+OUTLIER = 1.25
+"""Times the slowest point of a frontier but one: a slower one is drawn at the upper edge."""
 LEAST_RANGE = 0.3
 """Of the fastest step's time: what the axis of times spans at least."""
 
@@ -27,22 +32,50 @@ def undominated(points: Points) -> list[str]:
     """The variants that no other one beats in memory or time without being beaten in the other, by rising memory."""
 
     def beaten(name: str) -> bool:
-        gib, ms = points[name]
-        others = (other for other in points.values() if other != (gib, ms))
-        return any(other[0] <= gib and other[1] <= ms for other in others)
+        peak, ms = points[name]
+        others = (other for other in points.values() if other != (peak, ms))
+        return any(other[0] <= peak and other[1] <= ms for other in others)
 
     return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])
 
 
-def draw_steps(points: Points, title: str) -> str:
+def draw_frontier(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The text of an SVG file from the record of `hotrain frontier`; points that ran out of memory are left out.
+
+    Args:
+        rows: as `hotrain.Frontier.save` writes them, one a line.
+
+    Raises:
+        ValueError: no point ran.
+    """
+    about = rows[0]
+    ran = [row["point"] for row in rows if row["point"]["ms"] is not None and row["point"]["peak_bytes"] is not None]
+    unit, name = unit_of(max((point["peak_bytes"] for point in ran), default=0))
+    points = {point["name"]: (point["peak_bytes"] / unit, point["ms"]) for point in ran}
+    title = f"{about['model']}, {about['device']}, {'compiled' if about['compile'] else 'eager'}"
+    predicted = any(point["how"] == "predicted" for point in ran)
+    across = f"peak memory of a training step ({name}{', predicted' if predicted else ''})"
+    if any(point["method"] and point["recomputed"] for point in ran):
+        across += "; +n/m: n of m blocks checkpointed"
+    times = sorted(ms for _, ms in points.values())
+    return draw_steps(points, title, across, OUTLIER * sum(times[-2:-1]) or None)
+
+
+def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | None = None) -> str:
     """The text of an SVG file, in light and dark.
+
+    Args:
+        points: at least one.
+        title: of the figure.
+        across: label of the axis of peaks.
+        ceiling: ms from which on variants are drawn at the upper edge; None: `SLOWEST` times the fastest.
 
     Raises:
         ValueError: there are no points.
     """
     if not points:
         raise ValueError(f"{title}: no variant was measured")
-    ceiling = SLOWEST * min(ms for _, ms in points.values())
+    ceiling = ceiling or SLOWEST * min(ms for _, ms in points.values())
     shown = {name: (gib, min(ms, ceiling)) for name, (gib, ms) in points.items()}
     with drawing():
         figure = new_figure(title, INCHES[1])
@@ -63,7 +96,7 @@ def draw_steps(points: Points, title: str) -> str:
         low, high = min(times) - lack, max(times) + lack
         margin = 0.08 * (high - low)
         axes.set_ylim(low - 1.5 * margin, high + margin)
-        axes.set_xlabel("peak memory of a training step (GiB)")
+        axes.set_xlabel(across)
         axes.set_ylabel("ms/step")
         figure.draw_without_rendering()  # from here on, places on the page are known
         arrange(axes, labels, list(shown.values()), _boxes_of(axes, front))

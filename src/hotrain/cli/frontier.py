@@ -1,0 +1,106 @@
+"""``hotrain frontier``: peak memory against step time, as a table, a record and a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotrain.cli.errors import note
+from hotrain.cli.options import (
+    BatchOption,
+    ClassesOption,
+    DataOption,
+    DeviceOption,
+    JsonOption,
+    MethodOption,
+    Model,
+    SetOption,
+    print_json,
+)
+from hotrain.cli.terminal import working
+
+FIGURE, RECORD = "frontier.svg", "frontier.jsonl"
+
+EXAMPLES = """Examples:
+  hotrain frontier demo_vit
+  hotrain frontier vit_base_patch16_224 -b 64 --amp bf16 --compile --budget 6GiB"""
+
+
+def frontier(
+    model: Model,
+    method: MethodOption = None,
+    data: DataOption = None,
+    classes: ClassesOption = None,
+    batch_size: BatchOption = None,
+    image_size: Annotated[
+        int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
+    ] = None,
+    amp: Annotated[str | None, typer.Option("--amp", help="bf16, fp16 or none; default: as the recipe says.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile each point, on a GPU as CUDA graphs; minutes for large models.")
+    ] = False,
+    budget: Annotated[
+        str | None, typer.Option("--budget", help="Name the fastest point whose peak is within: 16GiB, 800MB.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each point.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for both files; default: runs/frontier/MODEL.")
+    ] = None,
+    settings: SetOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Peak memory against step time: exact, checkpointed, offloaded and converted.
+
+    Writes frontier.svg and frontier.jsonl, in place of earlier ones. `hotrain.Frontier.load` reads the record, and
+    `hotrain.convert(model, plan=point)` follows a point of it.
+    """
+    import torch
+
+    import hotrain
+    from hotrain.cli.prepare import with_images
+    from hotrain.plotting.steps import draw_frontier
+    from hotrain.tables import parse_bytes
+    from hotrain.train.optimization import create_optimizer
+    from hotrain.train.setup import autocast
+
+    size = None if budget is None else parse_bytes(budget)
+    settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
+    settings += [f"image_size={image_size}"] * (image_size is not None) + ["compile=true"] * compiled
+    with working(f"{model}: loading") as say:
+        run, network, images = with_images(model, classes, batch_size, method, data, settings, device)
+        labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+        def loss(output: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(output.float(), labels)
+
+        def tell(point: hotrain.Point) -> None:
+            note(str(point))
+            say(f"{run.model}: measuring, after {point.name}")
+
+        with autocast(run, images.device):
+            found = hotrain.frontier(
+                network,
+                images,
+                method=run.resolve_method(),
+                loss=loss,
+                optimizer=lambda _: create_optimizer(run, network),
+                compile=run.compile,
+                steps=steps,
+                on_point=tell,
+            )
+    found.conditions.update(model=run.model, optimizer=run.optimizer)
+    folder = out or Path("runs", "frontier", run.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.save(folder / RECORD)
+    (folder / FIGURE).write_text(draw_frontier(found.rows()), encoding="utf-8")
+    best = None if size is None else found.best(size)
+    if json:
+        print_json({"rows": found.rows(), "best": None if best is None else best.name, "folder": folder})
+        return
+    typer.echo(found)
+    if best is not None:
+        typer.echo(f"fastest within {budget}: {best}")
+    typer.echo(f"wrote {folder / FIGURE} and {folder / RECORD}")
