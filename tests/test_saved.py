@@ -308,14 +308,19 @@ def test_bits_come_back(shape: tuple[int, ...]) -> None:
     assert torch.equal(Bits().restore(kept, shape), flags)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] % 8 == 0], ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (2, 3, 72), *(s for s in SHAPES if s[-1] % 8 == 0)], ids=str)
 def test_bits_of_neighbours_come_back(shape: tuple[int, ...]) -> None:
-    """A byte holds eight of a row, the first lowest, so that a kernel that holds some rows has whole bytes of them."""
+    """A byte holds eight of a row, the first lowest, so that a kernel that holds some rows has whole bytes of them.
+
+    Of a row whose halves are no multiples of eight it holds four of each half.
+    """
     form, flags = Bits(neighbours=True), torch.rand(shape) < 0.5
     (packed,) = kept = form.keep(flags)
     assert packed.shape == (*shape[:-1], shape[-1] // 8)
     assert packed.nbytes == form.nbytes(shape)
-    by_hand = torch.stack([flags[..., i::8].long() << i for i in range(8)]).sum(0)
+    each, half = (8, 0) if shape[-1] % 16 == 0 else (4, shape[-1] // 2)
+    first = torch.arange(shape[-1] // 8) * each
+    by_hand = torch.stack([flags[..., first + i % each + i // each * half].long() << i for i in range(8)]).sum(0)
     assert torch.equal(packed.long(), by_hand)
     assert torch.equal(form.restore(kept, shape), flags)
     if len(flags):

@@ -241,12 +241,18 @@ class Levels:
         return torch.Size(shape[:-1]).numel() * -(-shape[-1] * self.bits // 8)
 
 
+def _halves(columns: int) -> int:
+    """Into how many parts a row is cut whose neighbours share a byte of bits."""
+    return 2 if columns % 16 else 1
+
+
 @dataclass(frozen=True)
 class Bits:
     """Booleans, 1 bit per element.
 
     Attributes:
-        neighbours: whether eight neighbours of a row make a byte, for tensors (..., C) with C a multiple of 8, as
+        neighbours: whether eight neighbours of a row make a byte, for tensors (..., C) with C a multiple of 16, or four
+            neighbours in each half of the row, those of the first half in the low bits, for other multiples of 8, as
             kernels pack them; else eight elements that are an eighth of the tensor apart, as Inductor does.
     """
 
@@ -255,7 +261,9 @@ class Bits:
     def keep(self, flags: Tensor) -> tuple[Tensor]:
         """Pack booleans: uint8, eight elements per byte, (⌈elements/8⌉,), or (..., C/8) of neighbours."""
         if self.neighbours:
-            return (pack_parts(flags.unflatten(-1, (-1, 8)).unbind(-1), 1),)
+            halves = _halves(flags.shape[-1])
+            runs = flags.unflatten(-1, (halves, -1, 8 // halves)).movedim(-2, -1).flatten(-3, -2)
+            return (pack_parts(runs.unbind(-2), 1),)
         flat = flags.flatten()
         if flat.numel() % 8:
             flat = F.pad(flat, (0, -flat.numel() % 8))
@@ -264,7 +272,8 @@ class Bits:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
         """Unpack what `keep` returned to a shape."""
         if self.neighbours:
-            return unpack_parts(kept[0], 1).movedim(-2, -1).ne(0).reshape(tuple(shape))
+            runs = unpack_parts(kept[0], 1).unflatten(-2, (_halves(shape[-1]), -1))
+            return runs.movedim(-2, -1).ne(0).reshape(tuple(shape))
         return unpack_parts(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:

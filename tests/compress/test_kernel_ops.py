@@ -59,13 +59,15 @@ def test_functions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "relu", "silu"])
-def test_batch_norm(name: str) -> None:
+@pytest.mark.parametrize("channels", [16, 24])
+def test_batch_norm(channels: int, name: str) -> None:
     """Results in channels-last, whatever comes in."""
-    mean, r, w, b = (torch.rand(IMAGE[1]) for _ in range(4))
-    x = torch.randn(IMAGE).contiguous(memory_format=torch.channels_last)
-    for shortcut in (None, *layouts(*IMAGE)):
+    mean, r, w, b = (torch.rand(channels) for _ in range(4))
+    shape = (2, channels, 6, 4)
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    for shortcut in (None, *layouts(*shape)):
         _, *kept = _as_promised(KERNELS.normalize, x, mean, r, w, b, shortcut, name)
-    for t in layouts(*IMAGE):
+    for t in layouts(*shape):
         _as_promised(KERNELS.normalize, t, mean, r, w, b, None, name)
         for passes_on in (False, True):
             _as_promised(KERNELS.norm_gradient, t, *kept, r, w, name, passes_on)

@@ -54,7 +54,7 @@ def calls() -> None:
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
     activation.bits_gradient(*activation.bits(x, "relu"))
-    for channels in (64, 2048):
+    for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
         kept = batch_norm.normalize(x, vector, vector, vector, vector, x, "relu", None)
         batch_norm.gradient(*kept, vector, vector, "relu", None, True)

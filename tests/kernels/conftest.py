@@ -60,8 +60,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def poison(device: torch.device) -> None:
-    """Fill freed memory with NaN bytes, so that an entry that no program writes shows."""
+def poison(device: torch.device) -> Iterator[None]:
+    """Fill freed memory with NaN bytes, on a CPU new memory with NaN, so that an entry that no program writes shows."""
     if device.type == "cuda":
         blocks = [torch.full((1 << 20,), 0x7F, dtype=torch.uint8, device=device) for _ in range(64)]
         del blocks
+        yield
+        return
+    torch.use_deterministic_algorithms(True)  # which has PyTorch fill what `torch.empty` returns
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -31,6 +31,8 @@ SLOPED = [name for name in LEVELS if LEVELS[name]]
 # (rows, C): one row of the fewest channels, a half that is no power of two, a tile exactly and one row more, the tokens
 # of a ViT, three blocks of 32 columns and a half, many tiles of one program, the channels of a ViT, the most of ResNet.
 SHAPES = [(1, 16), (7, 48), (49, 64), (197, 96), (1000, 48), (33, 224), (49, 768), (3, 2048)]
+# Halves that are no multiple of 8, whose bits are packed in runs of four: one run, and more that are no power of two.
+ODD_EIGHTS = [(5, 8), (19, 24), (7, 40), (33, 72), (3, 216)]
 # float32 in another order, with approximate exponentials: of the magnitudes that are added, and of 1 for f's own.
 CLOSE = 2.0**-20
 # Called with lists of tensors, whose types no checker tells apart.
@@ -237,7 +239,7 @@ def check_restore(factors: list[B.Factor], dtype: torch.dtype, device: torch.dev
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES + ODD_EIGHTS)
 @pytest.mark.parametrize("whole", [True, False], ids=["row", "groups"])
 def test_a_norms_result_is_made_again(
     rows: int, columns: int, whole: bool, dtype: torch.dtype, device: torch.device
@@ -466,7 +468,7 @@ def check_normalize(monkeypatch: pytest.MonkeyPatch, norm: Norm, name: str) -> l
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(min(rows, 400), columns) for rows, columns in SHAPES])
+@pytest.mark.parametrize(("rows", "columns"), [(min(rows, 400), columns) for rows, columns in SHAPES + ODD_EIGHTS])
 def test_a_norm_a_shortcut_and_relu(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,11 +482,11 @@ def test_a_norm_a_shortcut_and_relu(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shortcut", [False, True], ids=["", "shortcut"])
+@pytest.mark.parametrize(("columns", "shortcut"), [(96, False), (96, True), (72, True)])
 def test_a_norm_and_every_function(
-    name: str, dtype: torch.dtype, shortcut: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, columns: int, dtype: torch.dtype, shortcut: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_normalize(monkeypatch, Norm(37, 96, dtype, device, shortcut), name)
+    check_normalize(monkeypatch, Norm(37, columns, dtype, device, shortcut), name)
 
 
 @pytest.mark.parametrize(("w", "b"), [(False, False), (True, False), (False, True)], ids=["plain", "no β", "no γ"])
@@ -567,6 +569,9 @@ def exact_gradient(g: Tensor, kept: list[Tensor], norm: Norm, name: str) -> tupl
         (1, 16, "", True), (7, 48, "relu", False), (49, 64, "relu", True), (197, 96, "gelu", False),
         (400, 48, "relu", True), (33, 224, "relu6", False), (49, 768, "silu", True), (3, 2048, "relu", True),
         (19, 64, "hardswish", False), (19, 64, "gelu_tanh", True), (49, 96, "", False), (19, 96, "gelu", True),
+        # And over those of `ODD_EIGHTS`.
+        (5, 8, "relu", True), (19, 24, "relu", False), (7, 40, "hardswish", True), (33, 72, "silu", False),
+        (33, 72, "relu6", True), (3, 216, "", True), (5, 8, "", False), (3, 216, "relu", False),
     ],
 )  # fmt: skip
 def test_a_norms_gradients(

@@ -22,16 +22,17 @@ from .dispatch import FUNCTIONS
 from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 
-# A tile is (ROWS, EIGHTS, 8) elements of each half of the channels; bits are packed by eight neighbours.
+# A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
+# multiple of 8; bits are packed as in `saved.Bits`.
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, EIGHTS: tl.constexpr):
-    """Of a half of the channels: offsets in eights, the eights, the channels, and masks of eights and channels."""
-    k = tl.arange(0, 8)[None, None, :]
-    eighth = tl.arange(0, EIGHTS)
-    whole = (eighth < HALF // 8)[None, :]
-    return k, eighth, (eighth * 8)[None, :, None] + k, whole, whole[:, :, None] & (k >= 0)
+def _columns(HALF: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
+    """Of a half of the channels: offsets in runs, the runs, the channels, and masks of runs and channels."""
+    k = tl.arange(0, RUN)[None, None, :]
+    run = tl.arange(0, RUNS)
+    whole = (run < HALF // RUN)[None, :]
+    return k, run, (run * RUN)[None, :, None] + k, whole, whole[:, :, None] & (k >= 0)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _lines(block, rows, live, ROWS: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
-    """A vector over channels in float32, (1, EIGHTS, 8), or the number ELSE."""
+    """A vector over channels in float32, (1, RUNS, RUN), or the number ELSE."""
     if HAS:  # noqa: SIM108
         found = tl.load(t + at, mask=live, other=0).to(tl.float32)
     else:
@@ -65,20 +66,20 @@ def _normal_half(x, mean, r, w, b, shortcut, row_at, at, inside, SHORTCUT: tl.co
 
 @triton.jit
 def _open_bits(v, k, F: tl.constexpr):
-    """Whether f passes a gradient at v, eight neighbours per byte."""
+    """Whether f passes a gradient at v, the bits of a run in one number."""
     return tl.sum(tl.where(is_closed(v, F), 0, 1) << k, axis=2)
 
 
 @triton.jit
 def _normalize_kernel(
     x, mean, r, w, b, shortcut, y, codes, scale, marks, rows, blocks, programs,
-    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, SHORTCUT: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, SHORTCUT: tl.constexpr,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
     WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """MARKS is 0 for none, 1 for bits, 4 for derivatives."""
     HALF: tl.constexpr = C // 2
-    k, eighth, at, whole, live = _columns(HALF, EIGHTS)
+    k, run, at, whole, live = _columns(HALF, RUNS, RUN)
     r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
     mean_l, mean_h = tl.load(mean + at, mask=live, other=0), tl.load(mean + HALF + at, mask=live, other=0)
     w_l, w_h = _channels(w, at, live, HAS_W, 1.0), _channels(w, at + HALF, live, HAS_W, 1.0)
@@ -93,9 +94,13 @@ def _normalize_kernel(
         packed = pair(normal_l, normal_h, inverse[:, None, None])
         tl.store(codes + place * HALF + at, packed, mask=inside)
         if MARKS == 1:
-            byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + eighth[None, :]
-            tl.store(marks + byte, _open_bits(v_l, k, F).to(tl.uint8), mask=there & whole)
-            tl.store(marks + byte + HALF // 8, _open_bits(v_h, k, F).to(tl.uint8), mask=there & whole)
+            byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + run[None, :]
+            if RUN == 8:
+                tl.store(marks + byte, _open_bits(v_l, k, F).to(tl.uint8), mask=there & whole)
+                tl.store(marks + byte + HALF // 8, _open_bits(v_h, k, F).to(tl.uint8), mask=there & whole)
+            else:
+                both = _open_bits(v_l, k, F) | (_open_bits(v_h, k, F) << 4)
+                tl.store(marks + byte, both.to(tl.uint8), mask=there & whole)
         if MARKS == 4:
             line = row[:, None, None]
             v_l, slope_l = with_slope(v_l, F)
@@ -111,15 +116,17 @@ def _normalize_kernel(
 
 @triton.jit
 def _behind(
-    g, marks, row, place, at, eighth, there, whole, inside, half: tl.constexpr, C: tl.constexpr, MARKS: tl.constexpr,
-    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
+    g, marks, row, place, at, run, there, whole, inside, half: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
+    MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the argument of f, of one half of the channels."""
     HALF: tl.constexpr = C // 2
     found = tl.load(g + place * C + half * HALF + at, mask=inside, other=0)
     if MARKS == 1:
-        byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + half * (HALF // 8) + eighth[None, :]
-        passed = tl.load(marks + byte, mask=there & whole, other=0).to(tl.int32)[:, :, None] >> (at % 8)
+        before: tl.constexpr = half * (HALF // 8) if RUN == 8 else 0
+        lowest: tl.constexpr = 0 if RUN == 8 else 4 * half
+        byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + before + run[None, :]
+        passed = tl.load(marks + byte, mask=there & whole, other=0).to(tl.int32)[:, :, None] >> (at % RUN + lowest)
         # Not a product: where f' is 0 an infinite gradient must become 0.
         found = tl.where((passed & 1) != 0, found, 0.0)
     if MARKS == 4:
@@ -132,22 +139,22 @@ def _behind(
 @triton.jit
 def _sums_kernel(
     g, codes, scale, marks, passed_on, sums, rows, blocks, programs,
-    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr, PASS_ON: tl.constexpr,
-    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
+    PASS_ON: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets g f', for the shortcut."""
     HALF: tl.constexpr = C // 2
-    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
-    g_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
-    g_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
-    gx_l = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
-    gx_h = tl.zeros((ROWS, EIGHTS, 8), tl.float32)
+    _, run, at, whole, live = _columns(HALF, RUNS, RUN)
+    g_l = tl.zeros((ROWS, RUNS, RUN), tl.float32)
+    g_h = tl.zeros((ROWS, RUNS, RUN), tl.float32)
+    gx_l = tl.zeros((ROWS, RUNS, RUN), tl.float32)
+    gx_h = tl.zeros((ROWS, RUNS, RUN), tl.float32)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
         row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-        low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
-        high = _behind(g, marks, row, place, at, eighth, there, whole, inside, 1, C, MARKS, FIRST, PER_ONE, WIDE)
+        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
         if PASS_ON:
             tl.store(passed_on + place * C + at, low.to(g.dtype.element_ty), mask=inside)
             tl.store(passed_on + place * C + HALF + at, high.to(g.dtype.element_ty), mask=inside)
@@ -156,8 +163,8 @@ def _sums_kernel(
         g_h += high
         gx_l += low * (low_codes(packed) * step)
         gx_h += high * (high_codes(packed) * step)
-    own = sums + tl.program_id(0) * (2 * C) + (eighth * 8)[:, None] + tl.arange(0, 8)[None, :]
-    valid = (eighth < HALF // 8)[:, None] & (tl.arange(0, 8) >= 0)[None, :]
+    own = sums + tl.program_id(0) * (2 * C) + (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    valid = (run < HALF // RUN)[:, None] & (tl.arange(0, RUN) >= 0)[None, :]
     tl.store(own, tl.sum(g_l, axis=0), mask=valid)
     tl.store(own + HALF, tl.sum(g_h, axis=0), mask=valid)
     tl.store(own + C, tl.sum(gx_l, axis=0), mask=valid)
@@ -179,12 +186,12 @@ def _total_kernel(parts, sums, count, N: tl.constexpr, COLUMNS: tl.constexpr, RO
 @triton.jit
 def _gradient_kernel(
     g, codes, scale, marks, sums, r, w, g_x, rows, blocks, programs, share,
-    C: tl.constexpr, EIGHTS: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr, HAS_W: tl.constexpr,
-    FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
+    HAS_W: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
     HALF: tl.constexpr = C // 2
-    _, eighth, at, whole, live = _columns(HALF, EIGHTS)
+    _, run, at, whole, live = _columns(HALF, RUNS, RUN)
     f_l = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
     f_h = tl.load(r + HALF + at, mask=live, other=0) * _channels(w, at + HALF, live, HAS_W, 1.0)
     m_l = tl.load(sums + at, mask=live, other=0) * share * f_l
@@ -195,8 +202,8 @@ def _gradient_kernel(
         row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-        low = _behind(g, marks, row, place, at, eighth, there, whole, inside, 0, C, MARKS, FIRST, PER_ONE, WIDE)
-        high = _behind(g, marks, row, place, at, eighth, there, whole, inside, 1, C, MARKS, FIRST, PER_ONE, WIDE)
+        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
         low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
         high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
         tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
@@ -212,12 +219,14 @@ class Tiling:
     stages: int
     warps: int = 4
 
-    def cut(self, channels: int, rows: int, device: torch.device) -> tuple[int, int, int, int]:
-        """(eighths of a half, rows per tile, tiles, programs)."""
-        eighths = power_of_2(channels // 16)
-        each = max(1, self.entries // (8 * eighths))
+    def cut(self, channels: int, rows: int, device: torch.device) -> tuple[dict[str, int], int, int]:
+        """The constants of a tile, the number of tiles, and that of programs."""
+        run = 8 if channels % 16 == 0 else 4
+        runs = power_of_2(channels // (2 * run))
+        each = max(1, self.entries // (run * runs))
         blocks = cdiv(rows, each)
-        return eighths, each, blocks, min(blocks, self.waves * multiprocessors(device))
+        constants = {"RUNS": runs, "RUN": run, "ROWS": each}
+        return constants, blocks, min(blocks, self.waves * multiprocessors(device))
 
 
 # Measured on an H200 (docs/memory.md). Each program of the sums writes two numbers per channel: few programs where
@@ -251,7 +260,7 @@ def normalize(
     """BatchNorm, residual and activation in one kernel: y = f(γ x̂ + β + shortcut), and all that backward needs.
 
     Args:
-        x: (rows, C), contiguous, C a multiple of 16.
+        x: (rows, C), contiguous, C a multiple of 8.
         mean, r: mean and 1/standard deviation, (C,) float32.
         w, b: γ and β, (C,) or None.
         shortcut: as x, or None.
@@ -269,9 +278,9 @@ def normalize(
     codes = torch.empty(rows, 1, channels // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
     marks = torch.empty(rows, channels * kept["MARKS"] // 8, dtype=torch.uint8, device=x.device)
-    eighths, each, blocks, programs = tiling.cut(channels, rows, x.device)
-    constants = kept | {
-        "C": channels, "EIGHTS": eighths, "ROWS": each, "F": FUNCTIONS[name], "SHORTCUT": shortcut is not None,
+    tile, blocks, programs = tiling.cut(channels, rows, x.device)
+    constants = kept | tile | {
+        "C": channels, "F": FUNCTIONS[name], "SHORTCUT": shortcut is not None,
         "HAS_W": w is not None, "HAS_B": b is not None, "WIDE": is_wide(x.numel()), "STAGES": tiling.stages,
     }  # fmt: skip
     tensors = (x, mean, r, *(x if t is None else t for t in (w, b, shortcut)), y, codes, scale, marks)
@@ -299,11 +308,9 @@ def gradient(
     rows, channels = g.shape
     sums_tiling, tiling = sums_tiling or _sums_tiling(channels), tiling or _gradient_tiling(channels)
     passed_on = torch.empty_like(g) if passes_on else g.new_empty(0)
-    eighths, each, blocks, programs = sums_tiling.cut(channels, rows, g.device)
+    tile, blocks, programs = sums_tiling.cut(channels, rows, g.device)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)
-    constants = _marks(name, levels) | {
-        "C": channels, "EIGHTS": eighths, "ROWS": each, "WIDE": is_wide(g.numel()), "STAGES": sums_tiling.stages,
-    }  # fmt: skip
+    constants = _marks(name, levels) | tile | {"C": channels, "WIDE": is_wide(g.numel()), "STAGES": sums_tiling.stages}
     tensors = (g, codes, scale, marks, passed_on, parts)
     case = (
         g.device, rows, programs, passes_on, tuple(t.dtype for t in tensors), aligned(*tensors),
@@ -320,8 +327,8 @@ def gradient(
     )  # fmt: skip
     # Behind f already, where it is there.
     source, marked = (passed_on, 0) if passes_on else (g, constants["MARKS"])
-    eighths, each, blocks, programs = tiling.cut(channels, rows, g.device)
-    constants |= {"EIGHTS": eighths, "ROWS": each, "MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
+    tile, blocks, programs = tiling.cut(channels, rows, g.device)
+    constants |= tile | {"MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
     g_x = torch.empty_like(g)
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))

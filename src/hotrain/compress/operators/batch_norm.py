@@ -74,7 +74,7 @@ def is_fused(x: Tensor, name: str = "") -> bool:
     """Whether the kernels support batch norm of x with the activation function of that name ("" for none)."""
     in_rows = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     channels = x.shape[1]
-    fits = in_rows and name in FUNCTIONS and channels % 16 == 0 and channels <= _MOST_CHANNELS
+    fits = in_rows and name in FUNCTIONS and channels % 8 == 0 and channels <= _MOST_CHANNELS
     return fits and supported(x.device, x.dtype)
 
 
