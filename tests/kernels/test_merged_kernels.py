@@ -321,6 +321,33 @@ def test_choices_are_only_made_where_the_model_must_not_become_slower(device: to
         assert not traced.calls("backward", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
+class Masked(Block):
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        tokens = torch.arange(x.shape[1], device=x.device)
+        mask = (tokens[:, None] >= tokens[None, :])[None, None]
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def test_attention_with_a_mask_can_be_kept_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd gives its backward the metadata of the mask's nodes, which are forward's first."""
+    torch.manual_seed(0)
+    model, x = Masked(False).to(device).train(), torch.randn(4, 96, WIDTH, device=device)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "exact", memory="block")
+    kept: dict[str, Any] = {}
+
+    def choose(gm: torch.fx.GraphModule) -> None:
+        kept.update(choosing.choose(gm.graph, ROOFS, -1e3))
+        choosing.forget(gm.graph)
+        gm.recompile()
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    got = step(Traced(model).call, model, x, False)
+    assert kept["scaled_dot_product_attention"] == (1, 1)
+    assert difference(got, want) < 0.1
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

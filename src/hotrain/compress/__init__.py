@@ -11,5 +11,6 @@ checkpointing, offload    activation checkpointing of blocks, and offloading to 
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
 eager                     saved-tensor hooks for functions without an operator of their own
 compiled, graph           the same for compiled graphs, as a pass behind PyTorch's partitioner
-choosing, fusing          what a compiled step keeps exact to be fast, and kernels merged with what is around them
+choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
+fusing                    kernels of a compiled step merged with what is around them
 """

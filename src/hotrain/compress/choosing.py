@@ -246,11 +246,10 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], others: list[Node]) -> Candidate | None:
     args: Any = node.args
-    g, q, k, _, _, _, dropout, causal, scale, _, wants_mask = args
-    number = _note(node, ATTENTION)
+    g, q, k, _, _, _, dropout, causal, scale, _, wants_mask, number = args
     both = [n for target in _BACKWARD for n in graph.find_nodes(op="call_function", target=target)]
     forward = next((n for n in both if _note(n, ATTENTION) == number), None)
-    if forward is None or number is None or wants_mask:
+    if forward is None or wants_mask:
         return None
     given: Any = forward.args
     tensors = [*given[:3], _part(graph, forward, 0)]

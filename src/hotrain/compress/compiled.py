@@ -169,9 +169,10 @@ def compress(
     for base, group in groups.items():
         for node in filter(halves.is_needed, filter(_is_large, group)):
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
-            if fast and form == rules.FORM[rules.VALUE] and node.meta["val"].dtype.itemsize == 2:
-                # The codes are half the bytes, and the largest element of each group is a pass of its own.
-                form, why = "", "faster so; plan='memory' compresses it"
+            if fast and form == rules.FORM[rules.VALUE]:
+                # To find the largest element of each group is a pass of its own; a cast is none.
+                form = "bfloat16" if node.meta["val"].dtype == torch.float32 else ""
+                why = why if form else "faster so; plan='memory' compresses it"
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
             elif base in others:

@@ -74,7 +74,7 @@ _EXACT: dict[Any, Callable[[Node], int]] = {
 REPLACING = tuple(target for target, nbytes in _EXACT.items() if target not in (
     _ops.keep_codes.default, _ops.restore_codes.default,
 ))  # fmt: skip
-"""Operators that stand in the place of exact ones."""
+"""Operators that replace exact ones."""
 
 
 def excess(node: Node, roofs: Roofs) -> float:

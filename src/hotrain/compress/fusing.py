@@ -263,7 +263,7 @@ def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kw
     made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
     made.meta["val"] = _computed(made)
     if made.meta.pop("eager_input_vals", None) is not None:
-        # What Inductor lays the arguments of a custom operator out by: those of `like` have other places.
+        # From it Inductor takes the strides of a custom operator's arguments; those of `like` are others.
         made.meta["eager_input_vals"] = tuple(
             map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
         )

@@ -208,7 +208,7 @@ def _gradients(
     q, k and v are dequantized, heads of k and v repeated as `_copies` says; bias is the mask as numbers; dropped are
     the output, seed and offset of forward under dropout, else empty.
     """
-    dropout, causal, scale, kind, wants_mask = args
+    dropout, causal, scale, kind, wants_mask, _ = args
     out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
     if dropout:
         out, seed, offset = dropped
@@ -322,8 +322,9 @@ class Attention(torch.autograd.Function):
         run = _gradients if not under_dispatch_mode() else torch.ops.hotrain.attention_gradients
         wants_mask = ctx.needs_input_grad[3]
         bias = _bias(mask, q, k, kind)
-        with rematerialize.noted(rematerialize.ATTENTION, ctx.number):
-            g_q, g_k, g_v, g_mask = run(g, q, k, v, bias, [*out, *seed], dropout, causal, scale, kind, wants_mask)
+        # The number is an argument: AOTAutograd gives nodes of backward the metadata of one of forward's.
+        rest = (dropout, causal, scale, kind, wants_mask, ctx.number)
+        g_q, g_k, g_v, g_mask = run(g, q, k, v, bias, [*out, *seed], *rest)
         grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask if wants_mask else None
         return *once("attention", grads, g, mask), *[None] * 6
 
@@ -334,7 +335,7 @@ class Attention(torch.autograd.Function):
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _lib.define(
     "attention_gradients(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor[] dropped, float dropout, "
-    "bool causal, float scale, str kind, bool wants_mask) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool causal, float scale, str kind, bool wants_mask, int number) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.impl("attention_gradients", _gradients, "CompositeExplicitAutograd")
 
