@@ -10,7 +10,7 @@ from timm.utils import AverageMeter, ModelEmaV3
 import hotrain  # the first line
 
 
-def main(name: str = "vit_base_patch16_224", size: int = 224, batch: int = 4, epochs: int = 2, **model_args) -> float:
+def main(name: str = "test_vit", size: int = 160, batch: int = 4, epochs: int = 2, **model_args) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = timm.create_model(name, num_classes=10, **model_args).to(device)
     hotrain.convert(model)  # the second line: after the model is on its device, before it is compiled

@@ -8,10 +8,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 from hotrain.integrations.transformers import HadamardCallback
 from hotrain.train.text import load_tsv, pretrained_tokenizer
 
-DULL, WARM = (
-    "a dull , lifeless film without a reason to exist",
-    "a warm , funny and moving story , a joy to watch",
-)
+DULL, WARM = "a dull , lifeless film without a reason to exist", "a warm , funny and moving story , a joy to see"
 
 
 def main(folder: str, tsv: str | None = None, name: str | None = None) -> Trainer:
