@@ -240,13 +240,19 @@ def test_documents_and_headings_that_code_points_to_exist() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.usefixtures("timm")  # with it transformers and Lightning import beside a CPU-only PyTorch
 def test_names_that_documents_use_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for dotted in sorted(set(re.findall(r"\bhotrain((?:\.[A-Za-z_]\w*)+)", text)) - {".egg"}):
         value: object = hotrain
         for part in dotted.split(".")[1:]:
             if not hasattr(value, part):
-                importlib.import_module(f"{value.__name__}.{part}")  # type: ignore[attr-defined]
+                try:
+                    importlib.import_module(f"{value.__name__}.{part}")  # type: ignore[attr-defined]
+                except ImportError as error:
+                    if "is not installed; pip install" not in str(error):
+                        raise
+                    break  # an integration whose library is missing here
             value = getattr(value, part)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(hotrain.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # The rooms that everything else is built on, and those that may use them but are never used by them.
-OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes")
+OUTER = ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain.integrations", "hotrain_recipes")
 CORE_MAY_IMPORT = {"torch", "numpy"}
 # The exceptions: what is imported only for a model that brought transformers, and only where a kernel is to run.
 ALSO = {"hotrain.nn.hf": {"transformers"}, "hotrain.kernels": {"triton"}}
@@ -33,11 +33,13 @@ OUTER_MAY_IMPORT = {
         "rich",
     },
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
+    "hotrain.integrations": {"torch", "transformers", "accelerate", "lightning", "pytorch_lightning"},
     "hotrain.plotting": {"torch", "numpy", "matplotlib", "mpl_toolkits", "jinja2", "markupsafe"},
 }
 MAY_USE = {
     "hotrain.train": {"hotrain.train"},
     "hotrain.plotting": {"hotrain.plotting"},
+    "hotrain.integrations": {"hotrain.integrations"},
     "hotrain.cli": {"hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain_recipes"},
 }
 
@@ -185,7 +187,7 @@ def test_no_circles() -> None:
 
 @pytest.mark.parametrize("path", OUTER_FILES, ids=dotted)
 def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> None:
-    """The command line knows all; train and plotting know nobody else."""
+    """The command line knows all; train, plotting and integrations know nobody else."""
     own = room(dotted(path))
     used = {room(module) for module, _ in imports(path) if is_outer(module)}
     used = {"hotrain_recipes" if u.startswith("hotrain_recipes") else u for u in used}

@@ -12,6 +12,7 @@ import pytest
 # What the library uses somewhere, and what those bring along: none of it may come with `import hotrain`.
 HEAVY = [
     "timm", "torchvision", "transformers", "peft", "accelerate", "typer", "rich", "click", "matplotlib", "jinja2",
+    "lightning", "torchao",
     "sklearn", "scipy", "PIL", "safetensors", "huggingface_hub", "yaml", "tqdm", "triton", "torch._inductor",
 ]  # fmt: skip
 
@@ -59,7 +60,11 @@ def test_the_outer_rooms_and_the_questions_wait_until_asked() -> None:
     """`hotrain.calibrate` and the audit are there by name at once, and loaded when first used."""
     new = probe("dir(hotrain)")["new"]
     assert not [
-        n for n in new if n.startswith(("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain.analysis"))
+        n
+        for n in new
+        if n.startswith(
+            ("hotrain.train", "hotrain.cli", "hotrain.plotting", "hotrain.integrations", "hotrain.analysis")
+        )
     ]
     asked = probe("hotrain.saved_bytes, hotrain.cost, hotrain.fidelity, hotrain.plan, hotrain.calibrate")["new"]
     assert "hotrain.audit.saved_bytes" in asked

@@ -568,3 +568,17 @@ def test_shared_inputs_are_printed_by_layer_and_variant(records: ModuleType, tmp
     )
     assert "| error of g_w | memory=linear | memory=block |" in records.shared_inputs(tmp_path)
     assert "| fc1 | 0.233 | 0.609 |" in records.shared_inputs(tmp_path)
+
+
+def test_a_stage_that_failed_is_printed_with_its_error(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/compatibility.py`" in records.compatibility(tmp_path)
+    stages = {"convert": "", "export": "RuntimeError: no"}
+    more = {"library": "timm", "stages": stages, "converted": 3, "kept": 1}
+    write(
+        tmp_path / "compatibility.jsonl",
+        bench("compatibility", "a", "hotrain", None, kept_bytes=1, exact_bytes=4, **more),
+        bench("compatibility", "b", "hotrain", None, kept_bytes=None, exact_bytes=None, **more),
+    )
+    text = records.compatibility(tmp_path)
+    assert "| timm | `a` | 3 + 1 | 0.25 | yes | RuntimeError: no |" in text
+    assert "| timm | `b` | 3 + 1 | – | yes | RuntimeError: no |" in text

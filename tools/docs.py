@@ -311,6 +311,12 @@ def step_figures() -> str:
     )
 
 
+def example(name: str) -> str:
+    """A file of ``examples/``, as a block of Python."""
+    text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+    return f"```python\n{text.strip()}\n```"
+
+
 def figures() -> dict[Path, str]:
     """The files that documents embed, and what is in them."""
     from hotrain.plotting.steps import draw_steps
@@ -344,6 +350,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "curves": records.curves,
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
+    "compatibility": records.compatibility,
+    "example": example,
     "accuracy": records.accuracy,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,

@@ -383,6 +383,27 @@ def shared_inputs(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*What this costs g_w, layer by layer, is not recorded yet.*"
 
 
+def compatibility(folder: Path = RESULTS) -> str:
+    """What models of other libraries went through, a line a record of ``benchmarks/compatibility.py``."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("compatibility", folder)):
+        stages = list(rows[0]["stages"])
+        lines = []
+        for row in rows:
+            sizes = row.get("kept_bytes"), row.get("exact_bytes")
+            share = f"{sizes[0] / sizes[1]:.2f}" if None not in sizes else "–"
+            cells = [
+                row["library"],
+                f"`{row['subject']}`",
+                f"{row.get('converted', '–')} + {row.get('kept', '–')}",
+                share,
+            ]
+            lines.append([*cells, *(row["stages"].get(stage) or "yes" for stage in stages)])
+        headers = ["library", "model", "layers: converted + exact", "kept for backward, × exact", *stages]
+        tables.append(_conditions(run[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/compatibility.py` runs twenty models.*"
+
+
 STEP_BASELINE = "exact+compile"
 STEP_GRAPHS = "exact+graphs"
 STEP_BYTES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -226,9 +227,10 @@ def chosen(gains: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     model, x = models(False, device)
     kept: dict[str, Any] = {}
 
-    def choose(gm: torch.fx.GraphModule) -> None:
-        kept.update(choosing.choose(gm.graph, ROOFS, gains))
+    def choose(gm: torch.fx.GraphModule) -> float:
+        kept.update(choosing.choose(gm.graph, ROOFS, gains)[0])
         gm.recompile()
+        return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
     traced = Traced(model)
@@ -262,10 +264,11 @@ def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     want = step(model, model, x, False)
     hotrain.convert(model, "hq8", plan="memory")
 
-    def choose(gm: torch.fx.GraphModule) -> None:
-        assert choosing.choose(gm.graph, ROOFS, -1e3)["scaled_dot_product_attention"] == (2, 2)
+    def choose(gm: torch.fx.GraphModule) -> float:
+        assert choosing.choose(gm.graph, ROOFS, -1e3)[0]["scaled_dot_product_attention"] == (2, 2)
         gm.graph.lint()
         gm.recompile()
+        return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
     traced = Traced(model)
@@ -292,7 +295,9 @@ def test_the_report_names_no_format_that_did_not_run(device: torch.device, monke
 def test_nothing_is_chosen_for_a_graph_of_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask a symbolic size for its number would specialize the graph."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(compiled, "_choose", lambda gm: found.append(choosing.choose(gm.graph, ROOFS, -1e3)))
+    monkeypatch.setattr(
+        compiled, "_choose", lambda gm: found.append(choosing.choose(gm.graph, ROOFS, -1e3)[0]) or math.inf
+    )
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU()).to(device).train()  # a Linear specializes its batch
     hotrain.convert(model, "exact", memory="block")
     x = torch.randn(4, 96, WIDTH, device=device)
@@ -337,10 +342,11 @@ def test_attention_with_a_mask_can_be_kept_exact(device: torch.device, monkeypat
     hotrain.convert(model, "exact", memory="block")
     kept: dict[str, Any] = {}
 
-    def choose(gm: torch.fx.GraphModule) -> None:
-        kept.update(choosing.choose(gm.graph, ROOFS, -1e3))
+    def choose(gm: torch.fx.GraphModule) -> float:
+        kept.update(choosing.choose(gm.graph, ROOFS, -1e3)[0])
         choosing.forget(gm.graph)
         gm.recompile()
+        return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
     got = step(Traced(model).call, model, x, False)
@@ -380,10 +386,11 @@ def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
     torch._dynamo.reset()
     kept: dict[str, Any] = {}
 
-    def choose(gm: torch.fx.GraphModule) -> None:
-        kept.update(choosing.choose(gm.graph, ROOFS, -1e3))
+    def choose(gm: torch.fx.GraphModule) -> float:
+        kept.update(choosing.choose(gm.graph, ROOFS, -1e3)[0])
         choosing.forget(gm.graph)
         gm.recompile()
+        return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
     exact_inputs = Traced(model)
@@ -432,10 +439,11 @@ def test_a_cost_without_a_measurement_is_bytes(device: torch.device, monkeypatch
     x = torch.randn(4, 96, WIDTH, device=device)
     found: list[float] = []
 
-    def choose(gm: torch.fx.GraphModule) -> None:
+    def choose(gm: torch.fx.GraphModule) -> float:
         for name in ("keep_codes", "restore_codes"):
             nodes = gm.graph.find_nodes(op="call_function", target=getattr(torch.ops.hotrain, name).default)
             found.extend(costs.excess(node, ROOFS) for node in nodes)
+        return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
     with torch.autocast(device.type, torch.bfloat16):
@@ -444,3 +452,30 @@ def test_a_cost_without_a_measurement_is_bytes(device: torch.device, monkeypatch
     groups = elements // 64
     one = 1e3 * (elements * 2 + elements / 2 + groups * 2) / ROOFS.copy
     assert found == pytest.approx([one] * 4)
+
+
+class Sines(nn.Module):
+    """A function without an operator of hotrain's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.sin(self.one(x)))
+
+
+@pytest.mark.parametrize("left", [math.inf, 0.0])
+def test_formulas_quantize_as_much_as_there_is_time_for(
+    left: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what backward reads of the sine's argument crosses the cut as it is."""
+    torch.manual_seed(0)
+    model, x = Sines().to(device).train(), torch.randn(4, 96, WIDTH, device=device)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "exact", memory="block")
+    monkeypatch.setattr(compiled, "_choose", lambda gm: choosing.forget(gm.graph) and left)
+    traced = Traced(model)
+    assert difference(step(traced.call, model, x, False), want) < 0.1
+    places = traced.graphs["backward"].graph.find_nodes(op="placeholder")
+    assert any("_codes_0" in node.name for node in places) == (left > 0)

@@ -13,6 +13,7 @@ are fitted to profiles of ViT-B, DeiT-S and GPT-2 on an H200.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ..planning import Roofs
 from . import costs
 from .formats import is_static
 from .fusing import called
-from .rematerialize import ATTENTION, CUSTOM, PACKED
+from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
 
 _aten = torch.ops.aten
 _MOVES = (
@@ -49,6 +50,7 @@ _NAMES = {
     _aten.bmm.default: "matmul",
 }
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
+_INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
 _MARGIN = 1.15  # of costs, since alone on the device operators are faster than in a step
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
 
@@ -87,7 +89,7 @@ class Reading:
     keepers: set[Node]
 
 
-def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int]]:
+def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[int, int]], float]:
     """Keep exact what the step has no time for, in place.
 
     Args:
@@ -96,16 +98,17 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
         gains: ms of a step that converted layers are faster than exact ones.
 
     Returns:
-        Operator → how many of its calls are kept exact, of how many; nothing for a graph whose sizes change from call
-        to call.
+        Operator → how many of its calls are kept exact, of how many, and the ms that are left for more packing;
+        nothing, and infinity, for a graph whose sizes change from call to call.
     """
     places = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     if not all(is_static(t) if isinstance(t, Tensor) else not isinstance(t, torch.SymInt) for t in places):
-        return {}
+        return {}, math.inf
     graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
     spent = [*(c.ms for c in found), *fixed]
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
+    late -= _interpolation(graph, roofs)
     counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
     for candidate in sorted(found, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
         if late <= 0 or candidate.ms <= 0:
@@ -115,7 +118,17 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> dict[str, tuple[int, int
         exact, of = counts[candidate.what]
         counts[candidate.what] = exact + 1, of
     graph.eliminate_dead_code()
-    return {what: count for what, count in counts.items() if count[0]}
+    return {what: count for what, count in counts.items() if count[0]}, -late
+
+
+def _interpolation(graph: Graph, roofs: Roofs) -> float:
+    """ms that backward of bilinear interpolations is faster as matrix products."""
+    largest: dict[int, int] = {}
+    for node in graph.nodes:
+        number = _note(node, FASTER)
+        if number is not None:
+            largest[number] = max(largest.get(number, 0), _numel(node))
+    return 1e3 * _INTERPOLATION_GAIN * sum(largest.values()) / roofs.copy
 
 
 def forget(graph: Graph) -> bool:

@@ -14,6 +14,7 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,10 @@ from .graph import KEY, entries
 
 _inductor = inductor()
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view"))
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_QUANTIZED = rules.FORM[rules.VALUE]
+_FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
 _regions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -99,32 +103,39 @@ def partition(
         The graphs of forward and backward.
     """
     inner = inner or _inductor.cut
-    fast = _choose(gm)
+    left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
-        compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or (), fast)
+        compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or (), left)
         for half in (forward, backward):
+            _write_as_matrices(half.graph)
             if fusing.fuse(half.graph):
                 half.graph.lint()
                 half.recompile()
     return forward, backward
 
 
-def _choose(gm: GraphModule) -> bool:
-    """Keep exact what a model that must not become slower has no time for, and record it; whether it is such a one."""
-    fast = False
+def _choose(gm: GraphModule) -> float:
+    """Keep exact what a model that must not become slower has no time for, and record it.
+
+    Returns:
+        How many elements may be packed by formulas in the time that is left.
+    """
+    elements = math.inf
     names = {_region(node) for node in gm.graph.nodes} & set(_regions)
     for buffers in (_regions[name] for name in names):
         roofs = _device_roofs(gm) if buffers.must_not_lose and len(names) == 1 else None
-        fast = fast or roofs is not None
-        kept = {} if roofs is None else choosing.choose(gm.graph, roofs, buffers.gains())
+        if roofs is None:
+            continue
+        kept, ms = choosing.choose(gm.graph, roofs, buffers.gains())
+        elements = max(ms, 0.0) * 1e-3 * roofs.copy / _FORMULA
         for what, (exact, of) in kept.items():
             if exact == of:
                 buffers.served.pop(what, None)  # nothing is saved in the format that was recorded
             buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
-    if choosing.forget(gm.graph) or fast:
+    if choosing.forget(gm.graph) or elements < math.inf:
         gm.recompile()
-    return fast
+    return elements
 
 
 def _device_roofs(gm: GraphModule) -> Roofs | None:
@@ -135,7 +146,7 @@ def _device_roofs(gm: GraphModule) -> Roofs | None:
 
 
 def compress(
-    forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = (), fast: bool = False
+    forward: GraphModule, backward: GraphModule, results: int, static: Sequence[int] = (), left: float = math.inf
 ) -> None:
     """Replace tensors that forward saves for backward by codes, in place, and record the result for the report.
 
@@ -144,7 +155,7 @@ def compress(
         backward: the graph of backward.
         results: how many of forward's first outputs are for its caller.
         static: positions of forward's arguments that are parameters.
-        fast: whether the step must not become slower.
+        left: how many elements may be quantized by formulas, so that the step does not become slower.
     """
     halves, account = _Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
@@ -160,7 +171,9 @@ def compress(
         found = made.uses(halves.arguments[node.name])
         factors = made.factors(halves.arguments[node.name]) if found.whole == rules.EXACT else None
         forms = None if factors is None else _cheaper(node, factors, halves.kept)
-        if forms:
+        elements = sum(entries(factor) for factor, form in forms.items() if form == _QUANTIZED) if forms else 0
+        if forms and elements <= left:
+            left -= elements
             account.add(node, found.names, "its derivative in " + _described(forms.values()), "")
             halves.replace_by_factors(node, forms)
             made = halves.uses()
@@ -169,10 +182,10 @@ def compress(
     for base, group in groups.items():
         for node in filter(halves.is_needed, filter(_is_large, group)):
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
-            if fast and form == rules.FORM[rules.VALUE]:
-                # To find the largest element of each group is a pass of its own; a cast is none.
+            if form == _QUANTIZED and entries(node) > left:
                 form = "bfloat16" if node.meta["val"].dtype == torch.float32 else ""
                 why = why if form else "faster so; plan='memory' compresses it"
+            left -= entries(node) if form == _QUANTIZED else 0
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
             elif base in others:
@@ -207,6 +220,18 @@ def _is_no_image(node: Node) -> bool:
     return value.is_floating_point() and _has_rows(node, value.shape[-1], 8)
 
 
+def _write_as_matrices(half: Graph) -> None:
+    """Let Inductor write what is no image, and is read as a matrix, in the layout of that matrix.
+
+    Where such a result reads many tensors, Inductor writes it in channels-last, and the matrix is a copy of it.
+    """
+    for node in half.nodes:
+        if node.target in _VIEWS and isinstance(node.args[0], Node) and node.meta["val"].dim() == 2:
+            source = node.args[0]
+            if source.op == "call_function" and not _is_view(source) and _is_no_image(source):
+                source.meta["inductor_realize_to_strides"] = True
+
+
 def _has_rows(node: Node, columns: int, depth: int) -> bool:
     """Whether a node's last axis is that of a matrix product's result, or of an operator over rows."""
     value = node.meta.get("val")
@@ -218,8 +243,15 @@ def _has_rows(node: Node, columns: int, depth: int) -> bool:
     if node.target in _MATRICES or str(node.target).startswith("hotrain."):
         return isinstance(value, Tensor) and value.shape[-1] == columns
     alike = (n for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.dim() > 1)
-    by_element = _is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    by_element = (
+        node.target in _VIEWS or _turns_nothing(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    )
     return by_element and any(_has_rows(n, columns, depth - 1) for n in alike if n.meta["val"].shape[-1] == columns)
+
+
+def _turns_nothing(node: Node) -> bool:
+    order: Any = node.args[1] if node.target is torch.ops.aten.permute.default else [1, 0]
+    return list(order) == sorted(order)
 
 
 def _made_of(half: Graph, parameters: set[Node]) -> set[Node]:

@@ -22,7 +22,7 @@ _EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
 _REPEATS = 5
 _CALLS = 4  # in one CUDA graph, so that its launch counts little
 
-_ops = torch.ops.hotrain
+_aten, _ops = torch.ops.aten, torch.ops.hotrain
 _measured: dict[str, tuple[float, float] | None] = {}
 
 
@@ -47,7 +47,19 @@ def _activate(node: Node) -> int:
 
 
 def _slope_gradient(node: Node) -> int:
-    return 3 * _size(node.args[0])
+    """The layer before sums the result for its bias, which `fusing` makes a part of the operator."""
+    return (3 + _is_summed(node)) * _size(node.args[0])
+
+
+def _is_summed(node: Node) -> bool:
+    """Whether an operator's first result is summed, as it is or as a matrix."""
+    waiting = [user for user in node.users if user.args[1] == 0]
+    while waiting:
+        users = waiting.pop().users
+        if any(user.target is _aten.sum.dim_IntList for user in users):
+            return True
+        waiting += [user for user in users if user.target in (_aten.view.default, _aten.reshape.default)]
+    return False
 
 
 def _normalize(node: Node) -> int:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from .. import backward
-from ..saved import Bits, Grouped, Levels, group_size
-from .formats import GROUPED
+from ..saved import Bits, Grouped, Levels, group_size, memory_order
+from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
+FASTER = "hotrain_faster"  # there: the number of an interpolation whose backward is a product
 PACKED = 0  # the number of a tensor that a formula packs
 
 _sources = itertools.count(PACKED + 1)
@@ -36,7 +37,8 @@ torch.library.register_fake("hotrain::marked", lambda t, number: t.clone(), lib=
 
 @torch.library.impl(_lib, "marked", "CompositeExplicitAutograd")
 def _marked(t: Tensor, number: int) -> Tensor:
-    """t itself, as a node by which `choosing` finds it, and which it removes; Inductor would remove an alias before."""
+    """t, by a node that `choosing` finds and removes; an alias would be removed by Inductor before. A custom operator
+    must not return its argument: where another partitioner runs, this is a copy."""
     return t.clone()
 
 
@@ -82,21 +84,26 @@ def restore(
 
 def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
-    traced = torch.fx.traceback.has_preserved_node_meta()
-    return form.keep(torch.ops.hotrain.marked(t, PACKED) if traced else t)
+    marks = torch.fx.traceback.has_preserved_node_meta() and _is_dense(t)
+    return form.keep(torch.ops.hotrain.marked(t, PACKED) if marks else t)
 
 
 def source(t: Tensor) -> tuple[Tensor, int | None]:
     """A tensor that is saved approximately, and its number for `in_place_of`; None in eager mode."""
-    if not torch.fx.traceback.has_preserved_node_meta():
+    if not torch.fx.traceback.has_preserved_node_meta() or not _is_dense(t):
         return t, None
     number = next(_sources)
     return in_place_of(number, t), number
 
 
+def _is_dense(t: Tensor) -> bool:
+    """Whether the marked tensor, a copy for tracers, has t's strides."""
+    return is_static(t) and t.permute(memory_order(t)).is_contiguous()
+
+
 def in_place_of(number: int | None, t: Tensor) -> Tensor:
     """What backward reads in the place of a `source`, of its shape and dtype: `choosing` may put the source there."""
-    if number is None:
+    if number is None or not _is_dense(t):
         return t
     return torch.ops.hotrain.marked(t, number)  # type: ignore[no-any-return]
 

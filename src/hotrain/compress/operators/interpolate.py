@@ -8,6 +8,7 @@ of G to four of g_X, which takes longer than all else in the head of a segmentat
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import once, outside_autocast
+from ..rematerialize import FASTER, noted
 from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed, wants_gradient
 
 
@@ -29,6 +31,7 @@ def _weights(before: int, after: int, scale: float | None, corners: bool | None,
     return found[0].to(like.dtype)
 
 
+_numbers = itertools.count()
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
@@ -40,7 +43,8 @@ class Interpolated(torch.autograd.Function):
         ctx.shape, ctx.scales, ctx.corners = x.shape, scales or [None, None], corners
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         how = {"mode": "bilinear", "align_corners": corners}
-        return F.interpolate(x, size, **how) if size else F.interpolate(x, scale_factor=scales, **how)  # type: ignore[arg-type]
+        with noted(FASTER, next(_numbers)):
+            return F.interpolate(x, size, **how) if size else F.interpolate(x, scale_factor=scales, **how)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,30 @@
+"""Fine-tune a Llama with LoRA (PEFT) and transformers' Trainer; convert before PEFT's adapters are added, or after."""
+
+import sys
+import tempfile
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hotrain.integrations.transformers import HadamardCallback
+
+
+def main(folder: str, order: str = "after") -> Trainer:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))  # or LlamaForCausalLM.from_pretrained(name)
+    callback = HadamardCallback()
+    if order == "before":
+        callback.convert(model)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    # In the order "after", the callback converts the base layers here; adapters stay exact in both.
+    examples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(128, (8, 64))]
+    arguments = TrainingArguments(folder, max_steps=2, logging_steps=1, per_device_train_batch_size=4, report_to="none")
+    trainer = Trainer(model, arguments, train_dataset=examples, callbacks=[callback])
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        print(main(folder, *sys.argv[1:]).state.log_history[-1])

@@ -1,0 +1,159 @@
+"""The examples run as they are, at toy size, and train what they say; docs/integrations.md shows each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hotrain
+import hotrain.train
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(?!hotrain)")
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def _fresh_accelerate() -> Iterator[None]:
+    """accelerate's state is the process's: the precision of one test would be that of the next."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def same_after_revert(model: nn.Module, inputs: dict[str, Any] | torch.Tensor) -> None:
+    """Inference of the converted model is the exact one's, to the bit."""
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            out = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        return out if isinstance(out, torch.Tensor) else out.logits
+
+    assert any(True for _ in hotrain.converted_layers(model))
+    model.eval()
+    before = logits()
+    hotrain.revert(model)
+    assert torch.equal(logits(), before)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short_and_in_the_document_and_run_here(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    document = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
+    assert f"<!-- generated: example {path.name} -->" in document
+    assert f'example("{path.stem}")' in Path(__file__).read_text(encoding="utf-8")
+
+
+def test_python_of_the_document_is_generated_from_examples() -> None:
+    document = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
+    assert len(EXAMPLES) >= 7
+    assert document.count("```python") == len(re.findall("<!-- generated: example ", document)) == len(EXAMPLES)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_a_bert_of_the_trainer(tmp_path: Path) -> None:
+    """It learns its two sentences; both entries of the log have the memory, the checkpoint loads into an exact BERT."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForSequenceClassification
+
+    trainer = example("transformers_text").main(str(tmp_path))
+    first, *_, last = trainer.state.log_history
+    assert first["hotrain/converted"] == 13
+    for log in (first, last):
+        assert 0 < log["hotrain/kept_mib"] < 0.7 * log["hotrain/kept_exact_mib"]
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-4").eval()
+    assert not list(hotrain.converted_layers(saved))
+    inputs = {"input_ids": torch.randint(259, (3, 20))}
+    trainer.model.eval()
+    with torch.no_grad():
+        assert torch.equal(saved(**inputs).logits, trainer.model(**inputs).logits)
+    same_after_revert(trainer.model, inputs)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize(("which", "converted"), [("vit", 13), ("segformer", 40)])
+def test_images_of_the_trainer(which: str, converted: int, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    trainer = example("transformers_images").main(str(tmp_path), which)
+    log = trainer.state.log_history[-1]
+    assert log["hotrain/converted"] == converted
+    assert log["hotrain/kept_mib"] < 0.5 * log["hotrain/kept_exact_mib"]
+    same_after_revert(trainer.model, {"pixel_values": torch.randn(2, 3, 64, 64)})
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("order", ["after", "before"])
+def test_lora_of_the_trainer_in_both_orders(order: str, tmp_path: Path) -> None:
+    """Bases are converted and save no input of their own; the adapters are trained, and they alone."""
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    trainer = example("transformers_lora").main(str(tmp_path), order)
+    assert trainer.state.log_history[-1]["hotrain/converted"] == 14
+    log = trainer.state.log_history[-1]
+    assert log["hotrain/kept_mib"] < 0.5 * log["hotrain/kept_exact_mib"]
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert len(trained) == 8
+    assert all(".lora_" in name for name in trained)
+    assert all(p.abs().max() > 0 for name, p in trainer.model.named_parameters() if ".lora_B" in name)
+    same_after_revert(trainer.model, {"input_ids": torch.randint(128, (2, 16))})
+
+
+def test_a_lightning_module(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install 'hotrain[lightning]'")
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trained, loaded = example("lightning_callback").main(str(tmp_path), **options)
+    assert len(list(hotrain.converted_layers(trained))) == 25
+    assert not list(hotrain.converted_layers(loaded))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval().net(images), trained.eval().net(images))
+    same_after_revert(trained.net, images)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_a_loop_of_accelerate() -> None:
+    """Autocast, which replaces the model's forward, does not hide what is between the layers."""
+    pytest.importorskip("accelerate")
+    model, report = example("accelerate_loop").main(cpu=True)
+    now, exact = report.totals()
+    assert now < 0.5 * exact
+    assert "shared: norm" in str(report)
+    same_after_revert(model, torch.randn(2, 3, 64, 64))
+
+
+def test_the_loop_of_timm() -> None:
+    module = example("timm_train")
+    assert module.main("test_vit", 64, img_size=64, patch_size=8) < 3.0
+    ours = [line for line in (ROOT / "examples/timm_train.py").read_text().splitlines() if "hotrain" in line]
+    assert len(ours) == 2, "two lines are what the document promises"
+
+
+def test_the_optimizer_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step runs uncompiled here: compiling it takes longer than the rest of these tests."""
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'hotrain[ao]'")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model, optimizer = example("torchao_adamw").main()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert "OptimState8bit" in {type(value).__name__ for value in states}
+    assert all(p.isfinite().all() for p in model.parameters())
+    same_after_revert(model, torch.randn(2, 3, 64, 64))
