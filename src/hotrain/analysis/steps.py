@@ -54,7 +54,7 @@ class Step:
         forward: Callable[..., Any] | None = None,
     ) -> None:
         self.model, self.loss, self.make_optimizer = model, loss or sum_of_results, make_optimizer
-        self.forward = forward or model
+        self.forward = model if forward is None else forward
 
     def optimizer(self) -> torch.optim.Optimizer:
         """A new optimizer of the parameters that require grad."""
