@@ -20,7 +20,7 @@ if importlib.util.find_spec("lightning") is None and importlib.util.find_spec("p
     from pytorch_lightning.utilities.model_helpers import is_overridden
 else:
     require("lightning", "2.6", "lightning")
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback  # type: ignore[assignment,no-redef,unused-ignore]
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
 # class of a strategy or precision plugin → what to do instead
