@@ -326,6 +326,20 @@ def test_choices_are_only_made_where_the_model_must_not_become_slower(device: to
         assert not traced.calls("backward", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 
 
+def no_time_left(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """Let the next graph keep exact all that can be; what that was, once it is partitioned."""
+    kept: dict[str, tuple[int, int]] = {}
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        kept.update(choosing.choose(gm.graph, ROOFS, -1e3)[0])
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    return kept
+
+
 class Masked(Block):
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
@@ -340,15 +354,7 @@ def test_attention_with_a_mask_can_be_kept_exact(device: torch.device, monkeypat
     model, x = Masked(False).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
     want = step(model, model, x, False)
     hotrain.convert(model, "exact", memory="block")
-    kept: dict[str, Any] = {}
-
-    def choose(gm: torch.fx.GraphModule) -> float:
-        kept.update(choosing.choose(gm.graph, ROOFS, -1e3)[0])
-        choosing.forget(gm.graph)
-        gm.recompile()
-        return math.inf
-
-    monkeypatch.setattr(compiled, "_choose", choose)
+    kept = no_time_left(monkeypatch)
     got = step(Traced(model).call, model, x, False)
     assert kept["scaled_dot_product_attention"] == (1, 1)
     assert difference(got, want) < 0.1
@@ -384,15 +390,7 @@ def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
     approximate = difference(gradients(all_codes.call), want)
     assert len(all_codes.calls("backward", made)) == 4
     torch._dynamo.reset()
-    kept: dict[str, Any] = {}
-
-    def choose(gm: torch.fx.GraphModule) -> float:
-        kept.update(choosing.choose(gm.graph, ROOFS, -1e3)[0])
-        choosing.forget(gm.graph)
-        gm.recompile()
-        return math.inf
-
-    monkeypatch.setattr(compiled, "_choose", choose)
+    kept = no_time_left(monkeypatch)
     exact_inputs = Traced(model)
     got = gradients(exact_inputs.call)
     assert kept == {"conv2d (exact product)": (4, 4)}

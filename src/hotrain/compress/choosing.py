@@ -13,6 +13,7 @@ are fitted to profiles of ViT-B, DeiT-S and GPT-2 on an H200.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -200,14 +201,12 @@ def _is_packed(node: Node) -> bool:
 
 def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
     """A tensor, and all that is read in its place."""
-    target, ms, nbytes = torch.ops.hotrain.restore_codes.default, 0.0, 0.0
-    kernels = [node for node in reading.path if node.target is target]
-    ms += sum(costs.excess(node, roofs) for node in kernels)
-    for place in reading.places:
-        if not kernels:
-            # Read from memory by what is no formula that a compiler fuses, it is written there first.
-            written = any(user.target in _PRODUCTS for user in _readers(place))
-            ms += 1e3 * _numel(place) * (1 + (2 if written else -2)) / roofs.copy
+    kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
+    ms, nbytes = sum(costs.excess(node, roofs) for node in kernels), 0.0
+    for place in () if kernels else reading.places:
+        # Read from memory by what is no formula that a compiler fuses, it is written there first.
+        written = any(user.target in _PRODUCTS for user in _readers(place))
+        ms += 1e3 * _numel(place) * (1 + (2 if written else -2)) / roofs.copy
     inside = {*reading.path, *reading.places}
     for keeper in reading.keepers:
         by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
@@ -222,10 +221,7 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
             nbytes -= _numel(keeper)
     nbytes += _numel(reading.tensor) * reading.tensor.meta["val"].dtype.itemsize
 
-    def apply() -> None:
-        _put_back(reading)
-
-    return Candidate(_what(reading), ms, nbytes, apply)
+    return Candidate(_what(reading), ms, nbytes, functools.partial(_put_back, reading))
 
 
 def _what(reading: Reading) -> str:
