@@ -203,6 +203,6 @@ def test_the_walk_sees_what_is_there() -> None:
     found = dict(imports(ROOT / "autograd.py"))
     assert found["hotrain.backward"] is True
     assert found["hotrain.transform.tokens"] is True
-    assert dict(imports(ROOT / "conversion.py"))["hotrain.nn.hf"] is False
+    assert dict(imports(ROOT / "conversion" / "candidates.py"))["hotrain.nn.hf"] is False
     assert len(CORE_FILES) > 20
     assert len(OUTER_FILES) > 10
