@@ -23,7 +23,7 @@ from hotrain.compress.operators.batch_norm import BatchNorm
 from hotrain.compress.operators.norm import Norm
 from hotrain.compress.report import Buffers
 from hotrain.compress.slopes import ACTIVATIONS
-from hotrain.kernels import activation, attention, dispatch, norm
+from hotrain.kernels import activation, attention, norm, support
 from hotrain.kernels import codes as packing
 from hotrain.saved import Grouped, group_size
 
@@ -437,7 +437,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_formula(
     for call, inputs in calls:
         want = torch.autograd.grad(call(), inputs, g)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_broken", broken)
+            patch.setattr(support, "_broken", broken)
             got = torch.autograd.grad(call(), inputs, g)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import FUNCTIONS
 from .launch import aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .support import FUNCTIONS
 
 _TILE = 2048  # elements of a half of a tile
 _SUMMED_TILE = 1024  # where the sums of channels stay in registers

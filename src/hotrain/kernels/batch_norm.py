@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .activation import apply, is_closed, slope_code, with_slope
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of
-from .dispatch import FUNCTIONS
 from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
+from .support import FUNCTIONS
 
 # A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
 # multiple of 8; bits are packed as in `saved.Bits`.
