@@ -13,6 +13,7 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import operator
@@ -27,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import fakes, inductor
-from . import choosing, costs, formats, fusing, graph, rules
+from . import choosing, formats, fusing, graph, rules
 from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
@@ -76,13 +77,18 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
-        """The part of Inductor's cache key for this pass: a hash of its files."""
-        files = (__file__, *(str(m.__file__) for m in (graph, rules, formats, fusing, choosing, costs)))
-        ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
+        """The part of Inductor's cache key for this pass: a hash of this folder."""
+        ours = _hash_of_sources()
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
         return None if theirs is None else (ours, theirs)
+
+
+@functools.cache
+def _hash_of_sources() -> bytes:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 def partition(
