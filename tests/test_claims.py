@@ -123,8 +123,8 @@ def test_free_numbers_of_the_readme_are_few_and_true() -> None:
 
 
 def test_compute_capabilities_are_those_of_the_kernels() -> None:
-    serve = importlib.import_module("hotrain.kernels.support")
-    text = Path(serve.__file__).read_text(encoding="utf-8")
+    support = importlib.import_module("hotrain.kernels.support")
+    text = Path(support.__file__).read_text(encoding="utf-8")
     assert "(8, 9)" in text
     assert "the kernels need compute capability 8.0" in text
 

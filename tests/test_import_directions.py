@@ -87,7 +87,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text())
     package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
 
-    def walk(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
+    def visit(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             inside = eager and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -102,9 +102,9 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                     name = f"{module}.{alias.name}"
                     yield (name if _is_module(name) else module), eager
             else:
-                yield from walk(child, inside)
+                yield from visit(child, inside)
 
-    yield from walk(tree, eager=True)
+    yield from visit(tree, eager=True)
 
 
 def _is_module(name: str) -> bool:
@@ -142,7 +142,7 @@ def test_the_core_never_imports_the_outer_rooms(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
 def test_the_core_imports_torch_and_little_else(path: Path) -> None:
     """transformers in nn/hf.py alone, which is itself imported only for a model that brought transformers, and triton
-    in kernels/, whose `__init__` and `serve` import it, and the modules that hold kernels, inside functions."""
+    in kernels/, whose `__init__` imports it, and the modules that hold kernels, inside functions."""
     name = dotted(path)
     allowed = CORE_MAY_IMPORT | ALSO.get(name, ALSO.get(room(name), set()))
     assert {third_party(module) for module, _ in imports(path)} - {None} <= allowed

@@ -303,7 +303,7 @@ BAD = [
     ("hot", {"number": "fp8"}, ("number", "'fp8'", "int", "e4m3", "e5m2")),
     ("hot", {"number": None}, ("number", "None", "e4m3")),
     ("hla", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # no codes
-    ("hq4", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # four bits with a scale a row
+    ("hq4", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # four bits with a per-row scale
     # fp8 says bits, scale and rounding itself
     ("hot", {"number": "e4m3", "rounding": "stochastic"}, ("hot in fp8", "rounding", "number, order, rank, sampled")),
     ("hot", {"number": "e4m3", "grad_input_bits": 4}, ("hot in fp8", "grad_input_bits", "4")),

@@ -352,7 +352,7 @@ def test_memory_targets_without_records_are_open(records: ModuleType, tmp_path: 
 
 
 def test_memory_and_time_are_those_of_one_variant_in_one_run(records: ModuleType, tmp_path: Path) -> None:
-    """A run without the baseline, or without what is asked for, joins nothing; a faster variant does not stand in."""
+    """A run without the baseline, or without what is asked for, joins nothing; a faster variant does not replace it."""
     vit, llama, gib = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192", 1 << 30
     write(
         tmp_path / "a_step.jsonl",

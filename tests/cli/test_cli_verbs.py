@@ -354,7 +354,7 @@ def test_fidelity_has_a_row_a_layer() -> None:
     assert "bias: error of the mean over the draws" in text, "the columns are explained"
 
 
-def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
+def test_calibration_is_written_and_used_by_a_run(tmp_path: Path) -> None:
     file = tmp_path / "lqs.json"
     out = run("calibrate", "demo_vit", "--method", "hot", "--batches", "2", "--out", file, *SMALL).stdout
     assert str(file) in out

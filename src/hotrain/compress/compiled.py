@@ -137,7 +137,7 @@ def _choose(gm: GraphModule) -> float:
         elements = max(ms, 0.0) * 1e-3 * roofs.copy / _FORMULA
         for what, (exact, of) in kept.items():
             if exact == of:
-                buffers.served.pop(what, None)  # nothing is saved in the format that was recorded
+                buffers.formats.pop(what, None)  # nothing is saved in the format that was recorded
             buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
     if choosing.forget(gm.graph) or elements < math.inf:
         gm.recompile()
