@@ -11,7 +11,6 @@ if (location.protocol === "file:") {
       addEventListener("message", (event) => {
         if (event.source === this.frame) this.dispatchEvent(new MessageEvent("message", { data: event.data }));
       });
-      this.ready = new Promise((resolve) => { this.frame.onload = resolve; });
       this.frame.document.open();
       this.frame.document.write(`<body><script>
         postMessage = (data) => parent.postMessage(data, "*");
@@ -23,6 +22,7 @@ if (location.protocol === "file:") {
         })), Promise.resolve());
       <\/script><script src="${url}"><\/script></body>`);
       this.frame.document.close();
+      this.ready = new Promise((resolve) => { this.frame.onload = resolve; });
     }
 
     postMessage(data) {

@@ -43,6 +43,7 @@ FIELDS = (
     "command",
 )
 CONTROL = "exact"
+NO_BREAK = "\u00a0"
 
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}\w*$")
@@ -837,7 +838,8 @@ def evidence(folder: Path = RESULTS) -> str:
             first = next(row for row in rows if (row["model"], row["method"]) == (model, method))
             epochs = first.get("epochs") or summary.get("epochs")
             epochs = epochs.get(model) if isinstance(epochs, dict) else epochs
-            cells.setdefault(method, {})[model] = f"{_mean(gaps, sign='+')} ({len(gaps)} × {epochs or '?'})"
+            gap, runs = _mean(gaps, sign="+"), f"{len(gaps)} × {epochs or '?'}"
+            cells.setdefault(method, {})[model] = f"{gap.replace(' ', NO_BREAK)} ({runs.replace(' ', NO_BREAK)})"
             noted[method, model] = summary.get("note") or ""
     if not cells:
         return "*No comparison of several seeds is recorded yet: `hotrain compare` makes one.*"
