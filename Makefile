@@ -80,9 +80,10 @@ bench: $(STAMP)
 	$(PY) benchmarks/layers.py
 endif
 
+# --quiet would hide warnings from --strict.
 docs: $(STAMP)-docs  ## rewrite the generated parts of the documents, and build the site: site/index.html
 	$(PY) tools/docs.py
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:  ## remove .venv, site and caches
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

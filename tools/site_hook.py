@@ -8,7 +8,9 @@ the library (`hotrain.fit`) lead to the API reference.
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown", ".json": "json", "Makefile": "make"}
-FOLDERS = ("src", "recipes", "tests", "tools", "docs", "benchmarks", "examples")
+FOLDERS = ("src", "recipes", "tests", "tools", "benchmarks", "examples")
 
 _FENCE = r"^(?P<fence>`{3,}).*?^(?P=fence)$"
 _LINK = r"\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<target>[^)\s]+)\)"
@@ -33,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the documents beside ``docs/``, and a page of each source file that a document names."""
     for name, uri in BESIDE.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
-    named = {path for file in files.documentation_pages() for path in _named(file.content_string)}
+    named = {path for file in files.documentation_pages() for path in _named(file)}
     for path in sorted(named):
         page = File.generated(config, _source_uri(path), content=_source(path))
         page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -46,12 +48,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
-    outside = uri in BESIDE.values()
     public = _public()
 
     def linked(match: re.Match[str]) -> str:
         if match["target"]:
-            return f"[{match['text']}]({_target(match['target'], outside)})"
+            return f"[{match['text']}]({_target(match['target'], uri)})"
         span = match["span"]
         if span and _is_file(span):
             return f"[`{span}`]({_source_uri(span)})"
@@ -71,25 +72,35 @@ def _public() -> frozenset[str]:
     return next(frozenset(ast.literal_eval(n.value)) for n in assigned if ast.unparse(n.targets[0]) == "__all__")
 
 
-def _named(text: str) -> set[str]:
-    """The files that a document names or links, as paths in the repository."""
-    found = set()
-    for match in _PARTS.finditer(text):
-        if match["span"] and _is_file(match["span"]):
-            found.add(match["span"])
-    return found
+def _named(file: File) -> Iterator[str]:
+    """The source files that a document names or links, as paths in the repository."""
+    for match in _PARTS.finditer(file.content_string):
+        path = match["span"] or _in_repository(match["target"] or "", file.src_uri)
+        if _is_file(path):
+            yield path
 
 
-def _is_file(text: str) -> bool:
-    return text.startswith(tuple(f"{folder}/" for folder in FOLDERS)) and (ROOT / text).is_file()
+def _is_file(path: str) -> bool:
+    """Whether a path is one of a source file: what is in ``docs/`` is on the site anyway."""
+    return path.startswith(tuple(f"{folder}/" for folder in FOLDERS)) and (ROOT / path).is_file()
 
 
-def _target(target: str, outside: bool) -> str:
-    """Where a link leads on the site: documents beside ``docs/`` are pages of it, those of ``docs/`` its own."""
-    path, _, anchor = target.partition("#")
-    path = path.removeprefix("docs/") if outside else path.removeprefix("../")
-    path = BESIDE.get(path, path)
-    return f"{path}#{anchor}" if anchor else path
+def _in_repository(target: str, uri: str) -> str:
+    """The path in the repository that a link of a document leads to."""
+    folder = "" if uri in BESIDE.values() else "docs"
+    return posixpath.normpath(posixpath.join(folder, target.partition("#")[0]))
+
+
+def _target(target: str, uri: str) -> str:
+    """Where a link leads on the site; a link that leads nowhere stays, and ends the build."""
+    if "://" in target or target.startswith("#"):
+        return target
+    path, (_, mark, anchor) = _in_repository(target, uri), target.partition("#")
+    if path in BESIDE:
+        return BESIDE[path] + mark + anchor
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/") + mark + anchor
+    return _source_uri(path) if _is_file(path) else target
 
 
 def _source_uri(path: str) -> str:
