@@ -541,8 +541,11 @@ def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front:
         write(tmp_path / f"step{number}.jsonl", *rows)
     lines = front.pays(tmp_path).splitlines()[2:]
     assert len(lines) == front.MOST + 1
-    assert lines[4].startswith("| … 2 more, in [performance](docs/performance.md#thirty-models) |")
+    assert lines[4].startswith("| … 2 more: [does it pay?](docs/pays.md#models-that-were-measured) |")
     assert (lines[0].startswith(f"| `{VIT_B}` |"), lines[-1].startswith("| `gpt2` |")) == (True, True)
+    everything = front.every_model(tmp_path).splitlines()[2:]
+    assert len(everything) == 10
+    assert everything[0].startswith(f"| `{VIT_B}` | 40.0 | 30.0 | 0.75 | 9.00 | 4.00 | 0.44 | `exact+compile` |")
 
 
 def test_a_figure_is_of_the_latest_run_and_a_ratio_of_one_run(front: ModuleType, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import drawings
 import formats_table
 import front
 import records
@@ -322,14 +323,15 @@ def figures() -> dict[Path, str]:
     from hotrain.plotting.steps import draw_steps
 
     folder = ROOT / "docs" / FIGURES
-    return {
-        folder / _figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()
-    }
+    steps = {_figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()}
+    drawn = {f"{name}.svg": draw() for name, draw in drawings.ALL.items()}
+    return {folder / name: text for name, text in {**steps, **drawn}.items()}
 
 
 PARTS: dict[str, Callable[..., str]] = {
     "headline": front.headline,
     "pays": front.pays,
+    "pays-all": front.every_model,
     "preset-lines": front.presets,
     "presets": presets,
     "lengths": lengths,
@@ -353,6 +355,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "compatibility": records.compatibility,
     "example": example,
     "accuracy": records.accuracy,
+    "evidence": records.evidence,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
     "rules": formats_table.rule_book,

@@ -43,6 +43,7 @@ FIELDS = (
     "command",
 )
 CONTROL = "exact"
+NO_BREAK = "\u00a0"
 
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}\w*$")
@@ -822,6 +823,37 @@ def accuracy(folder: Path = RESULTS) -> str:
         if shown:
             tables.append(_comparison(summary, shown))
     return "\n\n".join(tables)
+
+
+def evidence(folder: Path = RESULTS) -> str:
+    """Of each method the gap to exact in its latest comparison of several seeds, a column a training; notes below."""
+    cells: dict[str, dict[str, str]] = {}
+    noted: dict[tuple[str, str], str] = {}
+    for _, summary in summaries(folder):
+        rows = _measured(summary)
+        for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
+            gaps = paired_gaps(rows, model, method)
+            if method == CONTROL or len(gaps) < 2:
+                continue
+            first = next(row for row in rows if (row["model"], row["method"]) == (model, method))
+            epochs = first.get("epochs") or summary.get("epochs")
+            epochs = epochs.get(model) if isinstance(epochs, dict) else epochs
+            gap, runs = _mean(gaps, sign="+"), f"{len(gaps)} × {epochs or '?'}"
+            cells.setdefault(method, {})[model] = f"{gap.replace(' ', NO_BREAK)} ({runs.replace(' ', NO_BREAK)})"
+            noted[method, model] = summary.get("note") or ""
+    if not cells:
+        return "*No comparison of several seeds is recorded yet: `hotrain compare` makes one.*"
+    models = sorted({model for row in cells.values() for model in row})
+    order = sorted(cells, key=lambda name: (hotrain.presets().index(re.split("[:@]", name)[0]), name))
+    notes = [
+        note for note in dict.fromkeys(noted[name, m] for name in order for m in models if m in cells[name]) if note
+    ]
+    for (method, model), note in noted.items():
+        if note:
+            cells[method][model] += f" [{notes.index(note) + 1}]"
+    lines = [[f"`{name}`", *(cells[name].get(m, "–") for m in models)] for name in order]
+    below = [f"* [{number}]: {note.rstrip('.')}." for number, note in enumerate(notes, 1)]
+    return "\n".join([_markdown(["gap (seeds × epochs)", *models], lines), *([""] if below else []), *below])
 
 
 def _measured(summary: dict[str, Any]) -> list[dict[str, Any]]:

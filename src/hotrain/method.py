@@ -111,6 +111,7 @@ class GradInput:
 
     @property
     def is_exact(self) -> bool:
+        """Whether g_x is PyTorch's."""
         return self.bits is None and self.transform != "lowpass"
 
     @property
@@ -182,6 +183,7 @@ class GradWeight:
 
     @property
     def is_low_rank(self) -> bool:
+        """Whether fewer rows are kept than a tile has."""
         return self.rank < self.tile
 
     @property
@@ -196,6 +198,7 @@ class GradWeight:
 
     @property
     def is_exact(self) -> bool:
+        """Whether g_w is PyTorch's, of an input saved whole."""
         return self.tile == 1 and self.bits is None and self.drop == 0.0
 
     def __str__(self) -> str:

@@ -90,6 +90,9 @@ class Frontier:
     def smallest(self, at_most_ms: float) -> Point:
         """The point of the least peak whose step takes no longer than `at_most_ms`.
 
+        Args:
+            at_most_ms: ms/step.
+
         Raises:
             ValueError: none is as fast; the message names the fastest.
         """
@@ -155,6 +158,9 @@ class Frontier:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
         """Read what `save` wrote.
+
+        Args:
+            path: of the file.
 
         Raises:
             ValueError: the file is no such record.

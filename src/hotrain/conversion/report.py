@@ -71,6 +71,9 @@ class ConversionReport:
 
     Attributes:
         method: as requested.
+        kept_rows: layers that `convert` left exact, with the reason; `kept` has those that training found, too.
+        layers: name and state of each converted layer.
+        buffers: the other compressed activations, from the first training forward on; None with ``memory="linear"``.
         plan: of `convert`.
         activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
         times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
@@ -81,7 +84,7 @@ class ConversionReport:
     kept_rows: list[KeptRow] = field(default_factory=list)
     layers: list[tuple[str, LayerState]] = field(default_factory=list)
     activations: list[str] = field(default_factory=list)
-    buffers: Buffers | None = None  # the other compressed activations, from the first training forward on
+    buffers: Buffers | None = None
     plan: str = "speed"
     times: tuple[float, float] | None = None
     point: Point | None = None

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from ..method import Method
+from ..presets import DEFAULT
 from .common import Conversion, require
 
 # `pytorch_lightning` is the same code in a second package, with classes of its own.
@@ -50,8 +52,8 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
         **options: further arguments of `hotrain.convert`.
     """
 
-    def __init__(self, *args: Any, module: str | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, method: str | Method = DEFAULT, *, module: str | None = None, **options: Any) -> None:
+        super().__init__(method, **options)
         self.module = module
         self._checked = False
 
