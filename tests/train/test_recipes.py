@@ -26,8 +26,9 @@ def test_the_count_by_family() -> None:
         "ViT from scratch": 6,
         "ViT with LoRA": 4,
         "demo": 2,
+        "studies, from scratch": 10,
     }
-    assert len(RECIPES) == 71
+    assert len(RECIPES) == 81
 
 
 @pytest.mark.parametrize("name", RECIPES)

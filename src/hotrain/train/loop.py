@@ -72,7 +72,7 @@ class Result:
     Args:
         run: the run.
         run_id: name of its folder.
-        history: one row per epoch: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
+        history: one row per evaluation: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
         accuracy, best_accuracy: percent of the test images, of the last epoch and the best one. With ``ema`` of the
             averaged weights. None if no epoch was finished.
         saved_bytes: bytes that autograd saves between forward and backward for one batch (``audit``).
@@ -209,7 +209,8 @@ def _epochs(
             if report is not None:
                 report(training.progress())
             complete = training.update == training.updates
-            if complete or training.update % per_epoch == 0:
+            ended, rest = divmod(training.update, per_epoch)
+            if complete or (rest == 0 and ended % run.evaluate_every == 0):
                 training.finish_epoch(epoch)
                 if report is not None:
                     report(training.progress(training.history[-1]["accuracy"]))

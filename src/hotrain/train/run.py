@@ -126,7 +126,8 @@ class TrainRun:
 
     # What is written
     out_dir: str = "runs"
-    checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every epoch anyway
+    evaluate_every: int = 1  # epochs between evaluations, each with a checkpoint; the last epoch always has them
+    checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every evaluation anyway
     audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
 
     def __post_init__(self) -> None:
@@ -244,6 +245,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "smoothing": (0.0, 1.0),
     "random_erase": (0.0, 1.0),
     "seed": (0, 2**63 - 1),
+    "evaluate_every": (1, _INF),
     "checkpoint_every": (0, _INF),
 }
 
