@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun, replace
-from hotrain.train.study import Cell, Study, grid
+from hotrain.train.study import Cell, Study, grid, with_method
 from hotrain_recipes.registry import load_recipe
 
 METHODS = ("exact", DEFAULT, "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4", f"{DEFAULT}@graphs")
@@ -34,6 +34,89 @@ def pretraining() -> Study:
     return Study("pretraining", "Pre-training from scratch (HOT, Table 4)", tuple(cells))
 
 
+def rank() -> Study:
+    """Tables 1 and 2: rank, fixed and unbiased; the parts of HOT one by one; bytes and times of the parts, alone."""
+    cells: list[Cell] = []
+    steps = [
+        Cell("rank", f"{model}, steps", method, with_method(_step_run(name, batch), method), "step", alone=True)
+        for model, (name, batch) in STEPS.items()
+        for method in ("exact", *PARTS, f"{DEFAULT}@graphs")
+    ]
+    for seed in (0, 1):
+        for model, recipe in PRETRAINED.items():
+            run = prepared(f"{recipe}_cifar100")
+            group = f"{model}, CIFAR-100"
+            cells += grid("rank", group, run, ("exact", "hq", *RANKS), (seed,))
+            cells += [_part("rank", group, run, part, seed) for part in PARTS if part != "hot:scale=token"]
+            if seed == 0:
+                cells += steps
+                steps = []
+    return Study("rank", "Rank and the parts of HOT (HOT, Tables 1 and 2)", tuple(cells))
+
+
+LOW = (4, 2, 1)
+RANKS = (
+    "hot:scale=token",
+    *(f"hot:scale=token+rank={r}" for r in LOW),
+    "hot-unbiased",
+    *(f"hot-unbiased:rank={r}" for r in LOW),
+)
+"""8 of 16 rows where no rank is named; scales per token, so that only the rank differs."""
+PARTS = ("hot:saved_bits=none+scale=token", "hot:scale=token", "hot", "hot:memory=block", DEFAULT)
+"""HOT without its compressed buffer, with it, with LQS, with the activations between the layers, and the default."""
+STEPS = {"ViT-B/16": ("vit_base_patch16_224", 128), "ResNet-50": ("resnet50", 256)}
+
+
+def _part(study: str, group: str, run: TrainRun, method: str, seed: int) -> Cell:
+    return Cell(study, group, method, replace(_lqs(with_method(run, method)), seed=seed))
+
+
+def _lqs(run: TrainRun) -> TrainRun:
+    """LQS where the method leaves its scale open, as HOT uses it."""
+    open_scale = run.resolve_method().grad_input.scale == "auto" and run.method == "hot"
+    return replace(run, calibrate_batches=4) if open_scale else run
+
+
+def _step_run(model: str, batch: int) -> TrainRun:
+    return TrainRun(
+        model=model, image_size=224, batch_size=batch, plan="memory", amp="bf16", compile=True, lr=1e-4, data="random",
+        channels_last=model.startswith("resnet"),
+    )  # fmt: skip
+
+
+def fidelity() -> Study:
+    """How far gradients are from exact over a training: two small models at CIFAR's size, two that train on a CPU."""
+    methods = [*METHODS[1:-1], "hq"]
+    options = {"methods": methods}
+    cells = [
+        Cell("fidelity", group, "exact", replace(load_recipe(recipe), method="exact"), "gradients", options=options)
+        for group, recipe in (("ViT, digits", "demo_vit"), ("ResNet, digits", "demo_resnet"))
+    ]
+    for model, recipe in PRETRAINED.items():
+        run = replace(prepared(f"{recipe}_cifar10"), method="exact", compile=False)
+        cells.append(Cell("fidelity", f"{model}, CIFAR-10", "exact", run, "gradients", options=options))
+    return Study("fidelity", "Error, bias, cosine, energy and LQS over a training", tuple(cells))
+
+
+COUNTED = {
+    "ViT-B/16": "vit_base_patch16_224",
+    "ResNet-50": "resnet50",
+    "EfficientFormer-L1": "efficientformer_l1",
+    "EfficientFormer-L7": "efficientformer_l7",
+}
+
+
+def costs() -> Study:
+    """Table 5, bit operations and bytes: the published formulas beside what is counted; no GPU and no data."""
+    cells = []
+    for group, model in COUNTED.items():
+        for method in ("exact", "lbp-wht", "luq", "hot", *(f"hot:rank={r}" for r in LOW), "hq", "hla", DEFAULT):
+            run = TrainRun(model=model, image_size=224, batch_size=128, amp="bf16", device="cpu", data="shapes")
+            kept = group == "ViT-B/16" and method in ("exact", "hot", "hla", DEFAULT)
+            cells.append(Cell("costs", group, method, with_method(run, method), "costs", options={"kept": kept}))
+    return Study("costs", "Bit operations and bytes: published formulas and corrected ones", tuple(cells))
+
+
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
-    return {study.name: study for study in (pretraining(),)}
+    return {study.name: study for study in (pretraining(), rank(), fidelity(), costs())}

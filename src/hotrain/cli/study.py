@@ -85,7 +85,9 @@ def study(
         return
     # Ready for all before the first starts: a data set that is missing is said at once.
     located = {cell.id: library.located(cell.run, data) for cell in chosen.cells}
-    common = {"command": shlex.join(["hotrain", "study", *_said(name, methods, seeds, settings, cells, at_once)])}
+    common: dict[str, Any] = {
+        "command": shlex.join(["hotrain", "study", *_said(name, methods, seeds, settings, cells, at_once)])
+    }
     common |= {"at_once": at_once, **({"commit": commit} if commit else {})}
     busy = f"{records}: another study is writing it; wait for it, or give another --records"
     with library.record.held(records.with_suffix(".lock"), busy):
