@@ -18,6 +18,7 @@ from pathlib import Path
 import formats_table
 import front
 import records
+import studies
 import torch
 
 import hotrain
@@ -353,6 +354,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "compatibility": records.compatibility,
     "example": example,
     "accuracy": records.accuracy,
+    "study": studies.study,
+    "study-head": studies.head,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
     "rules": formats_table.rule_book,

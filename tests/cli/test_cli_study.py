@@ -70,7 +70,7 @@ def test_a_study_goes_on_where_its_records_end(tmp_path: Path, monkeypatch: pyte
     done = invoke(*ARGUMENTS, *where)  # on another machine: no checkpoints, these records
     assert "demo_vit: 2 of 4 cells to run" in done.stderr
     assert [(row["method"], row["seed"]) for row in read_rows([file])[2:]] == [("exact", 1), ("hq8", 1)]
-    assert done.stdout.count("2 of 2") == 2
+    assert "of 2 runs" not in done.stdout
     done = invoke(*ARGUMENTS, *where, "--set", "lr=1e-2", "--list")
     assert done.stdout.count("not run") == 2, "with other settings nothing is done"
     assert list((tmp_path / "work").glob("*/")) == [], "nothing is left of finished cells"
@@ -86,7 +86,7 @@ def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_run_again(
     row = read_rows([tmp_path / "r.jsonl"])[0]
     assert (done.exit_code, row["status"], row["accuracy"]) == (0, "diverged", None)
     assert row["error"].startswith("the training loss is")
-    assert "1 of 1, 1 diverged" in done.stdout
+    assert "1 diverged" in done.stdout
     assert "0 of 1 cells to run" in invoke(*words, "--set", "lr=1e30").stderr
 
     def breaks(*_: Any, **__: Any) -> None:

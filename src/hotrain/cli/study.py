@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ from hotrain.cli.study_cell import JOB, ROW, RUNS, job_of
 from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
-    from hotrain.train.study import Cell, Line, Study
+    from hotrain.train.study import Cell, Study
 
 GRACE = 25.0
 """Seconds from the signal to stop until a cell is killed: an update and a checkpoint."""
@@ -320,34 +320,19 @@ def _print(study: Study, rows: list[dict[str, Any]], json: bool, listed: bool = 
     """Print the table of all cells, or with ``listed`` one line for each that is missing."""
     from hotrain.tables import table
     from hotrain.train import study as library
+    from hotrain.train.study_tables import tables
 
     if json:
         print_json({"rows": list(study.last(rows).values()), "missing": [cell.id for cell in study.missing(rows)]})
         return
-    typer.echo(f"{study.title}\n{table(HEADERS, [cells for line in _lines(study, rows) for cells in [line]])}")
+    for each in tables(study, rows):
+        plain = [[cell.strip("`") for cell in line] for line in each.rows]
+        typer.echo(f"{study.title}: {each.title}\n{table(each.headers, plain)}\n{each.note}\n")
     if listed:
-        typer.echo("\n".join(["", "missing, by priority:", *(f"  {cell.id}" for cell in study.missing(rows))]))
+        typer.echo("\n".join(["missing, by priority:", *(f"  {cell.id}" for cell in study.missing(rows))]))
     for row in study.last(rows).values():
         if row["status"] != library.FINISHED:
             typer.echo(f"{row['status']}: {row['group']} {row['method']} seed {row['seed']}: {row['error']}")
-
-
-HEADERS = ["group", "method", "accuracy %", "gap to exact", "kept", "runs"]
-
-
-def _lines(study: Study, rows: list[dict[str, Any]]) -> Iterator[list[str]]:
-    from hotrain.tables import bytes_text
-    from hotrain.train import study as library
-
-    def shown(line: Line) -> list[str]:
-        accuracy = library.mean_text(line.accuracies)
-        kept = next((row["saved_bytes"] for row in line.rows if row.get("saved_bytes")), None)
-        gap = "" if line.method == library.CONTROL else library.mean_text(line.gaps, error=True, sign="+")
-        return [line.group, line.method, accuracy, gap, bytes_text(kept) if kept else "–", line.state]
-
-    for kind in dict.fromkeys(cell.kind for cell in study.cells):
-        for line in library.lines(study, rows, kind):
-            yield shown(line) if kind == "train" else [line.group, line.method, kind, "", "–", line.state]
 
 
 def prepare(
