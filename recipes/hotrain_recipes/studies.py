@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from hotrain.presets import DEFAULT
 from hotrain.train.run import TrainRun, replace
 from hotrain.train.study import Cell, Study, grid, with_method
@@ -14,10 +16,10 @@ LARGER = {"ResNet-50": "short_resnet50", "DeiT-Ti": "short_deit_tiny", "Efficien
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 
-def prepared(recipe: str) -> TrainRun:
-    """The run of a recipe as a study trains it: compiled, images and weights channels last, few evaluations."""
-    run = load_recipe(recipe)
-    return replace(run, plan="memory", compile=True, channels_last=True, eval_batch_size=1000, evaluate_every=4)
+def prepared(recipe: str, audit: bool = True) -> TrainRun:
+    """The run of a recipe as a study trains it: compiled, channels last, few evaluations, bytes of one seed alone."""
+    run = replace(load_recipe(recipe), plan="memory", compile=True, channels_last=True, audit=audit)
+    return replace(run, eval_batch_size=1000, evaluate_every=4)
 
 
 def pretraining() -> Study:
@@ -27,7 +29,7 @@ def pretraining() -> Study:
         for seed in seeds:
             for model, recipe in PRETRAINED.items():
                 group = f"{model}, {NAMES[data]}"
-                cells += grid("pretraining", group, prepared(f"{recipe}_{data}"), METHODS, (seed,))
+                cells += grid("pretraining", group, prepared(f"{recipe}_{data}", seed == 0), METHODS, (seed,))
     for model, recipe in LARGER.items():
         group = f"{model}, CIFAR-10"
         cells += grid("pretraining", group, prepared(f"{recipe}_cifar10"), METHODS, (0,))
@@ -44,7 +46,7 @@ def rank() -> Study:
     ]
     for seed in (0, 1):
         for model, recipe in PRETRAINED.items():
-            run = prepared(f"{recipe}_cifar100")
+            run = prepared(f"{recipe}_cifar100", seed == 0)
             group = f"{model}, CIFAR-100"
             cells += grid("rank", group, run, ("exact", "hq", *RANKS), (seed,))
             cells += [_part("rank", group, run, part, seed) for part in PARTS if part != "hot:scale=token"]
@@ -58,10 +60,10 @@ LOW = (4, 2, 1)
 RANKS = (
     "hot:scale=token",
     *(f"hot:scale=token+rank={r}" for r in LOW),
-    "hot-unbiased",
-    *(f"hot-unbiased:rank={r}" for r in LOW),
+    "hot-unbiased:number=int+scale=token",
+    *(f"hot-unbiased:number=int+scale=token+rank={r}" for r in LOW),
 )
-"""8 of 16 rows where no rank is named; scales per token, so that only the rank differs."""
+"""8 of 16 rows where no rank is named; integers and scales per token everywhere, so that only the rows differ."""
 PARTS = ("hot:saved_bits=none+scale=token", "hot:scale=token", "hot", "hot:memory=block", DEFAULT)
 """HOT without its compressed buffer, with it, with LQS, with the activations between the layers, and the default."""
 STEPS = {"ViT-B/16": ("vit_base_patch16_224", 128), "ResNet-50": ("resnet50", 256)}
@@ -117,6 +119,7 @@ def costs() -> Study:
     return Study("costs", "Bit operations and bytes: published formulas and corrected ones", tuple(cells))
 
 
+@functools.cache
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
     return {study.name: study for study in (pretraining(), rank(), fidelity(), costs())}

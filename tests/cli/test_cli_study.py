@@ -21,7 +21,16 @@ from hotrain.train import TrainRun, load_data, record, replace
 from hotrain.train.data import ArrayData
 from hotrain.train.study import Cell, Study, grid, lines, located, mean_text, read_rows
 
-SMALL = ["--set", 'model_args={"depth": 1, "embed_dim": 32}', "--set", "batch_size=8", "--device", "cpu"]
+SMALL = [
+    "--set",
+    'model_args={"depth": 1, "embed_dim": 32}',
+    "--set",
+    "batch_size=8",
+    "--set",
+    "audit=false",
+    "--device",
+    "cpu",
+]
 ARGUMENTS = ["study", "demo_vit", "--methods", "exact,hq8", "--seeds", "0,1", *SMALL, "--set", "steps=2"]
 
 
@@ -236,3 +245,21 @@ def test_a_cell_that_ends_leaves_its_checkpoint_to_the_next_call(tmp_path: Path)
     assert again is not None
     assert again["updates"] == whole["updates"] == 8
     assert again["history"][-1]["train_loss"] == whole["history"][-1]["train_loss"]
+
+
+def test_a_run_that_does_not_compile_is_trained_in_eager_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TrainRun(model="demo_vit", compile=True)
+    job = study_cell.job_of(Cell("s", "g", "exact", run), run, {})
+    (tmp_path / study_cell.JOB).write_text(json.dumps(job))
+    again: list[list[str]] = []
+    monkeypatch.setattr(study_cell, "run_cell", lambda job, folder: {"status": "failed", "error": "no graph"})
+    monkeypatch.setattr(study_cell.threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["study_cell", str(tmp_path)])
+    monkeypatch.setattr(study_cell.os, "execv", lambda path, words: again.append(words))
+    study_cell.main()
+    assert again == [[sys.executable, "-m", "hotrain.cli.study_cell", str(tmp_path)]]
+    assert json.loads((tmp_path / study_cell.JOB).read_text())["cell"]["run"]["compile"] is False
+    again.clear()
+    study_cell.main()
+    assert again == []
+    assert json.loads((tmp_path / study_cell.ROW).read_text())["status"] == "failed"

@@ -24,9 +24,17 @@ def main() -> None:
     """Run the cell of the folder that is named."""
     folder = Path(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    row = run_cell(json.loads((folder / JOB).read_text(encoding="utf-8")), folder)
+    job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    row = run_cell(job, folder)
     if row is None:
         raise SystemExit(STOPPED)
+    if row["status"] == "failed" and job["cell"]["run"]["compile"]:
+        # What does not compile, or not as a CUDA graph, runs in eager mode: slower, the same numbers. A process anew,
+        # because a graph that failed while it was captured leaves the device unusable.
+        print(f"{row['error']}; again without torch.compile", file=sys.stderr, flush=True)
+        job["cell"]["run"]["compile"] = False
+        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
+        os.execv(sys.executable, [sys.executable, "-m", "hotrain.cli.study_cell", str(folder)])
     draft = folder / f"{ROW}.draft"
     draft.write_text(json.dumps(row, allow_nan=False, default=str), encoding="utf-8")
     os.replace(draft, folder / ROW)
@@ -65,6 +73,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         **job["names"],
         "options": job["cell"]["options"],
         "model": run.model,
+        "compiled": run.compile,
         "config": _without_places(job["planned"]),
         **environment(resolve_device(run.device)),
         **job["common"],
