@@ -89,7 +89,7 @@ def _step_run(model: str, batch: int) -> TrainRun:
 def fidelity() -> Study:
     """How far gradients are from exact over a training: two small models at CIFAR's size, two that train on a CPU."""
     methods = [*METHODS[1:-1], "hq"]
-    options = {"methods": methods}
+    options = {"methods": methods, "draws": 8}
     cells = [
         Cell("fidelity", group, "exact", replace(load_recipe(recipe), method="exact"), "gradients", options=options)
         for group, recipe in (("ViT, digits", "demo_vit"), ("ResNet, digits", "demo_resnet"))
@@ -115,7 +115,9 @@ def costs() -> Study:
         for method in ("exact", "lbp-wht", "luq", "hot", *(f"hot:rank={r}" for r in LOW), "hq", "hla", DEFAULT):
             run = TrainRun(model=model, image_size=224, batch_size=128, amp="bf16", device="cpu", data="shapes")
             kept = group == "ViT-B/16" and method in ("exact", "hot", "hla", DEFAULT)
-            cells.append(Cell("costs", group, method, with_method(run, method), "costs", options={"kept": kept}))
+            cells.append(
+                Cell("costs", group, method, with_method(run, method), "costs", options={"kept": kept, "classes": 100})
+            )
     return Study("costs", "Bit operations and bytes: published formulas and corrected ones", tuple(cells))
 
 

@@ -26,7 +26,7 @@ TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B"
 """Layers (tokens, outputs, inputs): the one that HOT's Table 5 prints, and one of the model of its other figures."""
 
 
-def costs(run: TrainRun, method: str, classes: int = 1000, kept: bool = False) -> dict[str, Any]:
+def costs(run: TrainRun, method: str, classes: int = 100, kept: bool = False) -> dict[str, Any]:
     """Bit operations and bytes of one step, by the papers' formulas and as counted; no data, nothing is run.
 
     Args:
