@@ -84,3 +84,27 @@ def efficientformer(data: str) -> TrainRun:
         warmup_epochs=1,
         amp="bf16",
     )
+
+
+@recipe("{task}_resnet18_{data}", "studies, without labels", task=("simclr", "byol"), data=tuple(CIFAR))
+def two_views(task: str, data: str) -> TrainRun:
+    """ResNet-18 with a 3×3 stem trained with {task} on {data}, 60 epochs; a linear probe and k-NN judge its features.
+
+    Command: ``hotrain train simclr_resnet18_cifar10 --data cifar10.npz``
+
+    Source: EVMT-HLA trains SimCLR with Adam, batches of 256 and a ResNet-50 for 200 epochs; batch, rate and length are
+    ours. Its BYOL never trained projector and predictor; this one does.
+    Measured: not yet measured here.
+    """
+    return TrainRun(
+        task=task,  # type: ignore[arg-type]
+        model="small_resnet18",
+        data=data,
+        method=DEFAULT,
+        epochs=60,
+        batch_size=512,
+        lr=1e-3,
+        weight_decay=1e-4,
+        warmup_epochs=5,
+        amp="bf16",
+    )

@@ -100,6 +100,20 @@ def fidelity() -> Study:
     return Study("fidelity", "Error, bias, cosine, energy and LQS over a training", tuple(cells))
 
 
+def evmt() -> Study:
+    """EVMT-HLA: SimCLR, BYOL and DeiT-Ti with half of the rows, half of the entries dropped, and ours; then the rows."""
+    cells: list[Cell] = []
+    methods = ("exact", "hla", "dropout", DEFAULT, "hot-unbiased")
+    for seed in (0, 1):
+        for title, recipe in (("SimCLR", "simclr_resnet18"), ("BYOL", "byol_resnet18"), ("DeiT-Ti", "short_deit_tiny")):
+            run = replace(prepared(f"{recipe}_cifar10", seed == 0), evaluate_every=20)
+            cells += grid("evmt", f"{title}, CIFAR-10", run, methods, (seed,))
+        if seed == 0:
+            run = replace(prepared("simclr_resnet18_cifar10"), evaluate_every=20)
+            cells += grid("evmt", "SimCLR, CIFAR-10", run, [f"hla:rank={rows}" for rows in (14, 12, 6, 4, 2, 1)], (0,))
+    return Study("evmt", "Low-rank g_w without labels and in DeiT (EVMT-HLA)", tuple(cells))
+
+
 COUNTED = {
     "ViT-B/16": "vit_base_patch16_224",
     "ResNet-50": "resnet50",
@@ -124,4 +138,4 @@ def costs() -> Study:
 @functools.cache
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
-    return {study.name: study for study in (pretraining(), rank(), fidelity(), costs())}
+    return {study.name: study for study in (pretraining(), evmt(), rank(), fidelity(), costs())}

@@ -27,8 +27,9 @@ def test_the_count_by_family() -> None:
         "ViT with LoRA": 4,
         "demo": 2,
         "studies, from scratch": 10,
+        "studies, without labels": 4,
     }
-    assert len(RECIPES) == 81
+    assert len(RECIPES) == 85
 
 
 @pytest.mark.parametrize("name", RECIPES)

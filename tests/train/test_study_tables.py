@@ -140,3 +140,13 @@ def test_a_step_and_gradients_over_a_training(monkeypatch: pytest.MonkeyPatch) -
     table = tables(Study("fidelity", "t", (cell,)), [row(cell, None, figures=found)])
     assert [each.headers[-1] for each in table] == ["4", "4"]
     assert render("t", [], [Section("s", [], [], [row(cell, None, figures=found)])]).count("<svg") >= 3
+
+
+def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
+    run = TrainRun(task="simclr", model="small_resnet18", data="cifar10")
+    study = Study("evmt", "t", tuple(grid("evmt", "SimCLR", run, ("exact", "hla"), (0,))))
+    found = [row(cell, 80.0 + cell.run.seed) for cell in study.cells[:1]]
+    found[0]["history"][-1]["knn"] = 75.5
+    probe, near = tables(study, found)
+    assert probe.rows == [["`exact`", "80.00"], ["`hla`", "not run"]]
+    assert near.rows == [["`exact`", "75.50"], ["`hla`", "not run"]]

@@ -62,7 +62,7 @@ class TrainRun:
 
     # What is trained, and on what
     name: str = "run"
-    task: Literal["classification"] = "classification"
+    task: Literal["classification", "simclr", "byol"] = "classification"  # without labels: see contrastive.py
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
@@ -151,6 +151,11 @@ class TrainRun:
             raise ValueError("amp: got 'fp16' with device 'cpu', use 'bf16' there")
         if self.calibration_file is not None and self.calibrate_batches:
             raise ValueError("calibration_file: got both a file and calibrate_batches, give one of them")
+        if self.task != "classification":
+            others = ("lora", "ema", "mixup", "cutmix", "smoothing", "random_erase", "calibrate_batches")
+            given = [name for name in others if getattr(self, name)]
+            if given:
+                raise ValueError(f"{given[0]}: it is not for task={self.task!r}; leave it out")
         self.resolve_method()
 
     def resolve_method(self) -> Method:
@@ -401,8 +406,6 @@ def _check_types(run: TrainRun) -> None:
             accepted = getattr(accepted, "__name__", accepted)
             if isinstance(value, (int, float)) and not _is_finite(value):
                 accepted = "a finite number"
-            if name == "task":
-                accepted = "'classification' (contrastive learning and text follow)"
             raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
 
 

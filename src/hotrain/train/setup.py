@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrain
+from hotrain.train import contrastive
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
@@ -124,7 +125,11 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     size = run.image_size or default_image_size(run.model, data.image_size)
-    model = create(run, classes=len(data.classes), channels=data.channels, image_size=size, device=processes.device)
+    labelled = run.task == "classification"
+    if not labelled and not isinstance(data, ArrayData):
+        raise ValueError(f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), not a folder")
+    classes = len(data.classes) if labelled else 0
+    model = create(run, classes=classes, channels=data.channels, image_size=size, device=processes.device)
     mean, std = normalization(model, run.pretrained, data.channels)
     feed = Feed(
         run,
@@ -136,7 +141,13 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         rank=processes.rank,
         world=processes.world,
     )
-    report = convert(run, model)
+    if labelled:
+        report = convert(run, model)
+    else:
+        model = learner = contrastive.TwoViews(run.task, model).to(processes.device)
+        target = learner.exact_target()
+        report = convert(run, learner)
+        learner.target = target
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotrain.train.study import CONTROL, DIVERGED, FAILED, FINISHED, Cell, Line, Study, lines, mean_text
@@ -52,7 +52,31 @@ def ran_on(study: Study, rows: Iterable[Row]) -> list[str]:
 
 
 def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
-    """One table: a line for each method, a column for each model and data set."""
+    """A line for each method, a column for each model and data set; k-NN beside the probe where nothing has labels."""
+    note = (
+        "Percent of the test images, mean ± deviation over seeds; in brackets the gap to exact with the same seeds, in "
+        "points, mean ± standard error."
+    )
+    probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task != "classification"))
+    near = [{**row, "accuracy": row["history"][-1]["knn"]} for row in rows if _has_neighbours(row)]
+    shown = [_matrix("Accuracy", study, rows, note)]
+    if probed.cells:
+        shown.append(
+            _matrix(
+                "Accuracy by 20 nearest neighbours",
+                probed,
+                near,
+                "Above: of a linear probe, where there are no labels.",
+            )
+        )
+    return shown
+
+
+def _has_neighbours(row: Row) -> bool:
+    return row["status"] == FINISHED and bool(row.get("history")) and "knn" in row["history"][-1]
+
+
+def _matrix(title: str, study: Study, rows: list[Row], note: str) -> Table:
     found = lines(study, rows)
     groups = list(dict.fromkeys(line.group for line in found))
     by = {(line.group, line.method): line for line in found}
@@ -60,11 +84,7 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
         [f"`{method}`", *(_cell(by.get((group, method))) for group in groups)]
         for method in dict.fromkeys(line.method for line in found)
     ]
-    note = (
-        "Percent of the test images, mean ± deviation over seeds; in brackets the gap to exact with the same seeds, in "
-        "points, mean ± standard error."
-    )
-    return [Table("Accuracy", ["method", *groups], body, note)]
+    return Table(title, ["method", *groups], body, note)
 
 
 def _cell(line: Line | None) -> str:
