@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 from hotrain.presets import DEFAULT
-from hotrain.train.run import TrainRun, replace
+from hotrain.train.run import Lora, TrainRun, replace
 from hotrain.train.study import Cell, Study, grid, with_method
 from hotrain_recipes.registry import load_recipe
 
@@ -42,7 +43,7 @@ def rank() -> Study:
     steps = [
         Cell("rank", f"{model}, steps", method, with_method(_step_run(name, batch), method), "step", alone=True)
         for model, (name, batch) in STEPS.items()
-        for method in ("exact", *PARTS, f"{DEFAULT}@graphs")
+        for method in ("exact", *PARTS[:2], "hot:scale=tensor", *PARTS[3:], f"{DEFAULT}@graphs")
     ]
     for seed in (0, 1):
         for model, recipe in PRETRAINED.items():
@@ -65,7 +66,8 @@ RANKS = (
 )
 """8 of 16 rows where no rank is named; integers and scales per token everywhere, so that only the rows differ."""
 PARTS = ("hot:saved_bits=none+scale=token", "hot:scale=token", "hot", "hot:memory=block", DEFAULT)
-"""HOT without its compressed buffer, with it, with LQS, with the activations between the layers, and the default."""
+"""HOT without its compressed buffer, with it, with LQS, with the activations between the layers, and the default.
+What LQS saves at most is timed with one scale a tensor everywhere."""
 STEPS = {"ViT-B/16": ("vit_base_patch16_224", 128), "ResNet-50": ("resnet50", 256)}
 
 
@@ -101,7 +103,7 @@ def fidelity() -> Study:
 
 
 def evmt() -> Study:
-    """EVMT-HLA: SimCLR, BYOL and DeiT-Ti with half of the rows, half of the entries dropped, and ours; then the rows."""
+    """EVMT-HLA: SimCLR, BYOL and DeiT-Ti with half of the rows, half of g_y dropped, and ours; then the rows."""
     cells: list[Cell] = []
     methods = ("exact", "hla", "dropout", DEFAULT, "hot-unbiased")
     for seed in (0, 1):
@@ -113,6 +115,31 @@ def evmt() -> Study:
             cells += grid("evmt", "SimCLR, CIFAR-10", run, [f"hla:rank={rows}" for rows in (14, 12, 6, 4, 2, 1)], (0,))
     return Study("evmt", "Low-rank g_w without labels and in DeiT (EVMT-HLA)", tuple(cells))
 
+
+def lora() -> Study:
+    """Table 3: HOT on the frozen layers, the adapters, both or neither; a ViT from one CIFAR, adapted to the other."""
+    cells: list[Cell] = []
+    for first, then in (("cifar100", "cifar10"), ("cifar10", "cifar100")):
+        run = replace(prepared(f"short_vit_{first}", audit=False), method="exact")
+        start = Cell("lora", f"small ViT, first {NAMES[first]}", "exact", run)
+        cells.append(start)
+        run = replace(prepared(f"short_vit_{then}"), epochs=10, lr=1e-3, weight_decay=0.0, warmup_epochs=1)
+        for seed in (0, 1, 2):
+            for label, method, where in COMBINATIONS:
+                adapted = replace(with_method(run, method), lora=Lora(convert=where), seed=seed, audit=seed == 0)
+                group = f"small ViT, {NAMES[first]} → {NAMES[then]}"
+                cells.append(Cell("lora", group, label, adapted, needs=start.id))
+    return Study("lora", "LoRA: which layers may be converted (HOT, Table 3)", tuple(cells))
+
+
+COMBINATIONS: tuple[tuple[str, str, Literal["frozen", "adapters", "both"]], ...] = (
+    ("exact", "exact", "frozen"),
+    ("hot, frozen", "hot", "frozen"),
+    ("hot, adapters", "hot", "adapters"),
+    ("hot, both", "hot", "both"),
+    (f"{DEFAULT}, frozen", DEFAULT, "frozen"),
+)
+"""Label, method and the layers that get it."""
 
 COUNTED = {
     "ViT-B/16": "vit_base_patch16_224",
@@ -138,4 +165,4 @@ def costs() -> Study:
 @functools.cache
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
-    return {study.name: study for study in (pretraining(), evmt(), rank(), fidelity(), costs())}
+    return {study.name: study for study in (pretraining(), lora(), evmt(), rank(), fidelity(), costs())}

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hotrain.cli import study, study_cell
 from hotrain.cli.main import app
-from hotrain.train import TrainRun, load_data, record, replace
+from hotrain.train import TrainRun, build, checkpoint, load_data, record, replace
 from hotrain.train.data import ArrayData
 from hotrain.train.study import Cell, Study, grid, lines, located, mean_text, read_rows
 
@@ -263,3 +264,31 @@ def test_a_run_that_does_not_compile_is_trained_in_eager_mode(tmp_path: Path, mo
     study_cell.main()
     assert again == []
     assert json.loads((tmp_path / study_cell.ROW).read_text())["status"] == "failed"
+
+
+def test_cells_start_from_the_weights_of_the_cell_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on another machine, where the needed cell is recorded and its weights are not: it is trained again."""
+    monkeypatch.setattr(study.subprocess, "Popen", InThisProcess)
+    run = TrainRun(model="demo_vit", model_args={"depth": 1, "embed_dim": 32}, steps=2, batch_size=8, audit=False)
+    first = Cell("s", "first", "exact", run)
+    adapted = replace(run, method="hot")
+    chosen = Study("s", "t", (first, Cell("s", "then", "hot", adapted, needs=first.id)))
+
+    def everything(work: Path) -> list[dict[str, Any]]:
+        file = tmp_path / "r.jsonl"
+        study._Running(chosen, file, work, 1, {"at_once": 1}, lambda cell: cell.run, "cpu", False).all(None)
+        return read_rows([file])
+
+    rows = everything(tmp_path / "a")
+    assert [(row["group"], row["status"]) for row in rows] == [("first", "finished"), ("then", "finished")]
+    assert rows[1]["config"]["init"] is None, "a record names no folder"
+    (tmp_path / "r.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    again = everything(tmp_path / "b")
+    assert [row["group"] for row in again] == ["first", "first", "then"]
+    assert again[2]["history"][-1]["train_loss"] == rows[1]["history"][-1]["train_loss"]
+    weights = tmp_path / "a" / "weights" / f"{first.id}.pt"
+    begun, saved = build(replace(run, init=str(weights), seed=7)).model.state_dict(), checkpoint.load(weights)["model"]
+    same = {name for name, value in saved.items() if torch.equal(begun[name], value)}
+    assert set(saved) - same == {"head.weight", "head.bias"}, (
+        "all but the classifier, which is drawn with the run's seed"
+    )

@@ -21,7 +21,7 @@ import typer
 
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import DeviceOption, JsonOption, SetOption, print_json, split_names, split_seeds
-from hotrain.cli.study_cell import JOB, ROW, RUNS, job_of
+from hotrain.cli.study_cell import JOB, ROW, RUNS, WEIGHTS, job_of
 from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
@@ -185,17 +185,21 @@ class _Running:
         """Run what is missing, until it is done or the deadline is reached."""
         for folder in self.work.glob("*/"):
             self._collect(folder)  # finished while nobody waited for it
-        waiting = self.study.missing(self._rows())
+        waiting = self._with_needed(self.study.missing(self._rows()))
         note(f"{self.study.name}: {len(waiting)} of {len(self.study.cells)} cells to run; into {self.records}")
         try:
             while waiting or self.running:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 self._end_finished()
-                while waiting and self._has_room(waiting[0]):
-                    cell = waiting.pop(0)
+                while (cell := self._next(waiting)) is not None:
+                    waiting.remove(cell)
                     if self._may_start(cell, deadline):
                         self._start(cell)
+                if waiting and not self.running:
+                    needs = ", ".join(sorted({str(cell.needs) for cell in waiting}))
+                    note(f"{len(waiting)} cells are not run: they start from weights of {needs}, which has none")
+                    break
                 time.sleep(0.1)
         finally:
             self._stop()
@@ -204,6 +208,21 @@ class _Running:
 
     def _rows(self) -> list[dict[str, Any]]:
         return self.library.read_rows([self.records])
+
+    def _with_needed(self, cells: list[Cell]) -> list[Cell]:
+        """The cells, and before them those done elsewhere whose weights they start from and are not here."""
+        names = {cell.id for cell in cells}
+        needed = {cell.needs for cell in cells if cell.needs and not self._weights(cell.needs).is_file()} - names
+        return [cell for cell in self.study.cells if cell.id in needed] + cells
+
+    def _weights(self, name: str) -> Path:
+        return self.work / "weights" / f"{name}.pt"
+
+    def _next(self, waiting: list[Cell]) -> Cell | None:
+        """The first cell whose weights are there; None where there is no room for it, or none is ready."""
+        ready = (cell for cell in waiting if cell.needs is None or self._weights(cell.needs).is_file())
+        cell = next(ready, None)
+        return cell if cell is not None and self._has_room(cell) else None
 
     def _has_room(self, cell: Cell) -> bool:
         if any(other.cell.alone for other in self.running) or (cell.alone and self.running):
@@ -233,6 +252,8 @@ class _Running:
         folder = self.work / cell.id
         folder.mkdir(parents=True, exist_ok=True)
         run = changed(self.run_of(cell), device=self.device, out_dir=str(folder / RUNS))
+        if cell.needs is not None:
+            run = changed(run, init=str(self._weights(cell.needs)))
         if self.device == "cpu":
             run = changed(run, compile=False)
         (folder / JOB).write_text(json.dumps(job_of(cell, run, self.common)), encoding="utf-8")
@@ -280,6 +301,9 @@ class _Running:
         if json.loads((folder / ROW).read_text(encoding="utf-8"))["status"] == "failed":
             (folder / ROW).unlink()
         else:
+            if folder.name in {cell.needs for cell in self.study.cells} and (folder / WEIGHTS).is_file():
+                self._weights(folder.name).parent.mkdir(exist_ok=True)
+                os.replace(folder / WEIGHTS, self._weights(folder.name))
             shutil.rmtree(folder)
         return True
 

@@ -7,6 +7,7 @@ that is when the study has ended, for any reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-JOB, ROW, RUNS = "job.json", "row.json", "runs"
+JOB, ROW, RUNS, WEIGHTS = "job.json", "row.json", "runs", "weights.pt"
 STOPPED = 143  # exit status of a cell that was stopped with SIGTERM and has a checkpoint
 
 
@@ -41,7 +42,8 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    with contextlib.suppress(OSError):
+        os.read(0, 1)  # not through sys.stdin, whose lock a daemon thread would hold when Python ends
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -95,7 +97,14 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 def _without_places(run: dict[str, Any]) -> dict[str, Any]:
     """The configuration without folders of this machine."""
-    return {**run, "data": Path(run["data"]).stem, "out_dir": "runs", "data_dir": "data", "device": "auto"}
+    return {
+        **run,
+        "data": Path(run["data"]).stem,
+        "out_dir": "runs",
+        "data_dir": "data",
+        "device": "auto",
+        "init": None,
+    }
 
 
 def _train(run: Any, folder: Path) -> dict[str, Any]:
@@ -117,6 +126,7 @@ def _train(run: Any, folder: Path) -> dict[str, Any]:
         result = train(run, on_progress=silent, on_start=seen)
     names = ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "layers", "seconds")
     found = {name: getattr(result, name) for name in names}
+    os.replace(result.checkpoint_path, folder / WEIGHTS)
     return {"status": "finished", **found, **images, "updates": result.history[-1]["update"], "history": result.history}
 
 

@@ -62,7 +62,8 @@ class TwoViews(nn.Module):
             return
         momentum = 1.0 - (1.0 - MOMENTUM) * (math.cos(math.pi * progress) + 1.0) / 2.0
         online = [*self.backbone.parameters(), *self.projector.parameters()]
-        torch._foreach_lerp_(list(self.target.parameters()), online, 1.0 - momentum)
+        for own, towards in zip(self.target.parameters(), online, strict=True):
+            own.lerp_(towards, 1.0 - momentum)
 
 
 def _head(inputs: int) -> nn.Module:

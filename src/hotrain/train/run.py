@@ -28,12 +28,15 @@ class Lora:
     Args:
         rank, alpha, dropout: as in ``peft.LoraConfig`` (the papers use 16, 32 and 0.1).
         targets: last names of the linear layers that get an adapter (timm's names).
+        convert: which layers get the run's method: the frozen ones, the adapters, or both. Adapters lose accuracy by it
+            (HOT, Table 3).
     """
 
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.1
     targets: tuple[str, ...] = ("qkv",)
+    convert: Literal["frozen", "adapters", "both"] = "frozen"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class TrainRun:
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
+    init: str | None = (
+        None  # a checkpoint of another run: its weights, but for the classifier, are where this one starts
+    )
     data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.train import contrastive
+from hotrain.conversion import converted_layers
+from hotrain.train import checkpoint, contrastive
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
@@ -85,6 +86,8 @@ def create(
         pretrained=run.pretrained if pretrained is None else pretrained,
         args=run.model_args,
     )
+    if run.init is not None:
+        start_from(model, run.init)
     if run.grad_checkpointing:
         if not hasattr(model, "set_grad_checkpointing"):
             raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
@@ -97,6 +100,24 @@ def create(
     return model
 
 
+def start_from(model: nn.Module, path: str) -> None:
+    """Load the weights of a checkpoint into a model with another classifier, which stays as it is.
+
+    Args:
+        model: of timm.
+        path: the checkpoint, or the folder of its run.
+
+    Raises:
+        ValueError: no such checkpoint, or one of another model.
+    """
+    head = model.get_classifier()  # type: ignore[operator]
+    own = [f"{name}." for name, module in model.named_modules() if module is head]
+    state = {k: v for k, v in checkpoint.load(path)["model"].items() if not k.startswith(tuple(own))}
+    kept = {k: v for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    checkpoint.check_same_weights(model, {**state, **kept})
+    model.load_state_dict({**state, **kept})
+
+
 def convert(run: TrainRun, model: nn.Module) -> Any:
     """Convert ``model`` in place with the method and plan of ``run``.
 
@@ -104,7 +125,15 @@ def convert(run: TrainRun, model: nn.Module) -> Any:
         The conversion report; None for the exact method.
     """
     method = run.resolve_method()
-    return None if method.is_plain else hotrain.convert(model, method, plan=run.plan)
+    if method.is_plain:
+        return None
+    if run.lora is None or run.lora.convert == "frozen":
+        return hotrain.convert(model, method, plan=run.plan)
+    frozen = set()
+    if run.lora.convert == "both":
+        hotrain.convert(model, method, plan=run.plan)
+        frozen = {name for name, _, _ in converted_layers(model)}
+    return hotrain.convert(model, method, plan=run.plan, filter_fn=lambda _, name: ".lora_" in name or name in frozen)
 
 
 def build(run: TrainRun, processes: Processes | None = None) -> Setup:

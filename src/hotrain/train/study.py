@@ -35,7 +35,7 @@ class Cell:
         kind: ``train``, or the name of a measurement.
         alone: nothing else may run beside it, because it measures times.
         options: of a measurement, JSON values.
-        needs: id of the cell whose weights this one starts from.
+        needs: id of the cell whose weights this one starts from (`TrainRun.init`).
     """
 
     study: str

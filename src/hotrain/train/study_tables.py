@@ -58,7 +58,7 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
         "points, mean ± standard error."
     )
     probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task != "classification"))
-    near = [{**row, "accuracy": row["history"][-1]["knn"]} for row in rows if _has_neighbours(row)]
+    near: list[Row] = [{**row, "accuracy": row["history"][-1]["knn"]} for row in rows if _has_neighbours(row)]
     shown = [_matrix("Accuracy", study, rows, note)]
     if probed.cells:
         shown.append(
