@@ -115,7 +115,7 @@ def test_extras_that_documents_install_exist() -> None:
 
 
 def test_commands_that_need_data_parse() -> None:
-    import hotrain_recipes
+    import hotrain_recipes.studies
     import typer
 
     from hotrain.cli.main import app
@@ -127,6 +127,10 @@ def test_commands_that_need_data_parse() -> None:
     for _, verb, *arguments in found:
         command = group.commands[verb]  # type: ignore[attr-defined]
         options = command.make_context(verb, arguments).params
+        if verb == "study":
+            assert options["name"] in {None, "RECIPE", *hotrain_recipes.studies.studies()}
+        if verb in ("study", "prepare", "report"):
+            continue
         assert options["recipe"] in hotrain_recipes.all()
         for text in (options.get("methods") or options.get("method") or "exact").split(","):
             name, overrides = parse_method(text)

@@ -222,7 +222,7 @@ def _structure(title: str, mine: Mapping[str, Any], updates: list[str]) -> Table
         for moment in mine["moments"]:
             chosen = [choice for name, (choice, _) in moment["lqs"].items() if kind_of(name) == kind]
             counts.append(f"{chosen.count('token')} of {len(chosen)}" if chosen else "–")
-        body.append([f"LQS: a scale a token in `{kind}`", *counts])
+        body.append([f"LQS: per-token scales in `{kind}`", *counts])
     return Table(title, ["", *updates], body, "Of white noise the lower half holds 50 %. Median over layers.")
 
 
