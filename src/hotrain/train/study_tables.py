@@ -307,6 +307,41 @@ def advice(study: Study, rows: Iterable[Row], default: str) -> list[str]:
     return out
 
 
+def _counted(study: Study, rows: list[Row]) -> list[str]:
+    """What the costs say of Table 2 and of the bit operations of a backward."""
+    found = {
+        (cell.group, cell.method): _figures(row)
+        for cells in _by_group(study, rows, "costs").values()
+        for cell, row in cells
+    }
+    large, exact, hot = (
+        found.get(key) for key in (("EfficientFormer-L7", "hot"), ("ViT-B/16", "exact"), ("ViT-B/16", "hot"))
+    )
+    if large is None or exact is None or hot is None:
+        return []
+    share = {kind: 100 * hot[kind]["backward"] / exact[kind]["backward"] for kind in ("paper", "corrected")}
+    return [
+        f"Costs: Table 2's 1383.54 GBOPs at r = 8 come out for EfficientFormer-L7 "
+        f"({large['paper']['backward'] / 1e9:.2f}), not for the L1 of the caption; of ViT-B's backward HOT needs {share['corrected']:.1f} % of the bit operations as "
+        f"counted, {share['paper']:.1f} % by the published formula."
+    ]
+
+
+def _chosen_scales(study: Study, rows: list[Row]) -> list[str]:
+    """What LQS chose at the end of the trainings."""
+    said = []
+    for group, cells in _by_group(study, rows, "gradients").items():
+        mine = _figures(cells[0][1])
+        if mine is not None:
+            chosen = [choice for choice, _ in mine["moments"][-1]["lqs"].values()]
+            said.append(f"{chosen.count('token')} of {len(chosen)} layers of {group}")
+    if not said:
+        return []
+    return [
+        f"LQS (the paper: in some layers): at the end of training it chooses per-token scales in {', '.join(said)}."
+    ]
+
+
 def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> list[str]:
     """At most ten lines: how much was run, which claims held (gaps in points), and what to choose for each model."""
     rows = list(rows)
@@ -314,5 +349,6 @@ def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> lis
     first = "Run so far: " + ", ".join(f"{name} {done[name]} of {len(studies[name].cells)}" for name in studies) + "."
     said = [verdict(claim, studies[claim.study], rows) for claim in CLAIMS]
     told = [f"{kind}: {'; '.join(t for k, t in said if k == kind)}." for kind in dict.fromkeys(k for k, _ in said)]
+    told += [*_counted(studies["costs"], rows), *_chosen_scales(studies["fidelity"], rows)]
     choices = advice(studies["pretraining"], rows, default)
     return [first, *told, *(choices or ["What to choose for which model: not measured yet."])]
