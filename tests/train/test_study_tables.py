@@ -110,7 +110,7 @@ def test_kinds_of_layers() -> None:
 
 
 def test_costs_are_those_of_the_analyses() -> None:
-    run = with_method(TrainRun(model="test_vit", image_size=160, batch_size=4), "hot")
+    run = with_method(TrainRun(model="demo_vit", model_args={"depth": 1}, image_size=16, batch_size=4), "hot")
     found = measures.costs(run, "hot", kept=True)
     assert 0 < found["overhead"] < found["corrected"]["backward"] < 2 * found["corrected"]["forward"]
     # HOT's Table 5, and what it prints (docs/maths.md)

@@ -322,8 +322,8 @@ def _counted(study: Study, rows: list[Row]) -> list[str]:
     share = {kind: 100 * hot[kind]["backward"] / exact[kind]["backward"] for kind in ("paper", "corrected")}
     return [
         f"Costs: Table 2's 1383.54 GBOPs at r = 8 come out for EfficientFormer-L7 "
-        f"({large['paper']['backward'] / 1e9:.2f}), not for the L1 of the caption; of ViT-B's backward HOT needs {share['corrected']:.1f} % of the bit operations as "
-        f"counted, {share['paper']:.1f} % by the published formula."
+        f"({large['paper']['backward'] / 1e9:.2f}), not for the L1 of the caption; of ViT-B's backward HOT needs "
+        f"{share['corrected']:.1f} % of the bit operations as counted, {share['paper']:.1f} % by the published formula."
     ]
 
 
