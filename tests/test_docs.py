@@ -116,7 +116,7 @@ def test_extras_that_documents_install_exist() -> None:
 
 @pytest.mark.usefixtures("timm")
 def test_commands_that_need_data_or_time_parse() -> None:
-    import hotrain_recipes
+    import hotrain_recipes.studies
     import timm
     import typer
 
@@ -130,6 +130,10 @@ def test_commands_that_need_data_or_time_parse() -> None:
         assert name == "hotrain", "a command here cannot be checked"
         command = group.commands[verb]  # type: ignore[attr-defined]
         options = command.make_context(verb, arguments).params
+        if verb == "study":
+            assert options["name"] in {None, "RECIPE", *hotrain_recipes.studies.studies()}
+        if verb in ("study", "prepare", "report"):
+            continue
         subject = options.get("recipe") or options["model"]
         assert subject in hotrain_recipes.all() or ("model" in options and timm.is_model(subject)), subject
         for text in (options.get("methods") or options.get("method") or "exact").split(","):

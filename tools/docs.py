@@ -19,6 +19,7 @@ import drawings
 import formats_table
 import front
 import records
+import studies
 import torch
 
 import hotrain
@@ -356,6 +357,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "example": example,
     "accuracy": records.accuracy,
     "evidence": records.evidence,
+    "study": studies.study,
+    "study-head": studies.head,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
     "rules": formats_table.rule_book,

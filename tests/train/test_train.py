@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -158,6 +158,16 @@ def test_lora_trains_adapters_and_head_only(tiny: Make) -> None:
     converted = {row.name for row in training.setup.report.converted}
     assert any(name.endswith("qkv.base_layer") for name in converted)
     assert not any("lora_" in name for name in converted)
+
+
+@pytest.mark.parametrize(("where", "count"), [("frozen", 8), ("adapters", 4), ("both", 12)])
+def test_lora_converts_frozen_layers_adapters_or_both(
+    tiny: Make, where: Literal["frozen", "adapters", "both"], count: int
+) -> None:
+    """Two blocks: four linear layers each, and two matrices beside each qkv."""
+    report = build(tiny(lora=Lora(rank=16, convert=where), method="hot")).report
+    assert report is not None
+    assert len(report.converted) == count
 
 
 def test_lora_targets_that_do_not_exist(tiny: Make) -> None:

@@ -115,9 +115,37 @@ def presets(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder with summary.json (and records.json).")] = Path("runs/demo"),
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with summary.json (and records.json), or with records of studies.")
+    ] = Path("runs/demo"),
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Of studies: the page. Default: in FOLDER.")] = None,
 ) -> None:
-    """Draw report.html from the records of a demo or a comparison. Trains and measures nothing."""
+    """Draw report.html from the records of a demo, a comparison or the studies. Trains and measures nothing."""
     from hotrain.plotting.report import write_report
 
-    typer.echo(f"wrote {write_report(folder)}")
+    files = [] if (folder / "summary.json").is_file() else sorted(folder.glob("*.jsonl"))
+    typer.echo(f"wrote {_studies(files, out or folder / 'report.html') if files else write_report(folder)}")
+
+
+def _studies(files: list[Path], path: Path) -> Path:
+    """Draw the page of all studies; their tables have every cell, also those that the records lack."""
+    from dataclasses import asdict
+
+    import hotrain_recipes.studies as known
+
+    from hotrain.plotting.studies import Section, write_studies
+    from hotrain.presets import DEFAULT
+    from hotrain.train.study import read_rows
+    from hotrain.train.study_tables import head, ran_on, tables
+
+    rows, studies = read_rows(files), known.studies()
+    sections = []
+    for study in studies.values():
+        shown = [{**asdict(table), "rows": [_plain(row) for row in table.rows]} for table in tables(study, rows)]
+        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
+    findings = _plain(head(studies, rows, DEFAULT))
+    return write_studies(path, "What the studies say of the papers", findings, sections)
+
+
+def _plain(texts: list[str]) -> list[str]:
+    return [text.replace("`", "") for text in texts]

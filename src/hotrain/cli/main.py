@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, bench, compare, demo, frontier, listing, train
+from hotrain.cli import audit, bench, compare, demo, frontier, listing, study, train
 from hotrain.cli.errors import HotrainGroup
 from hotrain.cli.options import Command
 
@@ -38,6 +38,8 @@ def root(
 TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
 app.command("train", cls=Command, rich_help_panel=TRAIN, epilog=train.EXAMPLES)(train.train)
 app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPLES)(compare.compare)
+app.command("study", cls=Command, rich_help_panel=TRAIN, epilog=study.EXAMPLES)(study.study)
+app.command("prepare", cls=Command, rich_help_panel=TRAIN)(study.prepare)
 app.command("demo", cls=Command, rich_help_panel=TRAIN)(demo.demo)
 app.command("calibrate", cls=Command, rich_help_panel=LOOK)(audit.calibrate)
 app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.EXAMPLES)(audit.memory)

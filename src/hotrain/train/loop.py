@@ -30,7 +30,7 @@ import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
-from hotrain.train import checkpoint, record
+from hotrain.train import checkpoint, contrastive, record
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes, processes
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
@@ -72,7 +72,7 @@ class Result:
     Args:
         run: the run.
         run_id: name of its folder.
-        history: one row per epoch: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
+        history: one row per evaluation: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
         accuracy, best_accuracy: percent of the test images, of the last epoch and the best one. With ``ema`` of the
             averaged weights. None if no epoch was finished.
         saved_bytes: bytes that autograd saves between forward and backward for one batch (``audit``).
@@ -209,7 +209,8 @@ def _epochs(
             if report is not None:
                 report(training.progress())
             complete = training.update == training.updates
-            if complete or training.update % per_epoch == 0:
+            ended, rest = divmod(training.update, per_epoch)
+            if complete or (rest == 0 and ended % run.evaluate_every == 0):
                 training.finish_epoch(epoch)
                 if report is not None:
                     report(training.progress(training.history[-1]["accuracy"]))
@@ -245,6 +246,7 @@ class Training:
 
         self.run, self.setup, self.ranks = run, setup, ranks
         self.model, self.device = setup.model, setup.device
+        self.learner = self.model if isinstance(self.model, contrastive.TwoViews) else None
         self.updates_per_epoch = setup.feed.updates_per_epoch
         self.updates = run.steps if run.steps is not None else run.epochs * self.updates_per_epoch
         if saved is not None:
@@ -349,7 +351,8 @@ class Training:
                 wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
                 with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
                     with self._autocast():
-                        loss = self.loss_function(self.net(x).float(), target)
+                        output = self.net(x).float()
+                        loss = self.learner.loss(output, x) if self.learner else self.loss_function(output, target)
                     self.scaler.scale(loss / len(batches)).backward()
                 self.loss_sum += loss.detach()
                 self.loss_count += 1
@@ -365,6 +368,8 @@ class Training:
         self.schedule.step(self.update)
         if self.ema is not None:
             self.ema.update(self.model, step=self.update)
+        if self.learner is not None:
+            self.learner.move_target(self.update / self.updates)
         self.timer.stop()
         self.between_updates = True
 
@@ -439,7 +444,10 @@ class Training:
         model = self.model if self.ema is None else self.ema.module
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = _finite(float(totals[0] / totals[1]))
-        row["test_loss"], row["accuracy"] = self.evaluate(model)
+        if self.learner is None:
+            row["test_loss"], row["accuracy"] = self.evaluate(model)
+        else:
+            row["test_loss"], row["accuracy"], row["knn"] = self.probe(self.learner)
         if row["train_loss"] is None and row["test_loss"] is None:
             raise self._diverged("neither the training loss nor the test loss is finite")
         if self.ema is not None:
@@ -473,6 +481,31 @@ class Training:
         model.train(was_training)
         loss, correct, count = self.ranks.total(sums).tolist()
         return _finite(loss / count), 100.0 * correct / count
+
+    @torch.no_grad()
+    def probe(self, learner: contrastive.TwoViews) -> tuple[float | None, float, float]:
+        """Judge the features of the backbone, on each process by its part of the images.
+
+        Returns:
+            Cross-entropy and accuracy (percent) of a linear probe, and the accuracy by 20 nearest neighbours.
+        """
+        feed, classes = self.setup.feed, len(self.setup.data.classes)
+        was_training = learner.training
+        learner.eval()
+        with self._autocast():
+            train, test = (
+                [(learner.backbone(x).float(), y) for x, y in b] for b in (feed.train_batches(), feed.test_batches())
+            )
+        learner.train(was_training)
+        (x, labels), (seen, truth) = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (train, test))
+        logits = contrastive.linear_probe(x, labels, seen, classes)
+        near = contrastive.nearest_neighbours(x, labels, seen, classes)
+        right = [logits.argmax(1) == truth, near == truth]
+        sums = torch.stack([nn.functional.cross_entropy(logits, truth, reduction="sum"), *(r.sum() for r in right)])
+        loss, probed, nearby, count = self.ranks.total(
+            torch.cat((sums.double(), sums.new_tensor([len(truth)])))
+        ).tolist()
+        return _finite(loss / count), 100.0 * probed / count, 100.0 * nearby / count
 
     def seconds(self) -> float:
         """Return the wall time of the run over all its parts."""

@@ -1,4 +1,4 @@
-"""Models by name: timm's models, and four small variants of them for images of 16 and 32 pixels."""
+"""Models by name: timm's models, and small variants of them for images of 16 and 32 pixels."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ SMALL = {
         {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN},
     ),
     "small_resnet18": SmallModel("resnet18", 32, small_stem=True),
+    "small_resnet50": SmallModel("resnet50", 32, small_stem=True),
     # 4×4 tokens of 4×4 pixels, and 3×3 convolutions on 16×16 to 2×2: the demo on digits. With timm's small
     # initial position embeddings the ViT spends half of so short a run on learning positions.
     "demo_vit": SmallModel(

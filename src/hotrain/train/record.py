@@ -43,11 +43,22 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process has the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with held(folder / LOCK, f"{folder}: another process is training this run; wait for it, or stop it first"):
+        yield
+
+
+@contextlib.contextmanager
+def held(path: Path, otherwise: str) -> Iterator[None]:
+    """Hold the lock of the file ``path``, which is created. It is released when this process ends.
+
+    Raises:
+        ValueError: another process holds it; ``otherwise`` is the message.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            raise ValueError(f"{folder}: another process is training this run; wait for it, or stop it first")
+            raise ValueError(otherwise)
         yield
     finally:
         os.close(handle)
