@@ -225,7 +225,6 @@ UNBIASED = [
     (hotrain.preset("hot-unbiased", saved_bits=4), None, True),
     (hotrain.preset("hla", sampled=4), None, False),
     (hotrain.preset("hot-importance"), None, True),
-    (hotrain.preset("hot-importance"), Grid(5, 7, 2), True),
     (hotrain.preset("hla", rank=16, share=0.25), None, False),  # without any rounding
     (hotrain.preset("hot-unbiased", share=0.5), None, True),  # of drawn rows, in int8 with one scale
     (hotrain.preset("hq4"), None, False),  # a scale a row folded into g_y; its w is rounded to nearest
