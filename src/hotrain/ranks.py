@@ -161,10 +161,10 @@ def calibrate_ranks(
 ) -> Ranks:
     """Choose a rank for every converted layer that draws rows.
 
-    Ranks are raised one step of `RANKS` at a time, each time where a multiplication more takes most off
-    Σ parameters · v, until the mean rank is at the budget. Apply the result with ``.apply(model)``. The model, generators and
-    draws are unchanged. Gradients change while a network learns: calibrate again from time to time, for
-    example after every epoch.
+    Ranks are raised one step of `RANKS` at a time, each time where a multiplication more takes most off Σ
+    parameters · v, until the mean rank is at the budget. Apply the result with ``.apply(model)``. The model,
+    generators and draws are unchanged. Gradients change while a network learns: calibrate again from time to time,
+    for example after every epoch.
 
     Convolutions whose patches overlap are left as they are: a rank does not shorten their product.
 
