@@ -352,6 +352,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "curves": records.curves,
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
+    "variance": records.variance,
     "compatibility": records.compatibility,
     "example": example,
     "accuracy": records.accuracy,
