@@ -488,7 +488,8 @@ def main() -> int:
                 rows.append(layer)
             designs = mean_of([figures(row) for row in rows])
             last = rows[-1]
-            record = {
+            empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
+            record = empty | {
                 "bench": "variance", "subject": f"{args.recipe}/{saved['update']} updates", "variant": name,
                 "loss": round(saved["loss"], 3), "images": args.images, "batches": len(rows),
                 "parameters": last.parameters, "arithmetic": last.arithmetic // args.images,
