@@ -386,7 +386,7 @@ def variance(folder: Path = RESULTS) -> str:
         lines = []
         for design, figures in last["designs"].items():
             cells = [design, *(_share(row["designs"].get(design, {}).get("parameters")) for row in whole.values())]
-            cells.append(_share(figures["progress"]))
+            cells.append(_share(figures["progress"] or None))  # 0: too few images to know
             for own in kinds.values():
                 found = [(row["parameters"], row["designs"][design]) for row in own if design in row["designs"]]
                 total = sum(weight for weight, _ in found)
