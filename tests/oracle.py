@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # The streams of `hotrain.draws`, by number: part of the definition, since kernels must repeat them.
-ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED = range(7)
+ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED, IMPORTANCE = range(8)
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -293,12 +293,36 @@ def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
     return torch.where(n + 2**15 < round(share * 2**16), 0.0, g_y)
 
 
+def importance(sizes: list[float], share: float, key: int) -> tuple[list[int], list[float]]:
+    """Systematic sampling: row r is picked once for each of u, u + 1, … in its interval, whose length is p_r."""
+    count = math.ceil(share * len(sizes))
+    sizes = [max(size, 1e-12 * max(sizes)) for size in sizes]
+    sizes = sizes if sum(sizes) else [1.0] * len(sizes)
+    p = [count * size / sum(sizes) for size in sizes]
+    for _ in range(6):  # what is above 1 is cut off, and shared out among the others
+        full = sum(v >= 1 for v in p)
+        rest = sum(v for v in p if v < 1)
+        p = [1.0 if v >= 1 else v * (count - full) / rest for v in p]
+    p = [v * count / sum(p) for v in p]
+    u = (((hash_one(0, key, IMPORTANCE) + 2**31) & M32) + 0.5) / 2**32
+    picked, start = [], 0.0
+    for row, length in enumerate(p):
+        picked += [row] * (math.floor(start + length - u) - math.floor(start - u))
+        start += length
+    return picked, [1 / p[row] for row in picked]
+
+
 def grad_weight(g_y: Tensor, kept: tuple[Tensor, Tensor | None], p: Tensor, method: Any, key: int) -> Tensor:
     """g_w of tokens × channels and of what was kept."""
     path, (rows, scale) = method.grad_weight, kept
     if path.drop:
         g_y = dropped(g_y, path.drop, key)
     g = p @ g_y
+    if path.share < 1:
+        values = rows if scale is None else rows * scale
+        picked, weights = importance([float(n) for n in g.norm(dim=1) * values.norm(dim=1)], path.share, key)
+        g = g[picked] * torch.tensor(weights, dtype=g.dtype)[:, None]
+        rows, scale = rows[picked], scale[picked] if scale is not None and scale.dim() == 2 else scale
     if path.bits is None:
         return g.T @ (rows if scale is None else rows * scale)
     if path.number == "luq":

@@ -224,6 +224,9 @@ UNBIASED = [
     (hotrain.preset("hot-unbiased", rank=1), None, True),
     (hotrain.preset("hot-unbiased", saved_bits=4), None, True),
     (hotrain.preset("hla", sampled=4), None, False),
+    (hotrain.preset("hot-importance"), None, True),
+    (hotrain.preset("hla", rank=16, share=0.25), None, False),  # without any rounding
+    (hotrain.preset("hot-unbiased", share=0.5), None, True),  # of drawn rows, in int8 with one scale
     (hotrain.preset("hq4"), None, False),  # a per-row scale folded into g_y; its w is rounded to nearest
 ]
 
@@ -377,8 +380,9 @@ def product(*noises: float) -> float:
     return a + b + a * b
 
 
-# The low-rank step on white data: fixed rows lose 1 − r/n; 4+4 adds (12·2)/16 = 1.5 (a row counts 3 with p = 1/3).
-LOW_RANK = {"hot": 0.5, "hla": 0.5, "hot-unbiased": 1.5, "lbp-wht": 1 - 21 / 64, "dropout": 0.5}
+# The low-rank step on white data: fixed rows lose 1 − r/n; 4+4 adds (12·2)/16 = 1.5 (a row counts 3 with p = 1/3);
+# half of the rows by norm add at most 1 (a row counts 2 with p = 1/2).
+LOW_RANK = {"hot": 0.5, "hla": 0.5, "hot-unbiased": 1.5, "hot-importance": 1.0, "lbp-wht": 1 - 21 / 64, "dropout": 0.5}
 
 
 def predicted(method: hotrain.Method, x: Tensor, w: Tensor, g_y: Tensor) -> tuple[float, float]:

@@ -71,7 +71,7 @@ ORDER = [
     ("hotrain.conversion",),
     ("hotrain.compiling",),
     ("hotrain.layer_gradients",),
-    ("hotrain.calibration", "hotrain.budget", "hotrain.optim"),
+    ("hotrain.calibration", "hotrain.ranks", "hotrain.budget", "hotrain.optim"),
     ("hotrain.analysis",),
 ]
 RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -143,6 +143,8 @@ def grad_weight_loss(method: Method) -> str:
         return f"**biased**: {path.drop:.0%} of g_y's entries"
     if path.sampled:
         lost.append(f"{path.tile - path.rank} of {path.tile} rows, drawn")
+    if path.share < 1:
+        lost.append(f"{1 - path.share:.0%} of the rows, drawn by norm")
     if path.bits is not None:
         lost.append("4-bit powers of two" if path.number == "luq" else f"int{path.bits} rounding")
         biased += ["g_y"] if path.number == "int" and path.rounding != "stochastic" else []
@@ -353,6 +355,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "curves": records.curves,
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
+    "variance": records.variance,
     "compatibility": records.compatibility,
     "example": example,
     "accuracy": records.accuracy,

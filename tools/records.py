@@ -370,6 +370,37 @@ def noise(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/noise.py` trains the small ViT fifteen ways.*"
 
 
+def variance(folder: Path = RESULTS) -> str:
+    """v of every design over all layers, a table a recipe, and by kind of layer for the last of its snapshots."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("variance", folder)):
+        whole = {row["subject"]: row for row in rows if row["variant"] == "all layers"}
+        if not whole:
+            continue
+        subject, last = list(whole.items())[-1]
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["subject"] == subject and row["variant"] != "all layers":
+                parts = row["variant"].split(".")
+                kinds.setdefault(parts[-1] if parts[0] == "blocks" else parts[0], []).append(row)
+        headers = ["rows of g_w", *(f"{s.partition('/')[2]}: all" for s in whole), "by progress", *kinds]
+        lines = []
+        for design, figures in last["designs"].items():
+            cells = [design, *(_share(row["designs"].get(design, {}).get("parameters")) for row in whole.values())]
+            cells.append(_share(figures["progress"] or None))  # 0: too few images to know
+            for own in kinds.values():
+                found = [(row["parameters"], row["designs"][design]) for row in own if design in row["designs"]]
+                total = sum(weight for weight, _ in found)
+                cells.append(_share(sum(w * (d["v"] + d["bias2"]) for w, d in found) / total if total else None))
+            lines.append(cells)
+        tables.append(_conditions(run[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/variance.py` measures it.*"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{max(value, 0.0):.4f}" if value < 0.1 else f"{value:.3f}"
+
+
 def shared_inputs(folder: Path = RESULTS) -> str:
     """Error of g_w by layer and variant, a table a run of records with ``bench="shared-inputs"`` and ``g_w_error``."""
     tables = []

@@ -110,7 +110,7 @@ def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_run_again(
     assert "1 of 1 cells to run" in invoke(*words, "--list").stdout + invoke(*words).stderr
 
 
-# Processes that be used for for a run: they import nothing.
+# Processes that are run in the place of a run: they import nothing.
 SLEEPS = "import time, sys; time.sleep(60)"
 DIES = "import sys; sys.exit('killed by the kernel')"
 

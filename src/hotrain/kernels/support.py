@@ -68,6 +68,8 @@ def _unsupported_method(method: Method) -> str | None:
         return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
     if g_w.drop:
         return "the kernels do not drop elements of g_y"
+    if g_w.share < 1:
+        return "the kernels multiply all rows that are kept"
     if g_x.transform == "lowpass" or "luq" in (g_x.number, g_w.number) or saved.number == "sawb":
         return f"the kernels do not support the number formats of {method.name}"
     if "pseudo" in (g_x.rounding, g_x.weight_rounding, g_w.rounding, saved.rounding):
