@@ -684,7 +684,7 @@ class Training:
             "calibration": _plain(self.calibration),
             "history": self.history,
         }
-        record.append(result.record_path, row)
+        record.append(result.record_path, record.signed(row))
 
     def write_record_of(self, failure: BaseException, status: str) -> None:
         """Write the record of a run that ends with ``failure``; an OSError of it becomes a note of the failure."""

@@ -117,8 +117,9 @@ def create_model(
             f"model {name!r}: its pretrained weights are neither cached nor reachable ({_first_line(error)}). "
             "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
         ) from error
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {name!r} cannot be built with {settings} ({why})") from error
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch, (int, tuple)) and image_size < (side := max(patch) if isinstance(patch, tuple) else patch):
         raise ValueError(
