@@ -1,6 +1,8 @@
 """Campaigns against the library, with the counts of cases tried: ``soak``, ``faults`` and ``fuzz``.
 
-    python benchmarks/campaign.py fuzz [--cases 200] [--seed 0] [--kinds lines,settings] [--out FILE]
+    python benchmarks/campaign.py fuzz [--cases 200] [--seed 0] [--kinds "lines;settings"] [--out FILE]
+    python benchmarks/campaign.py soak --cases 450   # steps of each subject
+    python benchmarks/campaign.py faults --cases 30  # as root: a disk that is full is a small file system in memory
 
 Each prints what it finds at once, appends a record of each kind of case to FILE, and exits 1 if there was a finding.
 What is tried, and what counts as a finding, is in the modules of ``benchmarks/hotrain_campaign``.
@@ -32,7 +34,7 @@ def fuzz(args: argparse.Namespace, folder: Path, done: Callable[..., None]) -> N
 
     campaign.preload()
     good = campaign.good_files(folder)
-    for kind in args.kinds.split(",") if args.kinds else campaign.KINDS:
+    for kind in args.kinds.split(";") if args.kinds else campaign.KINDS:
         begun = time.monotonic()
         cases = list(campaign.KINDS[kind](good, args.cases, random.Random(f"{kind} {args.seed}")))
         tallies = tried(cases, folder / f"scratch {kind}", print)
@@ -51,7 +53,21 @@ def soak(args: argparse.Namespace, folder: Path, done: Callable[..., None]) -> N
         begun = time.monotonic()
 
 
-CAMPAIGNS = {"soak": soak, "fuzz": fuzz}
+def faults(args: argparse.Namespace, folder: Path, done: Callable[..., None]) -> None:
+    """Faults of machines and of numbers."""
+    from hotrain_campaign import faults as campaign
+    from hotrain_campaign import fuzz
+
+    fuzz.preload()
+    good = fuzz.good_files(folder)
+    begun = time.monotonic()
+    names = args.kinds.split(";") if args.kinds else None
+    for name, tally in campaign.tried(good.npz, folder, args.cases, args.seed, print, names):
+        done(name, tally, time.monotonic() - begun)
+        begun = time.monotonic()
+
+
+CAMPAIGNS = {"soak": soak, "faults": faults, "fuzz": fuzz}
 
 
 def main() -> None:
@@ -60,7 +76,7 @@ def main() -> None:
     parser.add_argument("campaign", choices=CAMPAIGNS)
     parser.add_argument("--cases", type=int, default=200, help="of each kind, about")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", help="some of them, separated by commas")
+    parser.add_argument("--kinds", help="some of them, separated by semicolons")
     parser.add_argument("--commit", help="of the tree, where git does not tell")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

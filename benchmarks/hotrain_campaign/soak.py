@@ -65,8 +65,8 @@ def _resnet() -> nn.Module:
 def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes, use_cache=False))
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, use_cache=False, **sizes))
 
 
 def _images(number: int) -> tuple[Tensor, ...]:
