@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from hotrain.cli.options import PlainFlags
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError)
-"""Exceptions for bad input; ``RuntimeError`` is one too where the library itself raised it."""
+"""Exceptions for bad input; ``RuntimeError`` and ``ImportError`` are too where the library itself raised them."""
 
 
 LONGEST = 4000  # characters of a message, which may quote what a file or an option says
@@ -43,7 +43,7 @@ def is_mistake(error: Exception) -> bool:
         return not isinstance(error, BrokenPipeError)
     if _is_out_of_memory(error):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, (typer.Exit, typer.Abort)):
+    if not isinstance(error, (RuntimeError, ImportError)) or isinstance(error, (typer.Exit, typer.Abort)):
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hotrain.required import require
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -93,6 +94,7 @@ def create_model(
         RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
     ensure_torchvision()
+    require("timm", "1.0.20", "train")
     import timm
 
     small = SMALL.get(name)
@@ -171,6 +173,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
         raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
+    require("peft", "0.18", "hf")
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:
