@@ -351,6 +351,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
     "compatibility": records.compatibility,
+    "campaign": records.campaign,
     "example": example,
     "accuracy": records.accuracy,
     "formats": formats_table.operators,
