@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hotrain
-from hotrain import required
+from hotrain import _version as required
 from hotrain.cli.errors import is_mistake
 
 SOURCE = Path(hotrain.__file__).parent

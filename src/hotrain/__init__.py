@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import required  # noqa: F401 (first: it raises where PyTorch is too old)
 from ._version import __version__
 from .compiling import compile
 from .conversion import ConversionReport, convert, converted_layers, revert

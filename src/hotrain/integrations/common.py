@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .._version import require as require
 from ..conversion import ConversionReport, convert, converted_layers
 from ..method import Method
 from ..presets import DEFAULT
-from ..required import require as require
 
 Model = TypeVar("Model", bound=nn.Module)
 _MIB = 1 << 20

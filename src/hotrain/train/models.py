@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotrain.required import require
+from hotrain._version import require
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
