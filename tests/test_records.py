@@ -585,3 +585,23 @@ def test_a_stage_that_failed_is_printed_with_its_error(records: ModuleType, tmp_
     text = records.compatibility(tmp_path)
     assert "| timm | `a` | 3 + 1 | 0.25 | yes | RuntimeError: no |" in text
     assert "| timm | `b` | 3 + 1 | – | yes | RuntimeError: no |" in text
+
+
+def test_campaigns_are_counted_by_group(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/campaign.py" in records.campaign(tmp_path)
+
+    def row(subject: str, variant: str, findings: list[str], **outcomes: int) -> dict[str, Any]:
+        more = {"cases": sum(outcomes.values()), "outcomes": outcomes, "findings": findings}
+        return bench("campaign", subject, variant, None, **more)
+
+    write(
+        tmp_path / "campaign.jsonl",
+        row("fuzz", "hotrain train", [], accepted=2, refused=1000),
+        row("fuzz", "hotrain cost", ["a traceback"], refused=10, finding=1),
+        row("soak", "ViT", [], flat=450),
+        row("soak", "control: a tensor a step", [], found=450),
+    )
+    text = records.campaign(tmp_path)
+    assert "| fuzz | command lines | 1,013 | accepted: 2, refused: 1,010, finding: 1 | 1 |" in text
+    assert "| soak | training steps (1 models and methods) | 450 | flat: 450 | 0 |" in text
+    assert "| soak | leaks on purpose | 450 | found: 450 | 0 |" in text

@@ -357,6 +357,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "noise": records.noise,
     "variance": records.variance,
     "compatibility": records.compatibility,
+    "campaign": records.campaign,
     "example": example,
     "accuracy": records.accuracy,
     "evidence": records.evidence,

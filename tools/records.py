@@ -436,6 +436,37 @@ def compatibility(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/compatibility.py` runs twenty models.*"
 
 
+def campaign(folder: Path = RESULTS) -> str:
+    """Cases tried by ``benchmarks/campaign.py`` and what became of them, a line a group of cases."""
+    runs = _latest_runs(_of_bench("campaign", folder))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _, rows in runs:
+        for row in rows:
+            kind = str(row["variant"]).split(":")[0]
+            if row["subject"] == "soak":
+                kind = "leaks on purpose" if kind == "control" else "training steps"
+            elif kind.startswith("hotrain "):
+                kind = "command lines"
+            groups.setdefault((row["subject"], kind), []).append(row)
+    lines = []
+    for (subject, kind), rows in sorted(groups.items(), key=lambda item: ("soak", "faults", "fuzz").index(item[0][0])):
+        outcomes: dict[str, int] = {}
+        for row in rows:
+            for name, count in row["outcomes"].items():
+                outcomes[name] = outcomes.get(name, 0) + count
+        what = kind + (f" ({len(rows)} models and methods)" if kind == "training steps" else "")
+        told = ", ".join(f"{name}: {count:,}" for name, count in outcomes.items())
+        findings = sum(len(row["findings"]) for row in rows)
+        lines.append([subject, what, f"{sum(row['cases'] for row in rows):,}", told, str(findings)])
+    if not lines:
+        return "*Nothing is recorded yet: `python benchmarks/campaign.py fuzz|faults|soak` tries some thousand cases.*"
+    heads = dict.fromkeys(
+        f"{row['device']}, PyTorch {row['torch']}, commit {_commit(row)}" for run, _ in runs for row in run[:1]
+    )
+    table = _markdown(["campaign", "what", "cases", "what became of them", "findings"], lines)
+    return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}"
+
+
 STEP_BASELINE = "exact+compile"
 STEP_GRAPHS = "exact+graphs"
 STEP_BYTES = {

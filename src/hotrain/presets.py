@@ -23,7 +23,7 @@ def presets() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def preset(name: str, **overrides: Any) -> Method:
+def preset(name: str, /, **overrides: Any) -> Method:
     """The method of that name, with overrides applied.
 
     >>> print(preset("hot", rank=4))

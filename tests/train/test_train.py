@@ -226,7 +226,7 @@ def test_the_record_holds_what_is_needed_to_believe_and_repeat_it(tiny: Make) ->
     result = train(run, on_progress=silent)
     (row,) = [json.loads(line) for line in result.record_path.read_text().splitlines()]
     assert TrainRun.from_dict(row["config"]) == run
-    assert (row["record"], row["status"]) == (2, "finished")
+    assert (row["record"], row["status"]) == (3, "finished")
     assert (row["model"], row["method"], row["seed"]) == ("demo_vit", "hot:rank=4", 0)
     assert row["history"] == result.history
     assert len(row["history"]) == 2

@@ -133,15 +133,19 @@ def _from_options(
 
 def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
     """Read the plan of a comparison's folder; the runs continue in that folder, wherever it is now."""
+    from hotrain.files import parse_json, read_text
     from hotrain.train import TrainRun, replace
 
     path = folder / PLAN
     if not path.is_file():
         raise ValueError(f"--resume: {path} is missing; give the folder of a comparison, as in runs/compare-RECIPE")
     try:
-        plan = json_format.loads(path.read_text(encoding="utf-8"))
-        run, methods, seeds = TrainRun.from_dict(plan["run"]), list(plan["methods"]), list(plan["seeds"])
-    except (json_format.JSONDecodeError, KeyError, TypeError) as error:
+        plan = parse_json(read_text(path))
+        run, methods, seeds = TrainRun.from_dict(plan["run"]), plan["methods"], plan["seeds"]
+        for values, kind in ((methods, str), (seeds, int)):
+            if not isinstance(values, list) or not all(type(value) is kind for value in values):
+                raise ValueError(f"accepted is a list of {kind.__name__}, got {str(values)[:80]}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--resume: {path} is not the plan of a comparison ({why})") from error
     return replace(run, out_dir=str(folder)), methods, seeds
@@ -149,6 +153,8 @@ def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
 
 def _write_plan(folder: Path, run: TrainRun, methods: list[str], seeds: list[int]) -> None:
     """Write the plan to the folder. Called after the first run, so that refused input leaves no folder."""
+    from hotrain.files import write_text
+
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"run": run.to_dict(), "methods": methods, "seeds": seeds}
-    (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / PLAN, json_format.dumps(plan, indent=1) + "\n")

@@ -605,7 +605,7 @@ class Training:
             "calibration": _plain(self.calibration),
             "draws": draws.state_dict(self.model),
             "rng": self.ranks.gather(rng_state()),
-            "loss": [float(self.loss_sum), self.loss_count],
+            "loss": self.ranks.gather([float(self.loss_sum), self.loss_count]),
             "history": self.history,
             "measured": [self.saved_bytes, self.bit_ops],
             "step_ms": self.timer.all_ms(),
@@ -646,8 +646,8 @@ class Training:
                 layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
                 self.calibration = hotrain.Calibration(layers, **fields)
                 self.calibration.apply(self.model)
-        self.loss_sum = torch.tensor(state["loss"][0], dtype=torch.float32, device=self.device)
-        self.loss_count = state["loss"][1]
+        loss, count = checkpoint.loss_of(state["loss"], self.ranks.rank)
+        self.loss_sum, self.loss_count = torch.tensor(loss, dtype=torch.float32, device=self.device), count
         self.saved_bytes, self.bit_ops = state["measured"]
         self.timer.done_ms = list(state["step_ms"])
         self.seconds_before = state["seconds"]
@@ -717,7 +717,7 @@ class Training:
             "calibration": _plain(self.calibration),
             "history": self.history,
         }
-        record.append(result.record_path, row)
+        record.append(result.record_path, record.signed(row))
 
     def write_record_of(self, failure: BaseException, status: str) -> None:
         """Write the record of a run that ends with ``failure``; an OSError of it becomes a note of the failure."""

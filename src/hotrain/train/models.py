@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hotrain._version import require
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -94,6 +95,7 @@ def create_model(
         RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
     ensure_torchvision()
+    require("timm", "1.0.20", "train")
     import timm
 
     small = SMALL.get(name)
@@ -118,8 +120,9 @@ def create_model(
             f"model {name!r}: its pretrained weights are neither cached nor reachable ({_first_line(error)}). "
             "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
         ) from error
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {name!r} cannot be built with {settings} ({why})") from error
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch, (int, tuple)) and image_size < (side := max(patch) if isinstance(patch, tuple) else patch):
         raise ValueError(
@@ -171,6 +174,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
         raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
+    require("peft", "0.18", "hf")
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:

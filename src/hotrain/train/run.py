@@ -17,6 +17,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hotrain import files
 from hotrain.method import GradInput, GradWeight, Method, Saved
 from hotrain.presets import preset
 
@@ -328,8 +329,8 @@ def parse_json(text: str) -> Any:
     if text.lower() == "none":
         return None
     try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except json.JSONDecodeError:
+        return files.parse_json(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
         return text
 
 
