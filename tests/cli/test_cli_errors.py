@@ -95,7 +95,7 @@ def test_what_counts_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_package_says_how_to_get_it() -> None:
-    assert "pip install 'hotrain[demo]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
+    assert "pip install 'hotrain[train,plot]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
     assert one_line(ValueError()) == "ValueError"
 
 

@@ -241,12 +241,12 @@ def test_a_comparison_of_failures_shows_every_error_whole_and_writes_no_report(
     """Brackets are text here, not rich's markup."""
 
     def fails(cell: Any, **_: Any) -> None:
-        raise RuntimeError("pip install 'hotrain[demo]' [/x]")
+        raise RuntimeError("pip install 'hotrain[train]' [/x]")
 
     monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", fails)
     done = CliRunner().invoke(app, ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP, "-o", str(tmp_path / "c")])
     assert done.exit_code == 1
-    assert done.stderr.count("RuntimeError: pip install 'hotrain[demo]' [/x]") == 2
+    assert done.stderr.count("RuntimeError: pip install 'hotrain[train]' [/x]") == 2
     assert not (tmp_path / "c").exists()
 
 
@@ -389,7 +389,7 @@ def test_without_its_extra_the_command_says_what_to_install(arguments: list[str]
     else:
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
-        assert "pip install 'hotrain[demo]'" in done.stderr
+        assert "pip install 'hotrain[train]'" in done.stderr
 
 
 def test_work_under_way_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,18 +18,17 @@ Model = TypeVar("Model", bound=nn.Module)
 _MIB = 1 << 20
 
 
-def require(package: str, least: str, extra: str) -> None:
+def require(package: str, least: str) -> None:
     """Raise ImportError unless a package is installed in a version that works.
 
     Args:
         package: its name on the registry.
         least: the first version that works, as ``major.minor``.
-        extra: the extra of hotrain that brings it.
 
     Raises:
         ImportError: it is missing or too old; the message says what to install.
     """
-    install = f"pip install 'hotrain[{extra}]'"
+    install = f"pip install '{package}>={least}'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:

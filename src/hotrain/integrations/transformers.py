@@ -12,8 +12,8 @@ from torch import nn
 
 from .common import Conversion, require
 
-require("transformers", "5.0", "hf")
-require("accelerate", "1.10", "hf")
+require("transformers", "5.0")
+require("accelerate", "1.10")
 
 from accelerate.state import AcceleratorState  # noqa: E402 (after the check of versions)
 from transformers import TrainerCallback  # noqa: E402

@@ -169,7 +169,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
-        raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
+        raise RuntimeError("lora needs peft: pip install 'hotrain[text]'") from error
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:
