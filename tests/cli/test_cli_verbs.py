@@ -379,19 +379,6 @@ def test_what_is_looked_at_is_what_convert_does() -> None:
     assert look("test_vit", settings=["method_overrides.memory=linear"]).method_label == f"{DEFAULT}:memory=linear"
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
-def test_without_its_extra_the_command_says_what_to_install(arguments: list[str]) -> None:
-    """`pip install hotrain` brings the script, not typer."""
-    code = "import sys; sys.modules['typer'] = None; from hotrain.cli.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    if arguments == ["--version"]:
-        assert (done.returncode, done.stdout) == (0, f"hotrain {hotrain.__version__}\n")
-    else:
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "pip install 'hotrain[train]'" in done.stderr
-
-
 def test_work_under_way_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     from hotrain.cli.terminal import working
 
