@@ -18,7 +18,7 @@ endif
 GPU_PY := PYTHONPATH=src:recipes $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-gpu demo bench docs clean
+.PHONY: help setup check format test test-gpu demo bench docs package clean
 
 help:  ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ endif
 
 docs: $(STAMP)  ## rewrite the generated parts of the documents from their records
 	$(PY) tools/docs.py
+
+package: $(STAMP)  ## build the wheel and the source archive into dist/
+	$(PY) -m uv build --out-dir dist
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works where there is nothing but PyTorch and NumPy."""
+"""The wheel, in an environment of PyTorch and NumPy alone; the versions that are said; the commands of CI."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import hotrain
+from hotrain import private
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -112,3 +115,41 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     refused = run([folder / "bin/hotrain", "--help"], tmp_path, fails=True)
     assert refused.stderr.count("\n") == 1
     assert "needs typer. Install with pip install 'hotrain[train]'" in refused.stderr
+
+
+def test_versions_that_are_said_agree() -> None:
+    """The table of CONTRIBUTING.md is what the package declares, and CI runs each Python that it declares."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Versions\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d\.\d+) \| (\S+?),? .*\| (.+) \|$", text, re.MULTILINE)
+    tested = {python: torch for python, torch, _ in rows if torch != "–"}
+    declared = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert sorted(tested) == sorted(declared)
+    assert sorted(version.rpartition(".")[0] for version in tested.values()) == sorted(private.TESTED)
+    assert PROJECT["requires-python"] == f">={min(tested)}"
+    assert {python for python, _, said in rows if said.startswith(("not tested", "refused"))} == {"3.10", "3.13"}
+    matrix = workflow()["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert set(tested) <= set(matrix)
+
+
+def test_ci_runs_what_a_developer_runs() -> None:
+    steps = [step["run"] for job in workflow()["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert steps[0] == "bash .ci/run"
+    assert [step for step in steps[1:] if step.removeprefix("make ") not in targets] == []
+    assert (ROOT / ".ci/run").read_text(encoding="utf-8").endswith("exec make check test\n")
+
+
+def test_templates_of_issues_are_forms() -> None:
+    """GitHub shows none that lacks a name, a description or a body of labelled fields."""
+    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").iterdir())
+    assert [path.name for path in forms] == ["bug.yml", "proposal.yml"]
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert form["name"]
+        assert form["description"]
+        ids = [field["id"] for field in form["body"]]
+        assert len(ids) == len(set(ids)) == sum(bool(field["attributes"]["label"]) for field in form["body"])
+
+
+def workflow() -> Any:
+    return yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
