@@ -47,7 +47,7 @@ MISTAKES = {
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
     "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),
     "a look at exact layers": (("fidelity", "demo_vit", "-m", "exact"), "no converted layer"),
-    "a report of nothing": (("report", "nowhere"), "summary.json is missing"),
+    "a report of nothing": (("report", "nowhere"), "nowhere: no finished run (none is recorded)"),
 }
 
 

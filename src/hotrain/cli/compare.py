@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import (
     DataOption,
@@ -37,7 +38,14 @@ EXAMPLES = """Examples:
 def compare(
     recipe: RecipeOrResume = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", help="Comma-separated: exact,hq8,hot:rank=4.", show_default=False)
+        str | None,
+        typer.Option(
+            "--methods",
+            "-m",
+            help="Comma-separated: exact,hq8,hot:rank=4.",
+            show_default=False,
+            autocompletion=completion.methods,
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated: 0,1,2.")] = "0",
     data: DataOption = None,
