@@ -103,6 +103,14 @@ AmpOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of all random numbers.")]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs.")]
+LogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log",
+        help="tensorboard or trackio, beside the records.",
+        autocompletion=completion.words("tensorboard", "trackio"),
+    ),
+]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]

@@ -127,6 +127,7 @@ class TrainRun:
     # What is written
     out_dir: str = "runs"
     checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every epoch anyway
+    log: Literal["tensorboard", "trackio"] | None = None  # a tracker, beside the records
     audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
 
     def __post_init__(self) -> None:
