@@ -18,7 +18,7 @@ endif
 GPU_PY := PYTHONPATH=src:recipes $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-gpu demo bench docs clean
+.PHONY: help setup check format test test-gpu demo bench docs package clean
 
 help:  ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,5 +85,8 @@ docs: $(STAMP)-docs  ## rewrite the generated parts of the documents, and build 
 	$(PY) tools/docs.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
+package: $(STAMP)  ## build the wheel and the source archive into dist/
+	$(PY) -m uv build --out-dir dist
+
 clean:  ## remove .venv, site and caches
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

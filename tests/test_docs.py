@@ -105,7 +105,7 @@ def test_extras_that_documents_install_exist() -> None:
     }
     assert named
     assert named <= set(extras)
-    assert {"train", "hf"} <= set(extras), "README says what they bring"
+    assert {"train", "text"} <= set(extras), "README says what they bring"
     for name, version in re.findall(
         r"(Python|PyTorch) (\d+\.\d+)", README.read_text(encoding="utf-8").split("## Use")[0]
     ):

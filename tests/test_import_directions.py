@@ -31,6 +31,7 @@ OUTER_MAY_IMPORT = {
         "transformers",
         "sklearn",
         "rich",
+        "trackio",
     },
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
     "hotrain.integrations": {"torch", "transformers", "accelerate", "lightning", "pytorch_lightning"},

@@ -12,18 +12,18 @@ __version__ = "0.1.0"
 TORCH = "2.11"  # the first version that works
 
 
-def require(package: str, least: str, extra: str) -> None:
+def require(package: str, least: str, extra: str = "") -> None:
     """Raise ImportError unless a package is installed in a version that works.
 
     Args:
         package: its name on the registry.
         least: the first version that works, as ``major.minor`` or ``major.minor.micro``.
-        extra: the extra of hotrain that brings it.
+        extra: the extra of hotrain that brings it, if one does.
 
     Raises:
         ImportError: it is missing or too old; the message says what to install.
     """
-    install = f"pip install 'hotrain[{extra}]'"
+    install = f"pip install 'hotrain[{extra}]'" if extra else f"pip install '{package}>={least}'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:

@@ -51,7 +51,7 @@ MISTAKES = {
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
     "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),
     "a look at exact layers": (("fidelity", "demo_vit", "-m", "exact"), "no converted layer"),
-    "a report of nothing": (("report", "nowhere"), "summary.json is missing"),
+    "a report of nothing": (("report", "nowhere"), "nowhere: no finished run (none is recorded)"),
 }
 
 
@@ -108,7 +108,7 @@ def test_too_little_memory_is_said_in_a_line() -> None:
 
 
 def test_a_missing_package_says_how_to_get_it() -> None:
-    assert "pip install 'hotrain[demo]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
+    assert "pip install 'hotrain[train,plot]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
     assert one_line(ValueError()) == "ValueError"
 
 

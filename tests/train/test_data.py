@@ -229,7 +229,7 @@ def test_digits_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyP
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[demo\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[train\]'"):
         load_data("digits")
 
 

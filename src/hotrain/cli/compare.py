@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import (
     DataOption,
     DeviceOption,
     JsonOption,
+    LogOption,
     QuietOption,
     RecipeOrResume,
     SetOption,
@@ -37,7 +39,14 @@ EXAMPLES = """Examples:
 def compare(
     recipe: RecipeOrResume = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", help="Comma-separated: exact,hq8,hot:rank=4.", show_default=False)
+        str | None,
+        typer.Option(
+            "--methods",
+            "-m",
+            help="Comma-separated: exact,hq8,hot:rank=4.",
+            show_default=False,
+            autocompletion=completion.methods,
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated: 0,1,2.")] = "0",
     data: DataOption = None,
@@ -49,6 +58,7 @@ def compare(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Folder of a comparison: train what it lacks. Needs nothing else.")
     ] = None,
+    log: LogOption = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -63,7 +73,7 @@ def compare(
 
         if resume is None:
             folder = out or Path("runs") / f"compare-{recipe}"
-            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder)
+            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder, log)
             finished = {}
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
@@ -120,13 +130,14 @@ def _from_options(
     settings: list[str] | None,
     device: str | None,
     folder: Path,
+    log: str | None,
 ) -> tuple[TrainRun, list[str], list[int]]:
     from hotrain.cli.prepare import configure, labels
 
     if methods is None:
         raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
     chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
-    run = configure(recipe, data=data, settings=settings, device=device, out=folder)
+    run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
     labels(run, chosen)  # a bad one is refused before anything is built
     return run, chosen, numbers
 

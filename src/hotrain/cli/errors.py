@@ -70,7 +70,7 @@ def one_line(error: BaseException) -> str:
     """Return the message on one line: the error's name where it is empty, how to install a missing package."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
-        text += "; pip install 'hotrain[demo]' brings what every command needs"
+        text += "; pip install 'hotrain[train,plot]' brings what every command needs"
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} … ({len(text):,} characters)"
     if _is_out_of_memory(error):

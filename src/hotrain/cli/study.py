@@ -31,9 +31,11 @@ GRACE = 25.0
 """Seconds from the signal to stop until a cell is killed: an update and a checkpoint."""
 
 EXAMPLES = """Examples:
-  hotrain study                                        # the studies, and what they lack
+  hotrain study
   hotrain study pretraining --data data --minutes 9 --at-once 4 --records FILE.jsonl
-  hotrain study demo_vit --methods exact,hq8 --seeds 0,1   # a recipe, compared"""
+  hotrain study demo_vit --methods exact,hq8 --seeds 0,1"""
+PREPARE = """Examples:
+  hotrain prepare cifar10 --out data"""
 
 
 def study(
@@ -362,6 +364,7 @@ def _print(study: Study, rows: list[dict[str, Any]], json: bool, listed: bool = 
 def prepare(
     name: Annotated[str, typer.Argument(help="cifar10, cifar100 or digits.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of NAME.npz.")] = Path("data"),
+    json: JsonOption = False,
 ) -> None:
     """Write a data set as NAME.npz, as `hotrain study --data` reads it; CIFAR is downloaded."""
     import numpy as np
@@ -376,4 +379,7 @@ def prepare(
     arrays = {part: getattr(found, part).numpy() for part in ("x_train", "y_train", "x_test", "y_test")}
     out.mkdir(parents=True, exist_ok=True)
     np.savez(out / f"{name}.npz", classes=np.array(found.classes), **arrays)
+    if json:
+        print_json({"data": out / f"{name}.npz", "train_images": found.train_size})
+        return
     typer.echo(f"wrote {out / f'{name}.npz'}: {found.train_size:,} training images")

@@ -14,8 +14,8 @@ from ..method import Method
 from ..presets import DEFAULT
 from .common import Conversion, require
 
-require("transformers", "5.0", "hf")
-require("accelerate", "1.10", "hf")
+require("transformers", "5.0", "text")
+require("accelerate", "1.10", "text")
 
 from accelerate.state import AcceleratorState  # noqa: E402 (after the check of versions)
 from transformers import TrainerCallback  # noqa: E402

@@ -71,7 +71,7 @@ META: dict[str, Test] = {
     **dict.fromkeys(("seconds", "lqs_threshold"), NUMBER),
     "test_images": _tables(WHOLE),
     "methods": _tables(TEXT),
-    "models": _tables(_tables(TEXT)),
+    "models": _tables(_tables(PLAIN)),
     "notes": _lists(TEXT),
 }
 """The conditions that are more than printed."""

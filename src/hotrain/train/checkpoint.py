@@ -29,7 +29,7 @@ _TAIL = len(_MARK) + 64 + 1
 # Fields that may differ between a checkpoint and the run that continues it: they do not change what is computed.
 _FREE = {
     "name", "out_dir", "init", "checkpoint_every", "evaluate_every", "num_workers", "eval_batch_size", "device",
-    "data_dir", "compile", "audit", "channels_last",
+    "data_dir", "compile", "audit", "channels_last", "log",
 }  # fmt: skip
 
 

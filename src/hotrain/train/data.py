@@ -166,7 +166,7 @@ def _digits() -> ArrayData:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
-        raise RuntimeError("data 'digits' comes with scikit-learn: pip install 'hotrain[demo]'") from error
+        raise RuntimeError("data 'digits' comes with scikit-learn: pip install 'hotrain[train]'") from error
     digits = load_digits()
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # 17 grey levels, (1797, 1, 8, 8)
     # The split is a property of the data set here, so it does not depend on the run's seed.

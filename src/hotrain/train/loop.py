@@ -30,7 +30,7 @@ import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
-from hotrain.train import checkpoint, contrastive, record
+from hotrain.train import checkpoint, contrastive, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes, processes
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
@@ -169,6 +169,7 @@ def train(
             if file is not None and file.stat().st_mtime_ns != read_at:
                 raise ValueError(f"resume: another process wrote {file} meanwhile; resume it again")
             training.open_folder()
+            training.track = stack.enter_context(trackers.tracker(run, training.folder, training.update))
         if report is None and ranks.is_main:
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))
         interrupted = stack.enter_context(_interrupts(ranks))
@@ -302,7 +303,8 @@ class Training:
         self.folder = Path(run.out_dir) / self.run_id
         self.saved_at = self.update
         self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
-        self.watched = _DelayedRead(self.device)
+        self.watched, self.watched_at = _DelayedRead(self.device), (0, 0)
+        self.track: trackers.Track = trackers.untracked
         if run.audit and self.saved_bytes is None:
             self._audit()
 
@@ -417,6 +419,7 @@ class Training:
         """Check for divergence without synchronizing with the device.
 
         On a CPU the loss is read at every update; on a GPU every ``WATCH`` updates, as it was at the previous check.
+        Every ``WATCH`` updates it is tracked: the mean of the epoch so far.
 
         Raises:
             Diverged: the loss was not finite, or fp16's loss scale is below ``SCALE_FLOOR``.
@@ -426,6 +429,10 @@ class Training:
         # The scale as a tensor: get_scale() would wait for it.
         scale = self.scaler._scale if self.scaler.is_enabled() else None
         seen = self.watched.look(self.loss_sum, self.loss_sum.new_ones(()) if scale is None else scale)
+        now = self.update, self.loss_count
+        (update, count), self.watched_at = (self.watched_at if self.device.type == "cuda" else now), now
+        if count and update % WATCH == 0:
+            self.track(update, {"loss": _finite(seen[0] / count)})
         if not math.isfinite(seen[0]) and self.run.amp != "fp16":
             raise self._diverged(f"the training loss is {seen[0]}")
         if seen[1] < SCALE_FLOOR:
@@ -461,6 +468,8 @@ class Training:
         self.loss_count = 0
         if self.ranks.is_main:
             record.append(self.folder / record.METRICS, row)
+            costs = {"saved_bytes": self.saved_bytes, "bit_ops": self.bit_ops, "peak_bytes": self._peak_bytes()}
+            self.track(self.update, {**row, **costs})
 
     @property
     def _sum_device(self) -> torch.device:

@@ -95,7 +95,7 @@ def create_model(
         RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
     ensure_torchvision()
-    require("timm", "1.0.20", "train")
+    require("timm", "1.0.20", "vision")
     import timm
 
     small = SMALL.get(name)
@@ -173,8 +173,8 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
-        raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
-    require("peft", "0.18", "hf")
+        raise RuntimeError("lora needs peft: pip install 'hotrain[text]'") from error
+    require("peft", "0.18", "text")
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:

@@ -135,6 +135,7 @@ class TrainRun:
     out_dir: str = "runs"
     evaluate_every: int = 1  # epochs between evaluations, each with a checkpoint; the last epoch always has them
     checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every evaluation anyway
+    log: Literal["tensorboard", "trackio"] | None = None  # a tracker, beside the records
     audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.conversion import converted_layers
-from hotrain.train import checkpoint, contrastive
+from hotrain.train import checkpoint, contrastive, trackers
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
@@ -147,8 +147,9 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
 
     Raises:
         ValueError, RuntimeError: data, model, weights or device that are not available, or a method that no layer of
-            the model supports.
+            the model supports, or a tracker that is not installed.
     """
+    trackers.check(run.log)
     processes = processes or Processes(device=resolve_device(run.device))
     data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
     seed_all(run.seed)

@@ -49,7 +49,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
-        raise RuntimeError("a pretrained tokenizer needs transformers: pip install 'hotrain[hf]'") from error
+        raise RuntimeError("a pretrained tokenizer needs transformers: pip install 'hotrain[text]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
