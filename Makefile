@@ -18,21 +18,31 @@ endif
 GPU_PY := PYTHONPATH=src:recipes $(if $(wildcard $(STAMP)),$(PY),$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test test-gpu demo bench docs clean
+.PHONY: help setup check format test test-gpu demo bench docs package clean
 
 help:  ## print the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with everything that demo, test and check need
 
+# $(call install,EXTRA): by uv if it can be had, else by pip
+define install
+@if [ "$(HAS_GPU)" != yes ] && $(PY) -m uv --version >/dev/null 2>&1; then \
+  UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(PY) -m pip config get global.find-links 2>/dev/null)}" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[$(1)]' \
+  || $(PY) -m pip install $(CONSTRAINTS) -e '.[$(1)]'; \
+else $(PY) -m pip install $(CONSTRAINTS) -e '.[$(1)]'; fi
+endef
+
 $(STAMP): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@$(PY) -m pip install -q uv || true
-	@if [ "$(HAS_GPU)" != yes ] && $(PY) -m uv --version >/dev/null 2>&1; then \
-	  UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(PY) -m pip config get global.find-links 2>/dev/null)}" $(PY) -m uv pip install --python $(PY) $(CONSTRAINTS) -e '.[dev]' \
-	  || $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; \
-	else $(PY) -m pip install $(CONSTRAINTS) -e '.[dev]'; fi
-	@touch $(STAMP)
+	$(call install,dev)
+	@touch $@
+
+# What builds the site, which nothing else needs.
+$(STAMP)-docs: $(STAMP)
+	$(call install,docs)
+	@touch $@
 
 check: $(STAMP)  ## lint, types, import directions
 	$(PY) -m ruff check .
@@ -70,8 +80,13 @@ bench: $(STAMP)
 	$(PY) benchmarks/layers.py
 endif
 
-docs: $(STAMP)  ## rewrite the generated parts of the documents from their records
+# --quiet would hide warnings from --strict.
+docs: $(STAMP)-docs  ## rewrite the generated parts of the documents, and build the site: site/index.html
 	$(PY) tools/docs.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+package: $(STAMP)  ## build the wheel and the source archive into dist/
+	$(PY) -m uv build --out-dir dist
+
+clean:  ## remove .venv, site and caches
+	rm -rf $(VENV) site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

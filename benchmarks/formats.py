@@ -348,7 +348,7 @@ def replayed(call: Call, gradients: Mapping[int | str, str], compressed: bool) -
     args, kwargs = [_copied(a) for a in call.args], {k: _copied(a) for k, a in call.kwargs.items()}
     with Only([call.func] if compressed else []) as only:
         y = call.func(*args, **kwargs)
-    if compressed and not only.buffers.served:
+    if compressed and not only.buffers.formats:
         return None
     found = {name: args[i] if isinstance(i, int) else kwargs.get(i) for i, name in gradients.items()}
     wanted = {name: t for name, t in found.items() if isinstance(t, Tensor) and t.requires_grad}

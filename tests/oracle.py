@@ -1,6 +1,6 @@
 """The definitions, a second time: dense float64 matrices and plain loops, written from the documents.
 
-Nothing here calls the code under test. `Layout`, `Method` and `Geometry` objects are read as data: which token lies in
+Nothing here calls the code under test. `Layout`, `Method` and `Geometry` objects are read as data: which token is in
 which slot, which bits a path has. docs/maths.md is the source; noise is the hash that
 `hotrain.draws` documents, in plain unsigned integers.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # The streams of `hotrain.draws`, by number: part of the definition, since kernels must repeat them.
-ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED = range(7)
+ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED, IMPORTANCE = range(8)
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -56,7 +56,7 @@ def hashes(count: int, key: int, stream: int, start: int = 0) -> np.ndarray:
 
 
 def noise(count: int, key: int, stream: int) -> np.ndarray:
-    """Signed 16-bit noise: the low half of hash i serves entry 2i, the high half entry 2i + 1."""
+    """Signed 16-bit noise: the low half of hash i is for entry 2i, the high half entry 2i + 1."""
     h = hashes(-(-count // 2), key, stream)
     halves = np.stack((h & np.uint64(0xFFFF), h >> np.uint64(16)), 1).reshape(-1)[:count].astype(np.int64)
     return np.where(halves >= 2**15, halves - 2**16, halves)
@@ -104,19 +104,19 @@ def block_hadamard(size: int, n: int = 16) -> Tensor:
 
 
 def drawn_rows(tiles: int, rest: list[int], sampled: int, key: int) -> list[list[int]]:
-    """Which of `rest` every tile draws: neighbours walk through one shuffled copy until it is used up evenly."""
+    """Which of `rest` every tile draws: neighbours go through one shuffled copy until it is used up evenly."""
     m = len(rest)
-    walk = m // math.gcd(m, sampled)
+    size = m // math.gcd(m, sampled)  # tiles of a group
     chosen: list[list[int]] = []
-    for group in range(-(-tiles // walk)):
+    for group in range(-(-tiles // size)):
         h = hashes(m, key, ROWS, start=group * m).astype(np.uint32).view(np.int32).tolist()
         shuffled = [rest[i] for i in sorted(range(m), key=lambda i: h[i])]
-        chosen += [[shuffled[(tile * sampled + j) % m] for j in range(sampled)] for tile in range(walk)]
+        chosen += [[shuffled[(tile * sampled + j) % m] for j in range(sampled)] for tile in range(size)]
     return chosen[:tiles]
 
 
 def projection(lay: Any, key: int) -> Tensor:
-    """P as one dense matrix, (lay.rows, samples·tokens), float64, read off a Layout's slots.
+    """P as one dense matrix, (`lay`.rows, samples·tokens), float64, read off a Layout's slots.
 
     Rows: for every sample its tiles' kept rows, then, after all samples, the dense tokens of each.
     """
@@ -293,12 +293,36 @@ def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
     return torch.where(n + 2**15 < round(share * 2**16), 0.0, g_y)
 
 
+def importance(sizes: list[float], share: float, key: int) -> tuple[list[int], list[float]]:
+    """Systematic sampling: row r is picked once for each of u, u + 1, … in its interval, whose length is p_r."""
+    count = math.ceil(share * len(sizes))
+    sizes = [max(size, 1e-12 * max(sizes)) for size in sizes]
+    sizes = sizes if sum(sizes) else [1.0] * len(sizes)
+    p = [count * size / sum(sizes) for size in sizes]
+    for _ in range(6):  # what is above 1 is cut off, and shared out among the others
+        full = sum(v >= 1 for v in p)
+        rest = sum(v for v in p if v < 1)
+        p = [1.0 if v >= 1 else v * (count - full) / rest for v in p]
+    p = [v * count / sum(p) for v in p]
+    u = (((hash_one(0, key, IMPORTANCE) + 2**31) & M32) + 0.5) / 2**32
+    picked, start = [], 0.0
+    for row, length in enumerate(p):
+        picked += [row] * (math.floor(start + length - u) - math.floor(start - u))
+        start += length
+    return picked, [1 / p[row] for row in picked]
+
+
 def grad_weight(g_y: Tensor, kept: tuple[Tensor, Tensor | None], p: Tensor, method: Any, key: int) -> Tensor:
     """g_w of tokens × channels and of what was kept."""
     path, (rows, scale) = method.grad_weight, kept
     if path.drop:
         g_y = dropped(g_y, path.drop, key)
     g = p @ g_y
+    if path.share < 1:
+        values = rows if scale is None else rows * scale
+        picked, weights = importance([float(n) for n in g.norm(dim=1) * values.norm(dim=1)], path.share, key)
+        g = g[picked] * torch.tensor(weights, dtype=g.dtype)[:, None]
+        rows, scale = rows[picked], scale[picked] if scale is not None and scale.dim() == 2 else scale
     if path.bits is None:
         return g.T @ (rows if scale is None else rows * scale)
     if path.number == "luq":
@@ -306,7 +330,7 @@ def grad_weight(g_y: Tensor, kept: tuple[Tensor, Tensor | None], p: Tensor, meth
         return grad.T @ (rows if scale is None else rows * scale) * alpha
     if scale is None:
         rows, scale = codes(rows, path.bits, "tensor", path.rounding, key, SAVED, partner(path.number))
-    if scale.dim() == 2:  # a scale a row of x is folded into the same row of g before that is rounded
+    if scale.dim() == 2:  # a per-row scale of x is folded into the same row of g before that is rounded
         g, scale = g * scale, torch.ones((), dtype=torch.float64)
     grad, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
     return grad.T @ rows * (s_g * scale)
@@ -376,7 +400,7 @@ def conv_gradients(
     """(g_x, g_w, kept, slack) of a convolution.
 
     p_in: P of x's positions.  p_out: of y's (of the patches where they do not overlap).
-    slack: by how much an entry of g_w may differ since a lifted value lies on a tie of the nearest rounding (lifted
+    slack: by how much an entry of g_w may differ since a lifted value is on a tie of the nearest rounding (lifted
     codes are small fractions, so that ties do occur) and may fall to either side; 0 where there is none.
     """
     shape, groups, (batch, outputs) = tuple(x.shape), geometry.groups, g_y.shape[:2]
@@ -419,7 +443,7 @@ def conv_gradients(
             )
         ]
     else:
-        # Codes of the kernel lie tap by tap, channels last: the noise of an entry is that of its place there.
+        # Codes of the kernel are stored tap by tap, channels last: the noise of an entry is that of its place there.
         taps_first = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, -1)
         columns = [
             grad_input(g, v, method, mix(key, i)) for i, (g, v) in enumerate(zip(split, taps_first, strict=True))

@@ -75,7 +75,7 @@ METHODS = [hotrain.preset(name) for name in NAMES] + [
     hotrain.preset("hot-unbiased", rank=6, sampled=2),
     hotrain.preset("hot-unbiased", sampled=8),
     hotrain.preset("hla", sampled=4),
-    hotrain.preset("hq4", saved_bits=8),  # int8 with a scale a row
+    hotrain.preset("hq4", saved_bits=8),  # int8 with a per-row scale
     hotrain.preset("hq", grad_input_bits=None, grad_weight_bits=None, saved_bits=4),
     hotrain.preset("lbp-wht", rank=36),
     hotrain.preset("int4", rounding="stochastic", scale="token"),
@@ -224,7 +224,10 @@ UNBIASED = [
     (hotrain.preset("hot-unbiased", rank=1), None, True),
     (hotrain.preset("hot-unbiased", saved_bits=4), None, True),
     (hotrain.preset("hla", sampled=4), None, False),
-    (hotrain.preset("hq4"), None, False),  # a scale a row folded into g_y; its w is rounded to nearest
+    (hotrain.preset("hot-importance"), None, True),
+    (hotrain.preset("hla", rank=16, share=0.25), None, False),  # without any rounding
+    (hotrain.preset("hot-unbiased", share=0.5), None, True),  # of drawn rows, in int8 with one scale
+    (hotrain.preset("hq4"), None, False),  # a per-row scale folded into g_y; its w is rounded to nearest
 ]
 
 
@@ -323,7 +326,7 @@ def test_stratified_draws_have_less_noise_than_independent_ones() -> None:
     the same 4+4 with a key of its own for every tile is the independent draw."""
     tiles = 12
     one = smooth(16, 8, 0.5, 2)
-    x = one.repeat(tiles, 1)  # every tile alike: stratified draws are then exact over a walk of three
+    x = one.repeat(tiles, 1)  # every tile alike: stratified draws are then exact over a group of three
     w, exact = torch.zeros(8, 8, dtype=F64), x.T @ x
     method = hotrain.preset("hla", sampled=4)
     stratified = torch.stack([gradients(x, w, x, method, key)[1] for key in range(20)]) - exact
@@ -377,8 +380,9 @@ def product(*noises: float) -> float:
     return a + b + a * b
 
 
-# The low-rank step on white data: fixed rows lose 1 − r/n; 4+4 adds (12·2)/16 = 1.5 (a row counts 3 with p = 1/3).
-LOW_RANK = {"hot": 0.5, "hla": 0.5, "hot-unbiased": 1.5, "lbp-wht": 1 - 21 / 64, "dropout": 0.5}
+# The low-rank step on white data: fixed rows lose 1 − r/n; 4+4 adds (12·2)/16 = 1.5 (a row counts 3 with p = 1/3);
+# half of the rows by norm add at most 1 (a row counts 2 with p = 1/2).
+LOW_RANK = {"hot": 0.5, "hla": 0.5, "hot-unbiased": 1.5, "hot-importance": 1.0, "lbp-wht": 1 - 21 / 64, "dropout": 0.5}
 
 
 def predicted(method: hotrain.Method, x: Tensor, w: Tensor, g_y: Tensor) -> tuple[float, float]:
@@ -471,7 +475,7 @@ def test_the_rotation_would_give_fp8_two_binades() -> None:
     """What fp8 forgoes without H: an outlier sets the one scale, and codes below e4m3's normal numbers lose their bits.
 
     One entry 2¹⁶ times the others: rotated it is a quarter of that, and the steps below the smallest normal number are
-    a quarter as large. That is 12 dB where all codes lie below it, and 10 dB measured here, where the largest do not.
+    a quarter as large. That is 12 dB where all codes are below it, and 10 dB measured here, where the largest do not.
     """
     _, w, g_y = problem((64,), 32, 32)
     g_y[10, 3] = 2.0**16

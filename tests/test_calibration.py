@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,10 @@ def test_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]  # no draft is left
     value["layers"]["b"]["choice"] = "token"  # edited by hand
     path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=r"is damaged: .* if you have edited it, remove the line sha256"):
+        Calibration.load(path)
+    del value["sha256"]
+    path.write_text(json.dumps(value))
     model = _two()
     Calibration.load(path).apply(model)
     assert all(state.method.grad_input.scale == "token" for _, state in layer_states(model))
@@ -266,6 +272,45 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Calibration.load(path)
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lqs.json"
+    calibration = Calibration({"a": LayerChoice("token", 0.5, 0.125, 0.25, 3)}, "l2", 0.5)
+    calibration.save(path)
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            assert Calibration.load(path) == calibration, f"bit {bit}"  # white space
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "lqs.json"
+    os.mkfifo(path)  # reading it would wait for ever
+    with pytest.raises(ValueError, match="is no regular file"):
+        Calibration.load(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")  # reading it would take all memory
+    with pytest.raises(ValueError, match="is no regular file"):
+        Calibration.load(path)
+
+
+def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lqs.json"
+    choice = LayerChoice("token", 0.5, 0.125, 0.25, 3)
+    Calibration({"a": choice}).save(path)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        Calibration({"b": choice}).save(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert list(Calibration.load(path).layers) == ["a"]
 
 
 def test_a_calibration_of_another_model() -> None:

@@ -103,7 +103,7 @@ def test_one_graph_follows_the_method_step_by_step(method: str) -> None:
 
 @pytest.mark.slow
 def test_inductor_follows_the_method_too() -> None:
-    """Its own fusion of what lies between the layers moves last bits, and those a rounding here and there."""
+    """Its own fusion of what is between the layers moves last bits, and those a rounding here and there."""
     model = Net()
     hotrain.convert(model, "hot-unbiased", filter_fn=lambda module, name: True)
     want = gradients(model, lambda: squares(model(IMAGES)))
@@ -134,7 +134,7 @@ def llama(_: ModuleType) -> tuple[nn.Module, Tensor]:
         (vit, "hot-unbiased"),  # draws, and codes are kept
         (llama, "hot-unbiased"),
         (vit, "hla"),  # neither: no key is passed
-        (llama, "hq4"),  # packed codes with a scale a row
+        (llama, "hq4"),  # packed codes with a per-row scale
     ],
     ids=lambda v: v if isinstance(v, str) else v.__name__,
 )

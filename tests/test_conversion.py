@@ -357,7 +357,7 @@ def test_an_image_of_one_pixel_is_a_sample_too() -> None:
 
 
 @pytest.mark.parametrize("why", ["chosen", "full rank", "frozen"])
-def test_rows_that_are_samples_are_served_where_nothing_mixes_them(why: str) -> None:
+def test_rows_that_are_samples_are_converted_where_nothing_mixes_them(why: str) -> None:
     """Chosen by filter_fn; a method without a low-rank step; a frozen weight, which has the g_x path only."""
     model = nn.Sequential(nn.Linear(64, 64))
     if why == "frozen":
@@ -435,8 +435,8 @@ class Renamed(nn.Linear):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_layers_that_cannot_be_served_say_why(layer: nn.Module, reason: str) -> None:
-    """Even where filter_fn asks for them: a conversion without effect would be a lie."""
+def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) -> None:
+    """Even where filter_fn asks for them: a conversion without effect would be reported as one."""
     model = nn.Sequential(layer, nn.Linear(64, 64))
     report = hotrain.convert(model, filter_fn=lambda module, name: True)
     assert reasons(report)["0"].startswith(reason)
@@ -444,13 +444,13 @@ def test_layers_that_cannot_be_served_say_why(layer: nn.Module, reason: str) -> 
     assert type(model[0]) is type(layer)
 
 
-def test_a_lazy_layer_is_served_once_it_has_a_weight() -> None:
+def test_a_lazy_layer_is_converted_once_it_has_a_weight() -> None:
     model = nn.Sequential(nn.LazyLinear(64))
     model(torch.randn(2, 16, 48))
     assert converted(hotrain.convert(model)) == {"0"}
 
 
-def test_a_parametrized_layer_is_kept_and_served_without_its_parametrization() -> None:
+def test_a_parametrized_layer_is_kept_and_converted_without_its_parametrization() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
     assert "parametrized" in reasons(hotrain.convert(model))["0"]
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
@@ -472,7 +472,7 @@ def test_a_parametrization_after_conversion_trains_and_stops_revert_with_advice(
     assert type(model[1]) is nn.Linear
 
 
-def test_hook_style_weight_norm_is_served() -> None:
+def test_hook_style_weight_norm_is_converted() -> None:
     """The old weight_norm computes a plain `weight` before each call: gradients reach its g and v."""
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)))
     exact = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)))
@@ -501,7 +501,7 @@ def test_a_forward_replaced_on_the_instance_is_kept() -> None:
 
 
 def test_a_weight_used_without_calling_its_layer_is_found_out_in_training() -> None:
-    """BEiT and Swin v2 hand qkv's weight to F.linear: no class change can serve that, so the report says it."""
+    """BEiT and Swin v2 hand qkv's weight to F.linear: no class change can change that, so the report says it."""
 
     class Roundabout(nn.Module):
         def __init__(self) -> None:

@@ -43,7 +43,7 @@ def _worker(rank: int, port: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found: one start of them serves all tests."""
+    """What each of two processes found: they start once for all tests."""
     return found_by_each(_worker, tmp_path_factory.mktemp("ranks"))
 
 

@@ -105,7 +105,7 @@ def test_extras_that_documents_install_exist() -> None:
     }
     assert named
     assert named <= set(extras)
-    assert {"train", "hf"} <= set(extras), "README says what they bring"
+    assert {"train", "text"} <= set(extras), "README says what they bring"
     for name, version in re.findall(
         r"(Python|PyTorch) (\d+\.\d+)", README.read_text(encoding="utf-8").split("## Use")[0]
     ):
@@ -114,8 +114,10 @@ def test_extras_that_documents_install_exist() -> None:
             assert f">={version}" in declared, f"README: {name} {version}"
 
 
-def test_commands_that_need_data_parse() -> None:
-    import hotrain_recipes
+@pytest.mark.usefixtures("timm")
+def test_commands_that_need_data_or_time_parse() -> None:
+    import hotrain_recipes.studies
+    import timm
     import typer
 
     from hotrain.cli.main import app
@@ -123,11 +125,17 @@ def test_commands_that_need_data_parse() -> None:
 
     group = typer.main.get_command(app)
     found = list(commands("console", prompt="$ "))
-    assert found
-    for _, verb, *arguments in found:
+    assert {words[1] for words in found} >= {"train", "compare", "frontier", "memory"}
+    for name, verb, *arguments in found:
+        assert name == "hotrain", "a command here cannot be checked"
         command = group.commands[verb]  # type: ignore[attr-defined]
         options = command.make_context(verb, arguments).params
-        assert options["recipe"] in hotrain_recipes.all()
+        if verb == "study":
+            assert options["name"] in {None, "RECIPE", *hotrain_recipes.studies.studies()}
+        if verb in ("study", "prepare", "report"):
+            continue
+        subject = options.get("recipe") or options["model"]
+        assert subject in hotrain_recipes.all() or ("model" in options and timm.is_model(subject)), subject
         for text in (options.get("methods") or options.get("method") or "exact").split(","):
             name, overrides = parse_method(text)
             hotrain.preset(name, **overrides)
@@ -242,7 +250,7 @@ def test_documents_and_headings_that_code_points_to_exist() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 @pytest.mark.usefixtures("timm")  # with it transformers and Lightning import beside a CPU-only PyTorch
 def test_names_that_documents_use_exist(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+    text = re.sub(r"^::: .*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # tests/test_site.py
     for dotted in sorted(set(re.findall(r"\bhotrain((?:\.[A-Za-z_]\w*)+)", text)) - {".egg"}):
         value: object = hotrain
         for part in dotted.split(".")[1:]:

@@ -97,7 +97,7 @@ def test_full_rank_without_bits_is_exact_for_any_shape(
     outputs=st.integers(1, 20),
     name=st.sampled_from(NAMES),
 )
-def test_every_preset_serves_any_shape(lead: tuple[int, ...], inputs: int, outputs: int, name: str) -> None:
+def test_every_preset_takes_any_shape(lead: tuple[int, ...], inputs: int, outputs: int, name: str) -> None:
     """Finite gradients of the right shapes, the same for the same key."""
     x, w, _ = operands(lead, inputs, outputs, torch.float32)
     g_y = torch.randn(*lead, outputs)

@@ -31,6 +31,7 @@ OUTER_MAY_IMPORT = {
         "transformers",
         "sklearn",
         "rich",
+        "trackio",
     },
     "hotrain.cli": {"torch", "numpy", "typer", "rich", "click", "timm", "sklearn"},
     "hotrain.integrations": {"torch", "transformers", "accelerate", "lightning", "pytorch_lightning"},
@@ -45,7 +46,7 @@ MAY_USE = {
 
 # Each room imports only from rooms above it (and from itself).
 ORDER = [
-    ("hotrain._version", "hotrain.tables", "hotrain.private"),
+    ("hotrain._version", "hotrain.files", "hotrain.tables", "hotrain.private"),
     ("hotrain.method",),
     ("hotrain.layer_record",),
     ("hotrain.presets", "hotrain.plans"),
@@ -71,7 +72,7 @@ ORDER = [
     ("hotrain.conversion",),
     ("hotrain.compiling",),
     ("hotrain.layer_gradients",),
-    ("hotrain.calibration", "hotrain.budget", "hotrain.optim"),
+    ("hotrain.calibration", "hotrain.ranks", "hotrain.budget", "hotrain.optim"),
     ("hotrain.analysis",),
 ]
 RANK = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -87,7 +88,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text())
     package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
 
-    def walk(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
+    def visit(node: ast.AST, eager: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             inside = eager and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -102,9 +103,9 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                     name = f"{module}.{alias.name}"
                     yield (name if _is_module(name) else module), eager
             else:
-                yield from walk(child, inside)
+                yield from visit(child, inside)
 
-    yield from walk(tree, eager=True)
+    yield from visit(tree, eager=True)
 
 
 def _is_module(name: str) -> bool:
@@ -142,7 +143,7 @@ def test_the_core_never_imports_the_outer_rooms(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE_FILES, ids=dotted)
 def test_the_core_imports_torch_and_little_else(path: Path) -> None:
     """transformers in nn/hf.py alone, which is itself imported only for a model that brought transformers, and triton
-    in kernels/, whose `__init__` and `serve` import it, and the modules that hold kernels, inside functions."""
+    in kernels/, whose `__init__` imports it, and the modules that hold kernels, inside functions."""
     name = dotted(path)
     allowed = CORE_MAY_IMPORT | ALSO.get(name, ALSO.get(room(name), set()))
     assert {third_party(module) for module, _ in imports(path)} - {None} <= allowed
@@ -203,6 +204,6 @@ def test_the_walk_sees_what_is_there() -> None:
     found = dict(imports(ROOT / "autograd.py"))
     assert found["hotrain.backward"] is True
     assert found["hotrain.transform.tokens"] is True
-    assert dict(imports(ROOT / "conversion.py"))["hotrain.nn.hf"] is False
+    assert dict(imports(ROOT / "conversion" / "candidates.py"))["hotrain.nn.hf"] is False
     assert len(CORE_FILES) > 20
     assert len(OUTER_FILES) > 10

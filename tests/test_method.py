@@ -11,7 +11,20 @@ import hotrain
 from hotrain.method import KNOBS, GradInput, GradWeight, Method, Saved
 from hotrain.presets import DEFAULT, describe
 
-NAMES = ("exact", "hot", "hot-unbiased", "hla", "hq", "hq8", "hq4", "lbp-wht", "luq", "int4", "dropout")
+NAMES = (
+    "exact",
+    "hot",
+    "hot-unbiased",
+    "hla",
+    "hq",
+    "hq8",
+    "hq4",
+    "hot-importance",
+    "lbp-wht",
+    "luq",
+    "int4",
+    "dropout",
+)
 
 
 def test_the_presets_are_those_of_the_issue() -> None:
@@ -59,6 +72,7 @@ def test_prints_say_what_differs() -> None:
         ("hq", "Table 2"),
         ("hq8", "Ours"),
         ("hq4", "Ours"),
+        ("hot-importance", "Ours"),
         ("lbp-wht", "NeurIPS 2023"),
         ("luq", "yTbNYYcopd"),
         ("int4", "Table 4"),
@@ -78,6 +92,7 @@ PATHS = [
     ("hq", 4, "hadamard", 16, 16, 0, 8, 8),
     ("hq8", 8, "hadamard", 16, 16, 0, 8, 8),
     ("hq4", 4, "hadamard", 16, 16, 0, 8, 4),
+    ("hot-importance", 4, "hadamard", 16, 16, 0, 8, 4),
     ("lbp-wht", None, "lowpass", 64, 21, 0, None, None),
     ("luq", 4, None, 1, 1, 0, 4, 4),
     ("int4", 4, None, 1, 1, 0, 4, 4),
@@ -300,10 +315,12 @@ BAD = [
     ("exact", {"rank": 4}, ("rank", "4", "none")),  # known, but concerns nothing here
     ("lbp-wht", {"saved_bits": 8}, ("saved_bits", "8", "order, rank")),
     ("luq", {"grad_input_bits": 8}, ("grad_input_bits", "8", "none")),
+    ("hot", {"share": 0}, ("share", "0", "(0, 1]")),
+    ("hot", {"share": 1.5}, ("share", "1.5", "(0, 1]")),
     ("hot", {"number": "fp8"}, ("number", "'fp8'", "int", "e4m3", "e5m2")),
     ("hot", {"number": None}, ("number", "None", "e4m3")),
     ("hla", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # no codes
-    ("hq4", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # four bits with a scale a row
+    ("hq4", {"number": "e4m3"}, ("number", "'e4m3'", "its overrides")),  # four bits with a per-row scale
     # fp8 says bits, scale and rounding itself
     ("hot", {"number": "e4m3", "rounding": "stochastic"}, ("hot in fp8", "rounding", "number, order, rank, sampled")),
     ("hot", {"number": "e4m3", "grad_input_bits": 4}, ("hot in fp8", "grad_input_bits", "4")),
@@ -398,7 +415,7 @@ def test_a_lowpass_g_x_needs_rows() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_says_whether_random_numbers_are_needed(name: str) -> None:
     """A method that says no keeps no key for backward; it must then not ask for one."""
-    expected = {"hot", "hot-unbiased", "hq", "hq8", "hq4", "luq", "dropout"}
+    expected = {"hot", "hot-unbiased", "hq", "hq8", "hq4", "hot-importance", "luq", "dropout"}
     assert hotrain.preset(name).draws == (name in expected)
 
 

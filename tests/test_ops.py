@@ -19,7 +19,7 @@ from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.transform.tokens import Layout
 
-# What is kept differs: codes with one scale, with a scale a row, two codes a byte, rows in x's precision, x itself.
+# What is kept differs: codes with one scale, with a per-row scale, two codes a byte, rows in x's precision, x itself.
 METHODS = {
     "hot-unbiased": hotrain.preset("hot-unbiased"),
     "int4 rows": hotrain.preset("hot-unbiased", saved_bits=4),
@@ -161,7 +161,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("run", "x", "w"), CASES.values(), ids=CASES.keys())
-def test_kernels_serve_matrices(
+def test_kernels_take_matrices(
     run: Any, x: tuple[int, ...], w: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linear layers and convolutions whose patches do not overlap; the stand-in's numbers are the definition's."""
@@ -182,7 +182,7 @@ def test_channels_last_images_are_tokens_without_a_copy(kernels: StandIn) -> Non
     assert kernels.inputs[0].data_ptr() == x.data_ptr()
 
 
-def test_the_definition_serves_the_rest(kernels: StandIn) -> None:
+def test_the_reference_takes_the_rest(kernels: StandIn) -> None:
     """A method that the kernels give a reason against, and every k×k convolution."""
     x, w = torch.randn(2, 50, 64), torch.randn(48, 64, requires_grad=True)
     functional.linear(x, w, method="hq4").sum().backward()

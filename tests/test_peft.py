@@ -13,7 +13,7 @@ from zoo import ZOO, call
 import hotrain
 from hotrain.nn import layer_state
 
-# What LoRA is put on, what is trained whole beside it, and whether weights lie (I, O).
+# What LoRA is put on, what is trained whole beside it, and whether weights are stored (I, O).
 TARGETS: dict[str, dict[str, Any]] = {
     "vit": {"target_modules": ["qkv", "fc1"], "modules_to_save": ["head"]},
     "hf_vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},

@@ -352,7 +352,7 @@ def test_memory_targets_without_records_are_open(records: ModuleType, tmp_path: 
 
 
 def test_memory_and_time_are_those_of_one_variant_in_one_run(records: ModuleType, tmp_path: Path) -> None:
-    """A run without the baseline, or without what is asked for, joins nothing; a faster variant does not stand in."""
+    """A run without the baseline, or without what is asked for, joins nothing; a faster variant does not replace it."""
     vit, llama, gib = "vit_base_patch16_224/b128", "llama8b-4blocks/t8192", 1 << 30
     write(
         tmp_path / "a_step.jsonl",
@@ -541,8 +541,11 @@ def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front:
         write(tmp_path / f"step{number}.jsonl", *rows)
     lines = front.pays(tmp_path).splitlines()[2:]
     assert len(lines) == front.MOST + 1
-    assert lines[4].startswith("| … 2 more, in [performance](docs/performance.md#thirty-models) |")
+    assert lines[4].startswith("| … 2 more: [does it pay?](docs/pays.md#models-that-were-measured) |")
     assert (lines[0].startswith(f"| `{VIT_B}` |"), lines[-1].startswith("| `gpt2` |")) == (True, True)
+    everything = front.every_model(tmp_path).splitlines()[2:]
+    assert len(everything) == 10
+    assert everything[0].startswith(f"| `{VIT_B}` | 40.0 | 30.0 | 0.75 | 9.00 | 4.00 | 0.44 | `exact+compile` |")
 
 
 def test_a_figure_is_of_the_latest_run_and_a_ratio_of_one_run(front: ModuleType, tmp_path: Path) -> None:
@@ -582,3 +585,23 @@ def test_a_stage_that_failed_is_printed_with_its_error(records: ModuleType, tmp_
     text = records.compatibility(tmp_path)
     assert "| timm | `a` | 3 + 1 | 0.25 | yes | RuntimeError: no |" in text
     assert "| timm | `b` | 3 + 1 | – | yes | RuntimeError: no |" in text
+
+
+def test_campaigns_are_counted_by_group(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/campaign.py" in records.campaign(tmp_path)
+
+    def row(subject: str, variant: str, findings: list[str], **outcomes: int) -> dict[str, Any]:
+        more = {"cases": sum(outcomes.values()), "outcomes": outcomes, "findings": findings}
+        return bench("campaign", subject, variant, None, **more)
+
+    write(
+        tmp_path / "campaign.jsonl",
+        row("fuzz", "hotrain train", [], accepted=2, refused=1000),
+        row("fuzz", "hotrain cost", ["a traceback"], refused=10, finding=1),
+        row("soak", "ViT", [], flat=450),
+        row("soak", "control: a tensor a step", [], found=450),
+    )
+    text = records.campaign(tmp_path)
+    assert "| fuzz | command lines | 1,013 | accepted: 2, refused: 1,010, finding: 1 | 1 |" in text
+    assert "| soak | training steps (1 models and methods) | 450 | flat: 450 | 0 |" in text
+    assert "| soak | leaks on purpose | 450 | found: 450 | 0 |" in text

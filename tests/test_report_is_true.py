@@ -105,7 +105,7 @@ def test_eager(name: str) -> None:
 
 
 def _kept(run: Any, model: nn.Module, inputs: Tensor | dict[str, Tensor]) -> list[tuple[str, int]]:
-    """(dtype, bytes) of each storage that the compiled forward hands to its backward, without what lives anyway."""
+    """(dtype, bytes) of each storage that the compiled forward gives to its backward, without what lives anyway."""
     histories = [state.draws.history for _, _, state in hotrain.converted_layers(model)]
     tags = [None if history is None else history.words for history in histories]
     held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *tags) if t is not None}
@@ -128,7 +128,7 @@ def _nothing(graph: torch.fx.GraphModule, _: Any) -> Any:
     return make_boxed_func(graph.forward)
 
 
-# Among these are the operators of the others, and of `test_served_models`' compiled ones.
+# Among these are the operators of the others, and of `test_compressed_models`' compiled ones.
 COMPILED = ["vit", "swin", "resnet", "efficientnet", "bert", "gpt2", "llama", "segformer"]
 
 

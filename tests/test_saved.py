@@ -53,7 +53,7 @@ def test_a_format_keeps_the_bytes_it_says(spec: Saved, dtype: torch.dtype, shape
 
 
 def saved_by(x: Tensor, w: Tensor, method: hotrain.Method, **options: Any) -> list[Tensor]:
-    """Everything that one forward hands to save_for_backward."""
+    """Everything that one forward gives to save_for_backward."""
     held: list[Tensor] = []
 
     def hold(t: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_what_is_not_finite_spoils_its_group_alone(form: Grouped, bad: float) ->
 
 
 def test_thresholds_are_equally_distributed() -> None:
-    """Along rows, along columns and over all: of n numbers a share p ± 4/n·log n lies below p (a lattice's discrepancy;
+    """Along rows, along columns and over all: of n numbers a share p ± 4/n·log n is below p (a lattice's discrepancy;
     random ones would miss by 1/√n), and a value on a level stays on it."""
     t = dither(1024, 768, torch.device("cpu"))
     assert t.min() >= 0
@@ -340,7 +340,7 @@ def test_packed_codes_are_neighbours_still(bits: int) -> None:
 
 
 def test_a_groups_size_divides_the_channels_of_real_models() -> None:
-    """No padding from 16 channels on where a divisor serves; whole rows where they are asked for."""
+    """No padding from 16 channels on where a divisor will do; whole rows where they are asked for."""
     sizes = {3: 4, 7: 8, 16: 16, 48: 48, 96: 96, 100: 100, 192: 96, 197: 64, 384: 128, 768: 128, 1000: 100, 4096: 128}
     assert {columns: group_size(columns) for columns in sizes} == sizes
     assert group_size(768, whole=True) == 768

@@ -88,12 +88,12 @@ def exact(device: torch.device) -> tuple[Tensor, float]:
     return flat(model), loss.item()
 
 
-def served(report: hotrain.ConversionReport) -> dict[str, Any]:
+def compressed(report: hotrain.ConversionReport) -> dict[str, Any]:
     """Whether every layer followed the method, and what was kept as codes besides."""
     return {
         "layers": [state.fallback for _, state in report.layers],
         "calls": [state.calls for _, state in report.layers],
-        "buffers": [] if report.buffers is None else sorted(report.buffers.served),
+        "buffers": [] if report.buffers is None else sorted(report.buffers.formats),
     }
 
 
@@ -114,7 +114,7 @@ def ddp(device: torch.device, memory: str, compiled: bool) -> dict[str, Any]:
         replica = torch.compile(replica, backend=backend)  # type: ignore[assignment]
     loss_of(replica, *batch(device)).backward()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return {"alone": alone, "averaged": flat(model), "graphs": graphs, **served(report)}
+    return {"alone": alone, "averaged": flat(model), "graphs": graphs, **compressed(report)}
 
 
 def fsdp(device: torch.device, memory: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def fsdp(device: torch.device, memory: str) -> dict[str, Any]:
         whole = loss.detach().clone()
         dist.all_reduce(whole)
         losses.append(whole.item() / 2)
-    return {"first": first, "losses": losses, **served(report)}
+    return {"first": first, "losses": losses, **compressed(report)}
 
 
 def _worker(rank: int, port: int, folder: str, kind: str) -> None:
@@ -153,7 +153,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
     dist.init_process_group(rank=rank, world_size=2, **(on_gpu if kind == "cuda" else {"backend": "gloo"}))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="hotrain")  # a kernel that does not serve says so
+            warnings.filterwarnings("error", message="hotrain")  # a kernel that does not support says so
             found: dict[str, Any] = {"exact": exact(device)}
             for memory in MEMORIES if kind == "cuda" else MEMORIES[1:]:
                 for way in ("eager", "compiled"):
@@ -166,7 +166,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found: one start of them serves all tests."""
+    """What each of two processes found: they start once for all tests."""
     return found_by_each(_worker, tmp_path_factory.mktemp("ranks"), request.param)
 
 
@@ -221,8 +221,8 @@ def test_fsdp2_trains_on_the_exact_direction(ranks: list[dict[str, Any]], memory
 
 @on_two
 @pytest.mark.parametrize("case", ["ddp {} eager", "ddp {} compiled", "fsdp {}"])
-def test_every_layer_was_served(ranks: list[dict[str, Any]], case: str, memory: str) -> None:
-    """No layer stayed exact (a kernel that does not serve raises in the processes); "block" did more than "linear"."""
+def test_every_layer_was_converted(ranks: list[dict[str, Any]], case: str, memory: str) -> None:
+    """No layer stayed exact (a kernel that does not support raises); "block" did more than "linear"."""
     for found in (rank[case.format(memory)] for rank in ranks):
         assert found["layers"] == [None] * 9, "a patch embedding and four layers in each of two blocks"
         assert min(found["calls"]) >= 1

@@ -40,19 +40,19 @@ FORBIDDEN = re.compile("|".join(rf"\b(?:{word})" for word in WORDS), re.IGNORECA
 
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 # Files and folders of Python whose docstrings, comments and messages are clean.
-CLEAN = ["tools", "recipes", "benchmarks", "src/hotrain"]
+CLEAN = ["tools", "recipes", "benchmarks", "src/hotrain", "examples", "tests"]
 # Those whose docstrings have the sections of Google's style, which documentation tools read.
-STYLED = CLEAN
+STYLED = ["tools", "recipes", "benchmarks", "src/hotrain"]
 
 
 def python_files(rooms: list[str]) -> list[Path]:
-    """The files of a list of files and folders."""
+    """The files of a list of files and folders, without this one, which names the words."""
     found = []
     for room in rooms:
         path = ROOT / room
         assert path.exists(), f"{room} is not there any more: update the list"
         found += [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return found
+    return [path for path in found if path != Path(__file__)]
 
 
 def without_code(text: str) -> str:

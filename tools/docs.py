@@ -15,9 +15,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import drawings
 import formats_table
 import front
 import records
+import studies
 import torch
 
 import hotrain
@@ -141,6 +143,8 @@ def grad_weight_loss(method: Method) -> str:
         return f"**biased**: {path.drop:.0%} of g_y's entries"
     if path.sampled:
         lost.append(f"{path.tile - path.rank} of {path.tile} rows, drawn")
+    if path.share < 1:
+        lost.append(f"{1 - path.share:.0%} of the rows, drawn by norm")
     if path.bits is not None:
         lost.append("4-bit powers of two" if path.number == "luq" else f"int{path.bits} rounding")
         biased += ["g_y"] if path.number == "int" and path.rounding != "stochastic" else []
@@ -322,14 +326,15 @@ def figures() -> dict[Path, str]:
     from hotrain.plotting.steps import draw_steps
 
     folder = ROOT / "docs" / FIGURES
-    return {
-        folder / _figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()
-    }
+    steps = {_figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()}
+    drawn = {f"{name}.svg": draw() for name, draw in drawings.ALL.items()}
+    return {folder / name: text for name, text in {**steps, **drawn}.items()}
 
 
 PARTS: dict[str, Callable[..., str]] = {
     "headline": front.headline,
     "pays": front.pays,
+    "pays-all": front.every_model,
     "preset-lines": front.presets,
     "presets": presets,
     "lengths": lengths,
@@ -350,9 +355,14 @@ PARTS: dict[str, Callable[..., str]] = {
     "curves": records.curves,
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
+    "variance": records.variance,
     "compatibility": records.compatibility,
+    "campaign": records.campaign,
     "example": example,
     "accuracy": records.accuracy,
+    "evidence": records.evidence,
+    "study": studies.study,
+    "study-head": studies.head,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
     "rules": formats_table.rule_book,

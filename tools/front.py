@@ -149,10 +149,13 @@ def _gap(rows: list[dict[str, Any]], model: str, method: str) -> str:
 MOST = 8  # lines of a table in the README
 
 
-def pays(folder: Path = records.RESULTS) -> str:
+def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
     """Of each model the default against exact in the latest run that has both, the fastest first.
 
-    Of more than `MOST` models the fastest and the slowest, and how many are between.
+    Args:
+        folder: of the records.
+        everything: all models, with the ratio of the peaks; else, of more than `MOST`, the fastest and the slowest, and
+            how many are between.
     """
     rows = records._of_bench("step", folder)
     lines = []
@@ -166,16 +169,25 @@ def pays(folder: Path = records.RESULTS) -> str:
         if ms is None or None in peaks:
             continue
         gib = [f"{peak / records.GIB:.2f}" for peak in peaks if peak is not None]
+        if everything:
+            gib.append(f"{float(peaks[1] or 0) / float(peaks[0] or 1):.2f}")
         cells = [f"{base[1]:.1f}", f"{ms:.1f}", f"{ms / base[1]:.2f}", *gib, f"`{base[0]}`", records._commit(run[0])]
         lines.append((ms / base[1], [f"`{subject}`", *cells]))
     if not lines:
         return records._none_yet("step")
     headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "exact is", "commit"]
+    if everything:
+        headers.insert(6, "× peak")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
-    if len(ordered) > MOST:
-        between = f"… {len(ordered) - MOST} more, in [performance](docs/performance.md#thirty-models)"
+    if len(ordered) > MOST and not everything:
+        between = f"… {len(ordered) - MOST} more: [does it pay?](docs/pays.md#models-that-were-measured)"
         ordered[MOST // 2 : -(MOST // 2)] = [[between, *[""] * (len(headers) - 1)]]
     return records._markdown(headers, ordered)
+
+
+def every_model(folder: Path = records.RESULTS) -> str:
+    """`pays` of all models."""
+    return pays(folder, everything=True)
 
 
 def presets() -> str:

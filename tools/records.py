@@ -43,6 +43,7 @@ FIELDS = (
     "command",
 )
 CONTROL = "exact"
+NO_BREAK = "\u00a0"
 
 
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}\w*$")
@@ -369,6 +370,37 @@ def noise(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/noise.py` trains the small ViT fifteen ways.*"
 
 
+def variance(folder: Path = RESULTS) -> str:
+    """v of every design over all layers, a table a recipe, and by kind of layer for the last of its snapshots."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("variance", folder)):
+        whole = {row["subject"]: row for row in rows if row["variant"] == "all layers"}
+        if not whole:
+            continue
+        subject, last = list(whole.items())[-1]
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["subject"] == subject and row["variant"] != "all layers":
+                parts = row["variant"].split(".")
+                kinds.setdefault(parts[-1] if parts[0] == "blocks" else parts[0], []).append(row)
+        headers = ["rows of g_w", *(f"{s.partition('/')[2]}: all" for s in whole), "by progress", *kinds]
+        lines = []
+        for design, figures in last["designs"].items():
+            cells = [design, *(_share(row["designs"].get(design, {}).get("parameters")) for row in whole.values())]
+            cells.append(_share(figures["progress"] or None))  # 0: too few images to know
+            for own in kinds.values():
+                found = [(row["parameters"], row["designs"][design]) for row in own if design in row["designs"]]
+                total = sum(weight for weight, _ in found)
+                cells.append(_share(sum(w * (d["v"] + d["bias2"]) for w, d in found) / total if total else None))
+            lines.append(cells)
+        tables.append(_conditions(run[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/variance.py` measures it.*"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{max(value, 0.0):.4f}" if value < 0.1 else f"{value:.3f}"
+
+
 def shared_inputs(folder: Path = RESULTS) -> str:
     """Error of g_w by layer and variant, a table a run of records with ``bench="shared-inputs"`` and ``g_w_error``."""
     tables = []
@@ -402,6 +434,37 @@ def compatibility(folder: Path = RESULTS) -> str:
         headers = ["library", "model", "layers: converted + exact", "kept for backward, × exact", *stages]
         tables.append(_conditions(run[0]) + "\n\n" + _markdown(headers, lines) + _notes(rows))
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/compatibility.py` runs twenty models.*"
+
+
+def campaign(folder: Path = RESULTS) -> str:
+    """Cases tried by ``benchmarks/campaign.py`` and what became of them, a line a group of cases."""
+    runs = _latest_runs(_of_bench("campaign", folder))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _, rows in runs:
+        for row in rows:
+            kind = str(row["variant"]).split(":")[0]
+            if row["subject"] == "soak":
+                kind = "leaks on purpose" if kind == "control" else "training steps"
+            elif kind.startswith("hotrain "):
+                kind = "command lines"
+            groups.setdefault((row["subject"], kind), []).append(row)
+    lines = []
+    for (subject, kind), rows in sorted(groups.items(), key=lambda item: ("soak", "faults", "fuzz").index(item[0][0])):
+        outcomes: dict[str, int] = {}
+        for row in rows:
+            for name, count in row["outcomes"].items():
+                outcomes[name] = outcomes.get(name, 0) + count
+        what = kind + (f" ({len(rows)} models and methods)" if kind == "training steps" else "")
+        told = ", ".join(f"{name}: {count:,}" for name, count in outcomes.items())
+        findings = sum(len(row["findings"]) for row in rows)
+        lines.append([subject, what, f"{sum(row['cases'] for row in rows):,}", told, str(findings)])
+    if not lines:
+        return "*Nothing is recorded yet: `python benchmarks/campaign.py fuzz|faults|soak` tries some thousand cases.*"
+    heads = dict.fromkeys(
+        f"{row['device']}, PyTorch {row['torch']}, commit {_commit(row)}" for run, _ in runs for row in run[:1]
+    )
+    table = _markdown(["campaign", "what", "cases", "what became of them", "findings"], lines)
+    return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}"
 
 
 STEP_BASELINE = "exact+compile"
@@ -822,6 +885,37 @@ def accuracy(folder: Path = RESULTS) -> str:
         if shown:
             tables.append(_comparison(summary, shown))
     return "\n\n".join(tables)
+
+
+def evidence(folder: Path = RESULTS) -> str:
+    """Of each method the gap to exact in its latest comparison of several seeds, a column a training; notes below."""
+    cells: dict[str, dict[str, str]] = {}
+    noted: dict[tuple[str, str], str] = {}
+    for _, summary in summaries(folder):
+        rows = _measured(summary)
+        for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
+            gaps = paired_gaps(rows, model, method)
+            if method == CONTROL or len(gaps) < 2:
+                continue
+            first = next(row for row in rows if (row["model"], row["method"]) == (model, method))
+            epochs = first.get("epochs") or summary.get("epochs")
+            epochs = epochs.get(model) if isinstance(epochs, dict) else epochs
+            gap, runs = _mean(gaps, sign="+"), f"{len(gaps)} × {epochs or '?'}"
+            cells.setdefault(method, {})[model] = f"{gap.replace(' ', NO_BREAK)} ({runs.replace(' ', NO_BREAK)})"
+            noted[method, model] = summary.get("note") or ""
+    if not cells:
+        return "*No comparison of several seeds is recorded yet: `hotrain compare` makes one.*"
+    models = sorted({model for row in cells.values() for model in row})
+    order = sorted(cells, key=lambda name: (hotrain.presets().index(re.split("[:@]", name)[0]), name))
+    notes = [
+        note for note in dict.fromkeys(noted[name, m] for name in order for m in models if m in cells[name]) if note
+    ]
+    for (method, model), note in noted.items():
+        if note:
+            cells[method][model] += f" [{notes.index(note) + 1}]"
+    lines = [[f"`{name}`", *(cells[name].get(m, "–") for m in models)] for name in order]
+    below = [f"* [{number}]: {note.rstrip('.')}." for number, note in enumerate(notes, 1)]
+    return "\n".join([_markdown(["gap (seeds × epochs)", *models], lines), *([""] if below else []), *below])
 
 
 def _measured(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def _show(headers: list[str], lines: list[list[str]], rows: list[dict[str, Any]]
     typer.echo(table(headers, lines))
 
 
-@app.command("layers", cls=Command)
+@app.command("layers", cls=Command, epilog="Example: hotrain bench layers --models vit_b --methods hot-unbiased,hq8")
 def layers(
     models: Annotated[str, typer.Option("--models", help="vit_b and llama.")] = "vit_b,llama",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,
@@ -119,7 +119,11 @@ def layers(
     _show(["layer", "variant", "µs", "±", "eager µs", "bf16 ÷ it"], lines, done, tiny, json)
 
 
-@app.command("step", cls=Command)
+@app.command(
+    "step",
+    cls=Command,
+    epilog="Example: hotrain bench step vit_base_patch16_224/b128 --variants exact+graphs,hotrain-default",
+)
 def step(
     subjects: Annotated[
         list[str] | None, typer.Argument(help="Default: all. SUBJECT=VARIANT,… with --together.", show_default=False)
@@ -175,7 +179,7 @@ def step(
     _exit_if_failed(done)
 
 
-@app.command("zoo", cls=Command)
+@app.command("zoo", cls=Command, epilog="Example: hotrain bench zoo --models convnext_base/b64")
 def zoo(
     models: Annotated[str | None, typer.Option("--models", help="Comma-separated subjects; default: thirty.")] = None,
     variants: Annotated[str | None, typer.Option("--variants", help="Comma-separated.", show_default=False)] = None,
@@ -229,7 +233,7 @@ def _exit_if_failed(rows: list[dict[str, Any]]) -> None:
         raise typer.Exit(1)
 
 
-@app.command("ops", cls=Command)
+@app.command("ops", cls=Command, epilog="Example: hotrain bench ops --methods hot-unbiased,hq8")
 def ops(
     methods: MethodsOption = "hot-unbiased",
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images of the ViT-B layers.")] = 128,

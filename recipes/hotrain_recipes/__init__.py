@@ -7,7 +7,7 @@
 A new recipe is a function in one of these files (or a new file named below) under :func:`registry.recipe`.
 """
 
-from hotrain_recipes import demo, efficient, lora, resnet, small, vit
+from hotrain_recipes import demo, efficient, lora, resnet, short, small, vit
 from hotrain_recipes.registry import Recipe, all, load_recipe
 
-__all__ = ["Recipe", "all", "demo", "efficient", "load_recipe", "lora", "resnet", "small", "vit"]
+__all__ = ["Recipe", "all", "demo", "efficient", "load_recipe", "lora", "resnet", "short", "small", "vit"]

@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from .audit.saved_bytes import saved_bytes
     from .budget import checkpoint_blocks
     from .calibration import BitSchedule, Calibration, calibrate
+    from .ranks import Ranks, calibrate_ranks
 
 # Questions asked of a model: imported when first asked for.
 _LAZY = {
     "calibrate": "calibration",
+    "calibrate_ranks": "ranks",
+    "Ranks": "ranks",
     "Calibration": "calibration",
     "BitSchedule": "calibration",
     "predicted_bytes": "audit.predicted",
@@ -62,10 +65,12 @@ __all__ = [
     "Grid",
     "Method",
     "Point",
+    "Ranks",
     "Saved",
     "__version__",
     "accumulation",
     "calibrate",
+    "calibrate_ranks",
     "checkpoint_blocks",
     "compile",
     "convert",

@@ -17,6 +17,8 @@ LBP-WHT, LUQ and dropout do differently.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ from .quantize.integer import Quantized, largest_code
 from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import rotate
+from .transform.importance import drawn
 from .transform.tokens import Layout, project
 
 
@@ -75,11 +78,29 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) 
     if path.drop:
         g_y = published.dropped(g_y, path.drop, key)
     if path.multiplies_codes:
-        return _product_of_codes(project(g_y.to(wide(g_y.dtype)), lay, key), kept, path, key)
+        g, kept = _shared(project(g_y.to(wide(g_y.dtype)), lay, key), kept, path, key)
+        return _product_of_codes(g, kept, path, key)
     if path.number == "luq":
         return published.grad_weight(g_y, values(kept, wide(g_y.dtype)), lay, key)
-    g = project(g_y, lay, key)
+    g, kept = _shared(project(g_y, lay, key), kept, path, key)
     return g.T @ values(kept, g.dtype)
+
+
+def _shared(g: Tensor, kept: Kept, path: GradWeight, key: int) -> tuple[Tensor, Kept]:
+    """The rows of g = P g_y, (R, O), and of P x, (R, I), that the product takes, with their weights in g."""
+    if path.share == 1.0:
+        return g, kept
+    x = values(kept, wide(g.dtype))
+    picked, weight = drawn(_norms(g) * _norms(x), path.share, key)
+    g = g[picked] * weight.to(g.dtype)[:, None]
+    if not isinstance(kept, Quantized):
+        return g, kept[picked]
+    return g, replace(kept, codes=kept.codes[picked], scale=kept.scale[picked] if kept.scale.dim() else kept.scale)
+
+
+def _norms(t: Tensor) -> Tensor:
+    """The norms of rows, in float64: their products must not underflow."""
+    return torch.linalg.vector_norm(t, dim=1, dtype=torch.float64)
 
 
 def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: int) -> Tensor:

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from . import draws
 from .audit.unchanged import as_found
 from .backward import rotated_grad, wide
+from .files import digest, parse_json, read_text, write_text
 from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
@@ -85,21 +85,23 @@ class Calibration:
         return title + "\n" + table(["layer", "tensor", "token", "ratio", "choice"], rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration as JSON, atomically.
+        """Write the calibration as JSON with a checksum, atomically.
+
+        To edit the file by hand, remove its line ``sha256``.
 
         Args:
             path: replaced if it exists.
+
+        Raises:
+            OSError: it cannot be written; a file that was there stays.
         """
         value = {
-            "version": VERSION,
             "statistic": self.statistic,
             "threshold": self.threshold,
             "layers": {name: asdict(choice) for name, choice in self.layers.items()},
         }
-        path = Path(path)
-        draft = path.with_name(path.name + ".draft")
-        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        signed = {"version": VERSION, "sha256": digest(value), **value}
+        write_text(path, json.dumps(signed, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -109,15 +111,27 @@ class Calibration:
             path: of the JSON file.
 
         Raises:
-            ValueError: the file is not a calibration of this version; the message names the file and the field.
+            ValueError: the file is not a calibration of this version, or is damaged; the message names the file and
+                the field.
+            FileNotFoundError: there is no such file.
         """
+        text = read_text(path)
         try:
-            value = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            value = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"{path} is not a calibration: it is not JSON ({error})") from error
         if not isinstance(value, dict) or value.get("version") != VERSION:
             found = value.get("version") if isinstance(value, dict) else type(value).__name__
             raise ValueError(f"{path} is not a calibration of version {VERSION} (found {found!r}); calibrate again")
+        signed = {name: value[name] for name in value if name not in ("version", "sha256")}
+        if "sha256" in value and value["sha256"] != digest(signed):
+            raise ValueError(
+                f"{path} is damaged: its contents do not have the checksum that was written with them. "
+                "Calibrate again; if you have edited it, remove the line sha256"
+            )
+        unknown = [name for name in signed if name not in ("statistic", "threshold", "layers")]
+        if unknown:
+            raise ValueError(f"{path}: the calibration has an unknown field {unknown[0]!r}; it may be damaged")
         try:
             layers = {name: LayerChoice(**fields) for name, fields in value["layers"].items()}
             calibration = cls(layers, value["statistic"], value["threshold"])

@@ -111,6 +111,7 @@ class GradInput:
 
     @property
     def is_exact(self) -> bool:
+        """Whether g_x is PyTorch's."""
         return self.bits is None and self.transform != "lowpass"
 
     @property
@@ -151,6 +152,9 @@ class GradWeight:
         number: of P g_y, as in `GradInput`; with an fp8 format x is e4m3.
         rounding: of P g_y.
         drop: the fraction of the elements of g_y set to zero at random (EVMT's dropout control).
+        share: of the kept rows that the product takes; below 1 they are drawn in backward, by the norms of both
+            operands' rows, and weighted so that g_w is unbiased (`hotrain.transform.importance`). Convolutions whose
+            patches overlap multiply all rows.
 
     Raises:
         ValueError: a field has a value that is not accepted, or that is not accepted with the others.
@@ -164,6 +168,7 @@ class GradWeight:
     number: str = "int"
     rounding: str = "stochastic"
     drop: float = 0.0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         _require("grad_weight", "tile", self.tile, TILES)
@@ -175,6 +180,12 @@ class GradWeight:
         _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
         if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
+        if not (isinstance(self.share, float) and 0.0 < self.share <= 1.0):
+            raise ValueError(f"grad_weight: share={self.share!r} is not a float in (0, 1]")
+        if self.number == "luq" and self.share < 1:
+            raise ValueError(
+                f"grad_weight: number='luq' with share={self.share!r} is not defined; accepted is share=1.0"
+            )
         if self.number == "luq" and self.bits != 4:
             raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
         if self.number in FLOATS:
@@ -182,6 +193,7 @@ class GradWeight:
 
     @property
     def is_low_rank(self) -> bool:
+        """Whether fewer rows are kept than a tile has."""
         return self.rank < self.tile
 
     @property
@@ -196,7 +208,8 @@ class GradWeight:
 
     @property
     def is_exact(self) -> bool:
-        return self.tile == 1 and self.bits is None and self.drop == 0.0
+        """Whether g_w is PyTorch's, of an input saved whole."""
+        return self.tile == 1 and self.bits is None and self.drop == 0.0 and self.share == 1.0
 
     def __str__(self) -> str:
         parts = []
@@ -207,6 +220,8 @@ class GradWeight:
             parts.append(f"int{self.bits}" if self.number == "int" else self.number)
         if self.drop:
             parts.append(f"drop{self.drop:g}")
+        if self.share < 1:
+            parts.append(f"share{self.share:g}")
         return "g_w:" + ("·".join(parts) or "exact")
 
 
@@ -335,6 +350,7 @@ class Method:
         return bool(
             g_w.sampled
             or g_w.drop
+            or g_w.share < 1
             or "luq" in (g_x.number, g_w.number)
             or (g_x.bits and "stochastic" in (g_x.rounding, g_x.weight_rounding))
             or (g_w.bits and g_w.rounding == "stochastic")
@@ -349,6 +365,7 @@ class Method:
 
                 - ``rank``, ``sampled``, ``order``: of the rows kept along the tokens. A new rank without ``sampled``
                   keeps the share of drawn rows.
+                - ``share``: of the kept rows, those that backward multiplies, in (0, 1].
                 - ``grad_input_bits``, ``grad_weight_bits``, ``saved_bits``: 4, 8, or None for not quantized.
                 - ``scale``: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
                 - ``forward``: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every
@@ -393,6 +410,8 @@ class Method:
             g_w = replace(g_w, rank=rank, sampled=0 if "sampled" in overrides else drawn)
         if "sampled" in overrides:
             _require_int(self.name, "sampled", overrides["sampled"], 0, g_w.rank)
+        if "share" in overrides and not (isinstance(overrides["share"], float) and 0.0 < overrides["share"] <= 1.0):
+            raise ValueError(f"{self.name}: share={overrides['share']!r} is not a float in (0, 1]")
         for name, accepted in ACCEPTED.items():
             if name in overrides:
                 _require(self.name, name, overrides[name], accepted)
@@ -404,7 +423,16 @@ class Method:
             return replace(part, **{fields[name]: overrides[name] for name in fields.keys() & overrides.keys()})
 
         g_x = set_in(g_x, {"grad_input_bits": "bits", "scale": "scale", "rounding": "rounding"})
-        g_w = set_in(g_w, {"sampled": "sampled", "order": "order", "grad_weight_bits": "bits", "rounding": "rounding"})
+        g_w = set_in(
+            g_w,
+            {
+                "sampled": "sampled",
+                "share": "share",
+                "order": "order",
+                "grad_weight_bits": "bits",
+                "rounding": "rounding",
+            },
+        )
         saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding"})
         # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
@@ -452,5 +480,5 @@ ACCEPTED = {
     "scale": SCALES,
     "rounding": ROUNDINGS,
 }
-KNOBS = frozenset({"rank", "sampled", "number", *ACCEPTED})
-FP8_KNOBS = frozenset({"rank", "sampled", "order", "number"})
+KNOBS = frozenset({"rank", "sampled", "share", "number", *ACCEPTED})
+FP8_KNOBS = frozenset({"rank", "sampled", "share", "order", "number"})

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class GrokfastEMA:
-    """Exponential-mean gradient filter: call :meth:`step` after backward (and unscale), before ``optimizer.step()``.
+    """Exponential-mean gradient filter: call `step` after backward (and unscale), before ``optimizer.step()``.
 
     Args:
         parameters: ``(name, parameter)`` pairs, as of ``model.named_parameters()``; frozen ones are left out.
@@ -52,11 +52,14 @@ class GrokfastEMA:
             p.grad.add_(mean, alpha=self.lamb)
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means by parameter name; load with :meth:`load_state_dict`."""
+        """The running means by parameter name; load with `load_state_dict`."""
         return {"means": dict(self.means)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the running means of :meth:`state_dict`.
+        """Take the running means of `state_dict`.
+
+        Args:
+            state: what `state_dict` returned.
 
         Raises:
             ValueError: a mean of a parameter that this filter does not have.

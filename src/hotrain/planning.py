@@ -153,7 +153,7 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
     tokens = math.prod(q.x) // (q.x[-1] if q.geometry is None else columns)  # patches that do not overlap
     ins, outs, size = tokens * columns, tokens * q.outputs, q.dtype.itemsize
     operations = 2.0 * tokens * columns * q.outputs
-    rows = method.grad_weight.rank / method.grad_weight.tile
+    rows = method.grad_weight.rank / method.grad_weight.tile * method.grad_weight.share
 
     def product(operations: float, rate: float, nbytes: float) -> float:
         return max(operations / rate, nbytes / roofs.copy)

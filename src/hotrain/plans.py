@@ -70,6 +70,9 @@ class Point:
     def check(self, device: torch.device) -> None:
         """Refuse a model on another device, or another PyTorch, than it was measured with.
 
+        Args:
+            device: of the model.
+
         Raises:
             ValueError: they differ; the message names both.
         """
@@ -92,6 +95,9 @@ class Point:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Point:
         """Read what `to_json` wrote.
+
+        Args:
+            value: field → JSON value.
 
         Raises:
             ValueError: a field is missing, unknown or has a value that is not accepted.

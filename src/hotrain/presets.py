@@ -23,7 +23,7 @@ def presets() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def preset(name: str, **overrides: Any) -> Method:
+def preset(name: str, /, **overrides: Any) -> Method:
     """The method of that name, with overrides applied.
 
     >>> print(preset("hot", rank=4))
@@ -157,6 +157,24 @@ def hq4() -> Method:
         "hq4",
         GradInput("hadamard", bits=4),
         GradWeight(tile=16, rank=16, bits=8),
+        Saved(bits=4, scale="row", rounding="stochastic"),
+        KNOBS - {"number"},
+    )
+
+
+@_register
+def hot_importance() -> Method:
+    """Ours: all rows of x saved in int4, as `hq4` does, half of them multiplied, drawn in backward by importance.
+
+    The bytes of HOT (r = 8 in int8) and its arithmetic, but what is left out is chosen when both operands are known: of
+    the rows of P x and P g_y half are drawn with probabilities proportional to ‖P g_y‖·‖P x‖, and weighted, so that
+    E[g_w] is exact (docs/maths.md). Every operand is rounded without bias. No kernels yet: g_w and g_x run in plain
+    PyTorch. Convolutions whose patches overlap multiply all rows.
+    """
+    return Method(
+        "hot-importance",
+        GradInput("hadamard", bits=4, weight_scale="column", weight_rounding="stochastic"),
+        GradWeight(tile=16, rank=16, bits=8, share=0.5),
         Saved(bits=4, scale="row", rounding="stochastic"),
         KNOBS - {"number"},
     )

@@ -1,4 +1,4 @@
-"""The figures that docs/maths.md lists as reproducible come out of the published formulas."""
+"""The figures that docs/hot.md lists as reproducible come out of the published formulas."""
 
 from __future__ import annotations
 

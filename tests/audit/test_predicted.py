@@ -12,7 +12,7 @@ import hotrain
 
 
 class Net(nn.Module):
-    """A convolution, a batch norm, attention and an MLP, with functions that no operator serves."""
+    """A convolution, a batch norm, attention and an MLP, with functions that no operator supports."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ class Halve(torch.autograd.Function):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["exact", "hot", "hq4"])
 def test_the_allocator_agrees(method: str) -> None:
-    """What the CUDA allocator holds after the forward is what the audit counts, the output aside."""
+    """What the CUDA allocator holds after the forward is what the audit counts, without the output."""
     model = TokenNet(256).cuda()
     hotrain.convert(model, method)
     x = torch.randn(256, 3, 16, 16, device="cuda")

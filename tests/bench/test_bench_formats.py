@@ -75,18 +75,18 @@ def test_chosen_formats_hold_within_and_the_policy_comes_back(formats: ModuleTyp
             y = F.gelu(x)
             (found,) = torch.autograd.grad(y.sum(), x)
             assert set(policy.FORMATS.values()) == {"exact"}
-        assert only.buffers.served
+        assert only.buffers.formats
         errors.append(((found - exact).norm() / exact.norm()).item())
     # Steps of 1/11, of 1/5 and of 1/127 of the largest entry.
     assert errors[2] < errors[0] < errors[1]
     assert (before, slopes) == (policy.FORMATS, ACTIVATIONS)
 
 
-def test_only_what_is_named_is_served(formats: ModuleType) -> None:
+def test_only_what_is_named_is_compressed(formats: ModuleType) -> None:
     x = draw(0, 64, 256).requires_grad_()
     with formats.Only([F.gelu]) as only:
         F.layer_norm(F.gelu(x), (256,))
-    assert list(only.buffers.served) == ["gelu"]
+    assert list(only.buffers.formats) == ["gelu"]
     with Compressed(Buffers()) as everything:
         F.layer_norm(F.gelu(x), (256,))
-    assert list(everything.buffers.served) == ["gelu", "layer_norm"]
+    assert list(everything.buffers.formats) == ["gelu", "layer_norm"]

@@ -117,7 +117,7 @@ def test_a_wrong_gradient_stops_the_run_before_any_time(kernels: Any, spoil: Cal
         next(ops.run(["hot"], 2, CPU, 1, tiny=True))
 
 
-def test_a_method_that_no_kernel_serves_is_an_error_with_its_reason(kernels: Any) -> None:
+def test_a_method_that_no_kernel_supports_is_an_error_with_its_reason(kernels: Any) -> None:
     """On a GPU the definition must not be measured under the name of the kernels."""
     kernels.reason = lambda method, lay, dtype, device: "tiles of 64 tokens have no kernel"
     with pytest.raises(ValueError, match=r"no kernels for hot .*: tiles of 64 tokens"):

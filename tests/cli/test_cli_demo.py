@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from hotrain.cli.demo import METHODS as DEMO_METHODS
 from hotrain.cli.demo_records import notes, pick_surfaces, pictured
 from hotrain.cli.main import app
 from hotrain.cli.options import split_names
-from hotrain.cli.parallel_runs import minutes, time_left, train_cells
+from hotrain.cli.parallel_runs import minutes, time_left
 from hotrain.cli.prepare import configure
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
@@ -81,9 +82,14 @@ def test_report_has_every_section_and_asks_for_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path) -> None:
-    runs = [configure(name, settings=["steps=4"], out=folder / "again") for name in MODELS]
-    again = [row for outcome in train_cells(runs, METHODS, [0], jobs=1) for row in outcome.rows]
+def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: dict[str, list[Any]] = {kind: [] for kind in ("memory", "spectrum", "calibration", "surfaces")}
+    monkeypatch.setattr("hotrain.cli.demo_records.look_at", lambda *_: nothing)
+    words = ["demo", "--quick", "-m", ",".join(METHODS), "--out", str(folder / "again"), "--jobs", "1", "--json"]
+    answer = json.loads(CliRunner().invoke(app, words).stdout)
+    assert answer["failures"] == []
+    assert Path(answer["report"]).is_file()
+    again = answer["rows"]
     before = json.loads((folder / "summary.json").read_text())["rows"]
     for row, other in zip(again, before, strict=True):
         assert {**row, "step_ms": None} == {key: other[key] for key in row} | {"step_ms": None}

@@ -23,6 +23,10 @@ MISTAKES = {
     "setting without =": ((*TRAIN, "--set", "epochs"), "field=value"),
     "setting of an unknown field": ((*TRAIN, "--set", "epoch=3"), "did you mean 'epochs'?"),
     "setting of another type": ((*TRAIN, "--set", "epochs=many"), "epochs: got 'many'"),
+    "setting of an unknown shape": ((*TRAIN, "--set", "model_args.num_heads=0"), "cannot be built with"),
+    "setting that is nested deeper than the stack": ((*TRAIN, "--set", f"model_args={'[' * 100_000}"), "characters)"),
+    "number of more digits than Python reads": ((*TRAIN, "--set", f"epochs={'9' * 5000}"), "epochs: got '999"),
+    "override of the preset's name": ((*TRAIN, "-m", "hot:name=x"), "unknown override 'name'"),
     "unknown data": ((*TRAIN, "--data", "digit"), "did you mean 'digits'?"),
     "no such checkpoint": ((*TRAIN, "--resume", "nowhere"), "no checkpoint at 'nowhere'"),
     "no CUDA device": ((*TRAIN, "--device", "cuda:99"), "CUDA device"),
@@ -47,7 +51,7 @@ MISTAKES = {
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
     "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),
     "a look at exact layers": (("fidelity", "demo_vit", "-m", "exact"), "no converted layer"),
-    "a report of nothing": (("report", "nowhere"), "summary.json is missing"),
+    "a report of nothing": (("report", "nowhere"), "nowhere: no finished run (none is recorded)"),
 }
 
 
@@ -94,8 +98,17 @@ def test_what_counts_as_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_mistake(BrokenPipeError()), "`hotrain recipes | head` is no mistake"
 
 
+def test_too_little_memory_is_said_in_a_line() -> None:
+    """PyTorch says it from wherever the tensor was to be made."""
+    with pytest.raises(RuntimeError) as theirs:
+        torch.nn.init.zeros_(torch.nn.Linear(1, 1).weight.data.new_empty(1 << 50))
+    for error in (theirs.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+        assert is_mistake(error)
+        assert "take a smaller batch, image size or model" in one_line(error)
+
+
 def test_a_missing_package_says_how_to_get_it() -> None:
-    assert "pip install 'hotrain[demo]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
+    assert "pip install 'hotrain[train,plot]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
     assert one_line(ValueError()) == "ValueError"
 
 

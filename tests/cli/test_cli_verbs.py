@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import hotrain
@@ -23,7 +25,7 @@ from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
 
 VERBS = (
-    *("train", "compare", "demo", "calibrate", "memory", "frontier", "cost", "fidelity"),
+    *("train", "compare", "study", "prepare", "demo", "calibrate", "memory", "frontier", "cost", "fidelity"),
     *("recipes", "presets", "report"),
 )
 # One block of width 32 and eight images: what is tested is the path from the words to the library.
@@ -34,6 +36,7 @@ ONE_STEP = [*SMALL, "--set", "steps=1"]
 def run(*arguments: str | Path) -> Result:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, f"{result.stderr}\n{result.exception!r}"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", result.output), "control characters where there is no terminal"
     return result
 
 
@@ -52,9 +55,72 @@ def plain(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_starts_with_what_it_does(verb: str) -> None:
-    assert "Usage:" in run(verb, "--help").stdout
+def commands() -> dict[tuple[str, ...], Any]:
+    """Every command by its words, also those of `hotrain bench`."""
+    found: dict[tuple[str, ...], Any] = {}
+    groups: list[tuple[tuple[str, ...], Any]] = [((), typer.main.get_command(app))]
+    for path, group in groups:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                groups.append(((*path, name), command))
+            else:
+                found[*path, name] = command
+    return found
+
+
+def test_every_command_has_help_examples_and_json() -> None:
+    """An example is a whole command, whose recipe, methods, models and fields exist."""
+    import hotrain_recipes
+    import timm
+    from hotrain_bench import step, tasks
+
+    from hotrain.cli.prepare import labels
+
+    known = commands()
+    assert {path[0] for path in known} == {*VERBS, "bench"}
+    exact = hotrain_recipes.load_recipe("demo_vit")
+    for path, command in known.items():
+        assert command.help, path
+        assert [line for line in command.help.split("\n") if line.startswith(" ")] == [], "wrapped by hand"
+        assert any("--json" in param.opts for param in command.params), path
+        examples = re.findall(r"hotrain (.+)$", command.epilog or "", re.MULTILINE)
+        assert examples, path
+        for words in map(shlex.split, examples):
+            of = next(other for other in known if tuple(words[: len(other)]) == other)
+            options = known[of].make_context(of[-1], words[len(of) :]).params
+            for text in (options.get("methods") or options.get("method") or "exact").split(","):
+                labels(exact, [text])
+            recipe = options.get("recipe") or (of == ("recipes",) and options["name"])
+            assert not recipe or recipe in hotrain_recipes.all()
+            model = options.get("model")
+            assert model is None or model in hotrain_recipes.all() or timm.is_model(model)
+            if path[0] == "bench":
+                for subject in [*(options.get("subjects") or ()), *(options.get("models") or "").split(",")]:
+                    assert subject in ("", "vit_b", "llama") or tasks.check(subject) is None
+                for variant in (options.get("variants") or "exact").split(","):
+                    assert step.variant_of(variant)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("tra", ["train"]),
+        ("train demo_", ["demo_vit", "demo_resnet"]),
+        ("train demo_vit --method hot", ["hot", "hot-unbiased", "hot-importance"]),
+        ("compare demo_vit -m exact,hot", ["exact,hot", "exact,hot-unbiased", "exact,hot-importance"]),
+        ("memory vit_huge_patch14_224", ["vit_huge_patch14_224"]),
+        ("cost demo_vit --set epo", ["epochs="]),
+        ("fidelity demo_vit --data cifar", ["cifar10", "cifar100"]),
+        ("memory demo_vit --amp b", ["bf16"]),
+        ("recipes --family de", ["demo"]),
+        ("presets lu", ["luq"]),
+    ],
+)
+def test_shells_complete_commands_and_values(line: str, found: list[str]) -> None:
+    words = f"hotrain {line}"
+    shell = {"_HOTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, [], env=shell, prog_name="hotrain")
+    assert done.stdout.split() == found
 
 
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
@@ -202,6 +268,49 @@ def test_compare_writes_summary_curves_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text() == before, "the report is a function of the records"
 
 
+def test_runs_of_several_folders_are_one_report(tmp_path: Path) -> None:
+    """Runs that differ in method and seed share a table; another learning rate has one of its own."""
+    from hotrain.train import record
+
+    def trained(folder: Path, method: str, seed: int, accuracy: float, lr: str = "0.001") -> None:
+        """A finished run, with the accuracy in the place of a training."""
+        from hotrain.cli.prepare import configure
+
+        config = configure("demo_vit", method=method, seed=seed, settings=[f"lr={lr}"]).to_dict()
+        history = [{"epoch": epoch, "accuracy": accuracy / (3 - epoch), "train_loss": 1 / epoch} for epoch in (1, 2)]
+        row = {"record": record.VERSION, "status": "finished", "run_id": f"{method}-{seed}-{lr}", "config": config}
+        row |= {
+            "accuracy": accuracy,
+            "saved_bytes": 100,
+            "bit_ops": 7,
+            "step_ms": 2.0,
+            "device": "CPU",
+            "commit": "c",
+        }
+        record.append(folder / record.RUNS, record.signed({**row, "history": history}))
+
+    for seed in (0, 1):
+        trained(tmp_path / "a", "exact", seed, 90.0)
+        trained(tmp_path / "b", "hot", seed, 10.0)  # trained again:
+        trained(tmp_path / "b", "hot", seed, 80.0 + seed)
+    trained(tmp_path / "b", "hot", 0, 50.0, lr="0.01")
+    (tmp_path / "b/hot-0-0.01").mkdir()
+    found = answer("report", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "both")
+    cells = {(row["model"], row["method"], row["seed"]): row["accuracy"] for row in found["rows"]}
+    assert cells == {
+        ("demo_vit, lr=0.001", "exact", 0): 90.0,
+        ("demo_vit, lr=0.001", "exact", 1): 90.0,
+        ("demo_vit, lr=0.001", "hot", 0): 80.0,
+        ("demo_vit, lr=0.001", "hot", 1): 81.0,
+        ("demo_vit, lr=0.01", "hot", 0): 50.0,
+    }
+    page = Path(found["report"]).read_text()
+    assert {"Learning curves", "Bytes kept and accuracy"} <= set(re.findall("<h2>(.*?)</h2>", page))
+    one = run("report", tmp_path / "b/hot-0-0.01", "-o", tmp_path / "one").stdout
+    assert "50.00" in one
+    assert "lr=" not in one
+
+
 def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded is not trained again, and the table is that of an uninterrupted comparison."""
     from hotrain import train as library
@@ -241,12 +350,12 @@ def test_a_comparison_of_failures_shows_every_error_whole_and_writes_no_report(
     """Brackets are text here, not rich's markup."""
 
     def fails(cell: Any, **_: Any) -> None:
-        raise RuntimeError("pip install 'hotrain[demo]' [/x]")
+        raise RuntimeError("pip install 'hotrain[train]' [/x]")
 
     monkeypatch.setattr(importlib.import_module("hotrain.train.compare"), "train", fails)
     done = CliRunner().invoke(app, ["compare", "demo_vit", "-m", "exact,hot", *ONE_STEP, "-o", str(tmp_path / "c")])
     assert done.exit_code == 1
-    assert done.stderr.count("RuntimeError: pip install 'hotrain[demo]' [/x]") == 2
+    assert done.stderr.count("RuntimeError: pip install 'hotrain[train]' [/x]") == 2
     assert not (tmp_path / "c").exists()
 
 
@@ -354,7 +463,7 @@ def test_fidelity_has_a_row_a_layer() -> None:
     assert "bias: error of the mean over the draws" in text, "the columns are explained"
 
 
-def test_calibration_is_written_and_serves_a_run(tmp_path: Path) -> None:
+def test_calibration_is_written_and_used_by_a_run(tmp_path: Path) -> None:
     file = tmp_path / "lqs.json"
     out = run("calibrate", "demo_vit", "--method", "hot", "--batches", "2", "--out", file, *SMALL).stdout
     assert str(file) in out
@@ -377,19 +486,6 @@ def test_what_is_looked_at_is_what_convert_does() -> None:
     assert look("demo_vit", settings=["method=exact"]).method == DEFAULT
     assert look("demo_vit", settings=["method=exact"], method="exact").method == "exact"
     assert look("test_vit", settings=["method_overrides.memory=linear"]).method_label == f"{DEFAULT}:memory=linear"
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
-def test_without_its_extra_the_command_says_what_to_install(arguments: list[str]) -> None:
-    """`pip install hotrain` brings the script, not typer."""
-    code = "import sys; sys.modules['typer'] = None; from hotrain.cli.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    if arguments == ["--version"]:
-        assert (done.returncode, done.stdout) == (0, f"hotrain {hotrain.__version__}\n")
-    else:
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
-        assert "pip install 'hotrain[demo]'" in done.stderr
 
 
 def test_work_under_way_is_shown_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """The operators of one kernel each, and the mode that calls them: the definition's numbers, one launch a norm, and
-nothing of it where the kernels do not serve.
+nothing of it where the kernels do not support.
 
 The kernels run in Triton's interpreter, or on a GPU where there is one.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from served_cases import served
+from operator_cases import with_operators
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
@@ -83,7 +83,7 @@ def draw(*shape: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-# ---- codes, and what they stand for ----
+# ---- codes, and their values ----
 
 
 def kept(form: str, *shape: int, seed: int = 3) -> list[Tensor | None]:
@@ -169,7 +169,7 @@ def test_what_is_made_by_the_kernel_is_what_the_recipe_makes(name: str, dtype: t
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_an_unserved_recipe_is_made_as_before(name: str) -> None:
+def test_an_unsupported_recipe_is_made_as_before(name: str) -> None:
     build, shape = UNSERVED[name]
     recipe, given = build()
     with using(kernels), Calls() as calls:
@@ -190,22 +190,22 @@ def test_what_only_the_tensors_tell_is_made_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "t", "serves"),
+    ("form", "t", "supports"),
     [
         (GROUPS, lambda: draw(2, 7, 96), True),
         (ROW, lambda: draw(2, 7, 48), True),
         ("int8", lambda: draw(2, 7, 3, 4, 32).unbind(2)[1], True),
-        ("int8", lambda: draw(2, 7, 4, 32).transpose(1, 2), False),  # heads before tokens do not lie in rows
+        ("int8", lambda: draw(2, 7, 4, 32).transpose(1, 2), False),  # heads before tokens are not in rows
         (GROUPS, lambda: draw(2, 7, 197), False),  # its last group is padded
         (GROUPS, lambda: draw(2, 7, 96).double(), False),
     ],
 )
-def test_codes_are_the_formats_by_whichever_way(form: str, t: Callable[[], Tensor], serves: bool) -> None:
+def test_codes_are_the_formats_by_whichever_way(form: str, t: Callable[[], Tensor], supports: bool) -> None:
     """No entry of these is so near to a half that a reciprocal moves it (`test_buffers` has those that may be)."""
     x = t()
     with using(kernels), Calls() as calls:
         got = packing.pack(x, form)
-    assert calls.names == ({"keep_codes": 1} if serves else {})
+    assert calls.names == ({"keep_codes": 1} if supports else {})
     assert all(torch.equal(a, b) for a, b in zip(got, GROUPED[form].keep(x), strict=True))
 
 
@@ -260,7 +260,7 @@ INPUTS = {
     "tokens": lambda: draw(2, 7, 48),
     "channels-last": lambda: draw(2, 16, 5, 3).contiguous(memory_format=LAST),
     "a transposed matrix": lambda: draw(48, 6).T,
-    "an odd number of channels, which no kernel serves": lambda: draw(2, 7, 5),
+    "an odd number of channels, which no kernel supports": lambda: draw(2, 7, 5),
 }
 
 
@@ -287,11 +287,11 @@ def test_slopes_of_a_function_in_eager(name: str, how: str, dtype: torch.dtype) 
     assert ((got.double() - slope * g.double()).abs() <= level).all()
 
 
-def test_the_mode_serves_gelu_with_the_kernel() -> None:
+def test_the_mode_runs_gelu_with_the_kernel() -> None:
     x = draw(2, 7, 48).requires_grad_()
     with using(kernels), Calls() as calls:
-        served(F.gelu, x)
-        served(functools.partial(F.gelu, approximate="tanh"), x)
+        with_operators(F.gelu, x)
+        with_operators(functools.partial(F.gelu, approximate="tanh"), x)
     assert calls.names["activate"] == 2
 
 
@@ -519,14 +519,14 @@ def test_halves_that_are_no_multiple_of_8(channels: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "lies"),
+    ("channels", "layout"),
     [(32, torch.contiguous_format), (20, LAST)],
     ids=["channels-first", "channels that are no multiple of 8"],
 )
-def test_others_are_served_as_before(channels: int, lies: torch.memory_format) -> None:
+def test_others_run_as_before(channels: int, layout: torch.memory_format) -> None:
     def build() -> Net:
         # A norm in the middle reads what the convolution before it lays out.
-        return Net(lambda m, x: m.out(F.relu(m.norm(m.conv(x).contiguous(memory_format=lies)))), channels)
+        return Net(lambda m, x: m.out(F.relu(m.norm(m.conv(x).contiguous(memory_format=layout)))), channels)
 
     step = Step(converted(build), kernels)
     assert not step.behind
@@ -573,7 +573,7 @@ class Around(nn.Module):
 
 
 def test_a_checkpointed_block_has_the_same_gradients() -> None:
-    """The block's norms are served within, once more in backward, and their statistics move once."""
+    """The block's norms are compressed within, once more in backward, and their statistics move once."""
     behind: list[str] = []
 
     def run(name: str, reference: Any, *args: Any) -> Any:

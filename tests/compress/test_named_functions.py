@@ -1,4 +1,4 @@
-"""Hardswish and Hardsigmoid, whose functions a tracer hands to no mode: as modules they are served compiled as well."""
+"""Hardswish and Hardsigmoid, whose functions a tracer shows to no mode: as modules they are compressed there too."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_module_is_what_it_was(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("evaluated", [False, True], ids=["too small to keep codes of", "in evaluation"])
-def test_in_place_where_nothing_is_served(kind: type[nn.Module], evaluated: bool) -> None:
+def test_in_place_where_nothing_is_compressed(kind: type[nn.Module], evaluated: bool) -> None:
     """What is written to is written to, compiled as well."""
 
     class Holder(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_cases import Whole, nbytes, saving
+from operator_cases import Whole, nbytes, saving
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -297,7 +297,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_gradients_are_those_of_the_tensor_that_is_made_again(
     name: str, method: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit: a layer that is handed that tensor, and draws by the same key, has the same gradients. Under
+    """To the bit: a layer that gets that tensor, and draws by the same key, has the same gradients. Under
     autocast it is made in autocast's dtype, as the layer casts it."""
     build, shape = LAYERS[name]
     model = build()

@@ -1,4 +1,4 @@
-"""What no operator serves, compiled: what crosses from forward to backward is codes where backward's use bears it."""
+"""What no operator supports, compiled: what crosses from forward to backward is codes where its use allows it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def rand(*shape: int) -> Tensor:
 
 
 def kept_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Of what the compiled function hands to its backward, but for its arguments, which others hold."""
+    """Of what the compiled function gives to its backward, but for its arguments, which others hold."""
     found: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def positive(t: Tensor) -> Tensor:
 
 def saved(buffers: Buffers) -> set[str]:
     """The forms in which something was kept."""
-    return {form for what, form in buffers.served.items() if what.endswith(" (saved)")}
+    return {form for what, form in buffers.formats.items() if what.endswith(" (saved)")}
 
 
 # name → (call, how many tensors, forms that are to be found, error of the gradients)
@@ -158,7 +158,7 @@ KEPT: dict[str, tuple[Callable[..., Tensor], int, set[str], float]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_and_what_comes_of_it(name: str) -> None:
     """Results as without; gradients near, and off by a rounding where there is one; the forms are those that the use
-    bears, and fewer bytes are kept."""
+    allows, and fewer bytes are kept."""
     f, count, forms, error = KEPT[name]
     (model, buffers), inputs = calling(f, *[X] * count), [rand(*X) for _ in range(count)]
     run, plain = torch.compile(model, backend=BACKEND, fullgraph=True), torch.compile(model, backend=PLAIN)
@@ -368,7 +368,7 @@ class Gated(nn.Module):
 
 @contextlib.contextmanager
 def _operators_for(size: int) -> Iterator[None]:
-    """Operators that serve from that many entries on."""
+    """Operators that support from that many entries on."""
     from hotrain.compress.operators import base
 
     with pytest.MonkeyPatch.context() as patch:

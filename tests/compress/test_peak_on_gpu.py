@@ -22,7 +22,7 @@ def images() -> Iterator[torch.Tensor]:
 
 
 def above(model: nn.Module, images: torch.Tensor) -> int:
-    """Bytes at the peak of a step beyond what stands between steps, gradients included."""
+    """Bytes at the peak of a step beyond what is allocated between steps, gradients included."""
     for _ in range(3):  # compiles, finds scales, and leaves the gradients
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(images).square().mean()
@@ -51,7 +51,7 @@ def test_peak_of_a_vit(timm: object, images: torch.Tensor, compiled: bool) -> No
 
 
 class Gate(nn.Module):
-    """Functions that no operator serves, between layers."""
+    """Functions that no operator supports, between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Gate(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # PyTorch's, of a part without kernels
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_peak_of_what_no_operator_serves(mode: str) -> None:
+def test_peak_of_what_no_operator_supports(mode: str) -> None:
     """Compiled, with CUDA graphs and without: codes of what crosses the cut, gradients near the exact ones."""
     torch.manual_seed(0)
     x = torch.randn(64, 256, 512, device="cuda", requires_grad=True)
@@ -83,7 +83,7 @@ def test_peak_of_what_no_operator_serves(mode: str) -> None:
     (exact, want, _), (converted, got, report) = found
     assert report is not None
     assert report.buffers is not None
-    assert any(what.endswith("(saved)") for what in report.buffers.served), report
+    assert any(what.endswith("(saved)") for what in report.buffers.formats), report
     assert (got - want).norm() <= 0.2 * want.norm()
     if mode == "default":  # a CUDA graph's memory is its own from the recording on, and no step's
         assert converted < 0.6 * exact, (converted, exact)

@@ -1,4 +1,4 @@
-"""What no operator serves: codes where the derivative bears them, all else as PyTorch has it."""
+"""What no operator supports: codes where the derivative allows them, all else as PyTorch has it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_cases import differentiate, nbytes, saving, served
+from operator_cases import differentiate, nbytes, saving, with_operators
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -110,9 +110,9 @@ def test_what_is_kept_and_what_comes_of_it(name: str) -> None:
     else:
         call = inner(call)
     with saving() as held:
-        served(call, *inputs)
+        with_operators(call, *inputs)
     assert nbytes(held) == size
-    got, want = differentiate(lambda *t: served(call, *t), inputs), differentiate(call, inputs)
+    got, want = differentiate(lambda *t: with_operators(call, *t), inputs), differentiate(call, inputs)
     assert torch.equal(got[0], want[0])
     for g, w in zip(got[1:], want[1:], strict=True):
         assert (g - w).norm() <= error * w.norm()
@@ -124,7 +124,7 @@ def test_the_rounding_is_there(name: str) -> None:
     """Else the test above would say nothing."""
     call, shapes, _, _ = KEPT[name]
     inputs = [rand(*shape) for shape in shapes]
-    got, want = (differentiate(f, inputs) for f in (lambda *t: served(inner(call), *t), inner(call)))
+    got, want = (differentiate(f, inputs) for f in (lambda *t: with_operators(inner(call), *t), inner(call)))
     assert not torch.equal(got[1], want[1])
 
 
@@ -150,7 +150,7 @@ def test_small_entries_beside_large_ones_stay_what_they_are_under_a_pole(name: s
     """From 1e-6 to 1e3 in one group: each gradient is right in proportion to itself. int8 would divide by zero."""
     x = (10 ** torch.linspace(-6, 3, 32)).repeat(16, 1).requires_grad_()
     call = POLES[name]
-    (got,) = torch.autograd.grad(served(lambda t: call(t + 0), x).sum(), x)
+    (got,) = torch.autograd.grad(with_operators(lambda t: call(t + 0), x).sum(), x)
     (want,) = torch.autograd.grad(call(x + 0).sum(), x)
     # Of up to three factors each of 2⁻⁸, and of the difference of two quotients that cancel in x / x.
     scale = 1 / x.detach() if name == "by itself" else want.abs()
@@ -191,7 +191,7 @@ def test_what_has_no_rule_is_exact_and_said_to_be_full(name: str) -> None:
     got, again, want = differentiate(run, [x]), differentiate(run, [x]), differentiate(call, [x])
     assert all(torch.equal(g, w) and torch.equal(a, w) for g, a, w in zip(got, again, want, strict=True))
     assert buffers.full
-    assert not any("(saved)" in what for what in buffers.served)
+    assert not any("(saved)" in what for what in buffers.formats)
 
 
 def test_the_report_says_which_functions_keep_codes_and_how_much_others_keep() -> None:
@@ -200,7 +200,7 @@ def test_the_report_says_which_functions_keep_codes_and_how_much_others_keep() -
     with Compressed(buffers):
         y = F.glu(x + 0)
         y = y / torch.sin(y)
-    assert buffers.served == {"glu (saved)": "int8", "div (saved)": "bfloat16, int8"}
+    assert buffers.formats == {"glu (saved)": "int8", "div (saved)": "bfloat16, int8"}
     assert buffers.full == {"sin": "1.0 MiB per call, no rounding rule for it"}  # 64 · 64 · 64 · 4 bytes
     assert eager.rule_of(buffers.looked_at, torch.sin, (x,), {}) is None  # known now
 
@@ -209,23 +209,23 @@ def test_parameters_and_inputs_and_what_is_made_of_them_alone_stay() -> None:
     """Views, transposed and cast copies too: a copy of a weight does not grow with the batch."""
     x, w = rand(*X), nn.Parameter(torch.randn(48, 48))
     with saving() as held:
-        served(lambda: torch.einsum("bij,kj->bik", x + 0, w.T))
-        served(lambda: torch.mm((x + 0).flatten(0, 1).bfloat16(), w.bfloat16()))
-        served(lambda: (x * 1).mul_(x))
+        with_operators(lambda: torch.einsum("bij,kj->bik", x + 0, w.T))
+        with_operators(lambda: torch.mm((x + 0).flatten(0, 1).bfloat16(), w.bfloat16()))
+        with_operators(lambda: (x * 1).mul_(x))
     mine = [t for t in held if t.dtype != torch.uint8 and t.shape[-1] != 1]
     assert nbytes(mine, [x, w]) == 2 * w.numel()
     assert sum(t.numel() for t in held if t.dtype == torch.uint8) == 3 * N
     with saving() as held:
-        served(torch.exp, torch.randn(*X))
-        served(torch.square, x)
-        served(torch.square, x.view(-1, 48).T)
+        with_operators(torch.exp, torch.randn(*X))
+        with_operators(torch.square, x)
+        with_operators(torch.square, x.view(-1, 48).T)
     assert nbytes(held, [x]) == 0
 
 
 def test_autocast_s_copies_of_activations_are_kept_as_codes_and_those_of_weights_are_not() -> None:
     x, w = rand(*X), nn.Parameter(torch.randn(3, 8, 5))
     with saving() as held, torch.autocast("cpu", torch.bfloat16):
-        served(lambda: F.conv1d(x + 0, w))
+        with_operators(lambda: F.conv1d(x + 0, w))
     assert nbytes(held) == int8(X) + 2 * w.numel()
 
 
@@ -235,14 +235,16 @@ def test_double_precision_small_tensors_and_subclasses_stay() -> None:
 
     for x in (torch.randn(X, dtype=torch.float64), torch.randn(9, 11), torch.randn(X).as_subclass(Own)):
         leaf = x.requires_grad_()
-        got, want = (differentiate(f, [leaf]) for f in (lambda t: served(inner(torch.square), t), inner(torch.square)))
+        got, want = (
+            differentiate(f, [leaf]) for f in (lambda t: with_operators(inner(torch.square), t), inner(torch.square))
+        )
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_an_expanded_tensor_is_not_made_larger() -> None:
     x = rand(8, 1)
     with saving() as held:
-        served(lambda: torch.square((x * 1).expand(8, 100)))
+        with_operators(lambda: torch.square((x * 1).expand(8, 100)))
     assert nbytes(held) == 4 * 8
 
 
@@ -263,7 +265,7 @@ def test_layouts_come_back(name: str) -> None:
     """Values within half a step (and the scale's 2⁻⁸) of a group's largest; strides of what is dense."""
     torch.manual_seed(2)
     x = LAYOUTS[name](rand(4, 6, 5, 48) + 0)
-    back = served(torch.square, x).grad_fn._saved_self
+    back = with_operators(torch.square, x).grad_fn._saved_self
     assert back.shape == x.shape
     assert 0 < (back - x).abs().max() <= x.abs().max() / 254 * (1 + 2**-7)
     if name not in ("every other", "a part"):
@@ -276,7 +278,7 @@ def test_nan_and_infinity_are_not_hidden() -> None:
     for bad in (float("nan"), float("inf")):
         x = torch.randn(X)
         x[1, 2, 3] = bad
-        (g,) = torch.autograd.grad(served(inner(torch.square), x.requires_grad_()).sum(), x)
+        (g,) = torch.autograd.grad(with_operators(inner(torch.square), x.requires_grad_()).sum(), x)
         assert not g[1, 2, 3].isfinite()
         assert g[0].isfinite().all()
 
@@ -292,11 +294,11 @@ def test_a_tensor_that_two_nodes_save_is_kept_once() -> None:
             weights = (x + 0).exp()  # saves its result, in bfloat16
             return weights / weights.sum(-1, keepdim=True)  # and this the same, for which int8 would do
 
-        served(run)
+        with_operators(run)
     assert nbytes(held) == short(X) + 4 * 32
 
 
-def test_what_is_kept_for_one_use_serves_another_only_where_it_says_enough() -> None:
+def test_what_is_kept_for_one_use_does_for_another_only_where_it_says_enough() -> None:
     """Signs are no values, int8 no divisor; whichever comes first."""
     uses: list[Callable[[Tensor], Tensor]] = [torch.abs, torch.square, torch.exp_, lambda t: 1 / (t.detach() + 9) / t]
     for first in uses:
@@ -306,7 +308,7 @@ def test_what_is_kept_for_one_use_serves_another_only_where_it_says_enough() -> 
             def call(x: Tensor, first: Any = first, second: Any = second) -> Tensor:
                 return first(x.clone() if first is torch.exp_ else x) + second(x.clone() if second is torch.exp_ else x)
 
-            (got,) = torch.autograd.grad(served(inner(call), x).sum(), x)
+            (got,) = torch.autograd.grad(with_operators(inner(call), x).sum(), x)
             (want,) = torch.autograd.grad(inner(call)(x).sum(), x)
             # Of the largest of a group: half a step of int8 for each square, and 2·2⁻⁸ of a quotient's own.
             assert ((got - want).abs() <= 2 * 2 * 10 / 250 + 3 * 2**-8 * want.abs()).all()
@@ -366,7 +368,7 @@ def test_what_is_modified_in_place_after_it_was_kept_raises(call: Callable[[Tens
     leaf = rand(*X)
     for compressed in (False, True):
         x = leaf + 0
-        y = served(call, x) if compressed else call(x)
+        y = with_operators(call, x) if compressed else call(x)
         CHANGES[change](x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
@@ -375,7 +377,7 @@ def test_what_is_modified_in_place_after_it_was_kept_raises(call: Callable[[Tens
 def test_a_change_is_seen_when_the_tensor_itself_is_gone() -> None:
     x = rand(*X) + 0
     view = x.detach()
-    y = served(torch.square, x)
+    y = with_operators(torch.square, x)
     del x
     view.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -386,7 +388,7 @@ def test_a_change_is_seen_when_the_tensor_itself_is_gone() -> None:
 
 
 class Softsign(nn.Module):
-    """A block of functions that no operator serves, and one of a custom autograd function's."""
+    """A block of functions that no operator supports, and one of a custom autograd function's."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -427,14 +429,14 @@ def converted(net: nn.Module, method: str = "exact") -> tuple[nn.Module, Any]:
     return net, report.buffers
 
 
-def test_a_model_of_functions_that_no_operator_serves() -> None:
+def test_a_model_of_functions_that_no_operator_supports() -> None:
     """Bytes fall to less than half of what they were, gradients agree as far as int8 and int4 inputs of layers go."""
     exact, (net, buffers) = Net(), converted(Net())
     before, after = hotrain.saved_bytes(exact, batch()), hotrain.saved_bytes(net, batch())
     assert after.total < 0.5 * before.total
     for got, want in zip(gradients(net), gradients(exact), strict=True):
         assert (got - want).norm() <= 0.15 * want.norm()  # layers' inputs have 15 levels: 3σ/7/√12 is 0.12 σ
-    assert {f"{name} (saved)" for name in ("div", "abs", "einsum", "exp", "softplus")} <= set(buffers.served)
+    assert {f"{name} (saved)" for name in ("div", "abs", "einsum", "exp", "softplus")} <= set(buffers.formats)
 
 
 def test_saved_bytes_counts_the_codes() -> None:
@@ -449,9 +451,9 @@ def test_saved_bytes_counts_the_codes() -> None:
 
 def test_hooks_of_others_get_the_codes() -> None:
     x = rand(*X)
-    want = torch.autograd.grad(served(inner(torch.square), x).sum(), x)[0]
+    want = torch.autograd.grad(with_operators(inner(torch.square), x).sum(), x)[0]
     with torch.autograd.graph.save_on_cpu():
-        y = served(inner(torch.square), x)
+        y = with_operators(inner(torch.square), x)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
 
 
@@ -469,7 +471,7 @@ def test_a_custom_function_keeps_what_it_keeps() -> None:
 
     x = rand(*X)
     call = inner(Cube.apply)
-    got, want = (differentiate(f, [x]) for f in (lambda t: served(call, t), call))
+    got, want = (differentiate(f, [x]) for f in (lambda t: with_operators(call, t), call))
     assert torch.equal(got[1], want[1])
 
 
@@ -522,7 +524,7 @@ def test_double_backward_is_right(call: Callable[[Tensor], Tensor]) -> None:
         (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
         return torch.autograd.grad(g.square().sum(), x)[0]
 
-    got, want = second(lambda t: served(inner(call), t)), second(inner(call))
+    got, want = second(lambda t: with_operators(inner(call), t)), second(inner(call))
     assert (got - want).norm() <= 3 * INT8_ERROR * want.norm()  # three factors that are rounded
 
 
@@ -533,14 +535,14 @@ def test_torch_func_inside_of_a_forward_is_left_alone() -> None:
         g = torch.func.grad(lambda t: torch.square(t).exp().sum())(x + 0)
         return g + torch.func.vmap(torch.exp)(x + 0) + torch.func.jvp(torch.exp, (x + 0,), (x + 0,))[1]
 
-    got, want = (differentiate(f, [x]) for f in (lambda t: served(call, t), call))
+    got, want = (differentiate(f, [x]) for f in (lambda t: with_operators(call, t), call))
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_where_hooks_are_forbidden_nothing_is_packed() -> None:
     x = rand(*X)
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-        got = served(inner(torch.square), x)
+        got = with_operators(inner(torch.square), x)
     assert torch.equal(torch.autograd.grad(got.sum(), x)[0], 2 * x)
 
 
@@ -548,10 +550,10 @@ def test_no_grad_and_eval_are_untouched() -> None:
     net, buffers = converted(Net())
     with torch.no_grad():
         net(batch())
-    assert buffers.served == {}
+    assert buffers.formats == {}
     with saving() as held:
         net.eval()(batch())
-    assert buffers.served == {}
+    assert buffers.formats == {}
     assert not any(t.dtype == torch.uint8 for t in held)
 
 
@@ -572,7 +574,7 @@ def test_hotrain_s_own_operators_are_not_looked_at() -> None:
     buffers, x = Buffers(), rand(*X)
     with Compressed(buffers), Compressed(buffers):
         F.layer_norm(x, (48,))
-    assert buffers.served
+    assert buffers.formats
     assert "norm" not in buffers.looked_at
 
 
@@ -582,4 +584,4 @@ def test_a_compiled_model_has_no_hooks() -> None:
     want = gradients(Net())
     for got, w in zip(gradients(compiled), want, strict=True):
         assert (got - w).norm() <= 0.15 * w.norm()
-    assert not any("(saved)" in what for what in buffers.served)
+    assert not any("(saved)" in what for what in buffers.formats)

@@ -34,7 +34,7 @@ def test_pretrained_folders_go_both_ways(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::torch.jit.TracerWarning")
 def test_onnx_is_that_of_the_exact_model() -> None:
     """To the byte, by tracing, in evaluation mode and after revert."""
-    pytest.importorskip("onnx", reason="onnx is not installed: it comes with the extra `test`")
+    pytest.importorskip("onnx", reason="onnx is not installed: it comes with the extra `dev`")
     exact = ZOO["vit"].build().eval()
     model = copy.deepcopy(exact)
     hotrain.convert(model)

@@ -120,7 +120,7 @@ def test_lora_of_the_trainer_in_both_orders(order: str, tmp_path: Path) -> None:
 
 
 def test_a_lightning_module(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed: pip install 'hotrain[lightning]'")
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trained, loaded = example("lightning_callback").main(str(tmp_path), **options)
     assert len(list(hotrain.converted_layers(trained))) == 25
@@ -151,7 +151,7 @@ def test_the_loop_of_timm() -> None:
 
 def test_the_optimizer_of_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step runs uncompiled here: compiling it takes longer than the rest of these tests."""
-    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'hotrain[ao]'")
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     model, optimizer = example("torchao_adamw").main()
     states = [value for state in optimizer.state.values() for value in state.values()]

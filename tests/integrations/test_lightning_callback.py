@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hotrain
 import hotrain.train
 
-lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install 'hotrain[lightning]'")
+lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
 
 from hotrain.integrations.lightning import HadamardCallback  # noqa: E402
 

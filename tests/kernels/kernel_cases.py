@@ -53,6 +53,6 @@ def key_on(device: torch.device, key: int = KEY) -> Tensor:
 
 
 def few(differ: Tensor, share: float, entries: int = 1) -> bool:
-    """Whether at most that share of the entries is set, or one sum that stands in so many of them: float32 sums in
+    """Whether at most that share of the entries is set, or one sum that is in so many of them: float32 sums in
     another order move a code over a boundary."""
     return bool(differ.sum() <= max(share * differ.numel(), entries))

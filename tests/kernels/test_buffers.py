@@ -1,4 +1,4 @@
-"""The kernels of what lies between the layers against `hotrain.saved`, `recipes` and the definitions of `launches`."""
+"""The kernels of what is between the layers against `hotrain.saved`, `recipes` and the definitions of `launches`."""
 
 from __future__ import annotations
 
@@ -186,12 +186,12 @@ VIEWS: dict[str, tuple[Callable[[], Tensor], tuple[int, int] | None]] = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_are_read_as_they_lie_or_copied(name: str, device: torch.device) -> None:
-    build, lies = VIEWS[name]
+    build, layout = VIEWS[name]
     x = build()
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-    assert rows_in_memory(x) == lies
-    if lies is not None:  # rows where it says that they are
-        run, stride = lies
+    assert rows_in_memory(x) == layout
+    if layout is not None:  # rows where it says that they are
+        run, stride = layout
         row = torch.arange(x.numel() // 64)
         first = row // run * stride + row % run * 64 + int(x.storage_offset())
         assert torch.equal(memory[first[:, None] + torch.arange(64)], x.reshape(-1, 64))

@@ -105,10 +105,10 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     moved = (rot.int() - want.codes.int()).abs()
     assert moved.max() <= 1
     if noisy:
-        # Three channels in a block of 16 have four sums, each of which stands in four entries.
+        # Three channels in a block of 16 have four sums, each of which is in four entries.
         assert few(moved > 0, MOVED, 16 // min(16, 1 << (channels - 1).bit_length()))
     else:
-        # Sums of a few bfloat16 numbers lie halfway between two codes more often than that (three: 6 in 10,000), so
+        # Sums of a few bfloat16 numbers are halfway between two codes more often than that (three: 6 in 10,000), so
         # each entry that moved is asked whether it does, within what float32 may err: four additions of 2⁻²⁴ of
         # Σ|t|/4 ≤ 28 scales each, twice, and two divisions of 7.
         exact = rotate(t.double()) / want.scale.double()

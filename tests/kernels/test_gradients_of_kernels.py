@@ -177,12 +177,12 @@ def test_the_same_key_gives_the_same_bits_and_another_one_others(device):
 def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device, monkeypatch):
     from triton.compiler.errors import CompilationError
 
-    from hotrain.kernels import dispatch, quantize_kernels
+    from hotrain.kernels import quantize_kernels, support
 
     def fails(*_: object, **__: object) -> None:
         raise CompilationError("", None, "no such instruction")
 
-    monkeypatch.setattr(dispatch, "_broken", set())
+    monkeypatch.setattr(support, "_broken", set())
     method = METHODS["hot-unbiased"]
     lay = layout_of((2, 32), None, 8, 4)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
@@ -206,14 +206,14 @@ def test_a_kernel_that_fails_gives_way_to_the_definition_with_one_warning(device
         assert relative(a, b) <= 1e-2
 
 
-def test_reasons_name_what_is_not_served(device, monkeypatch):
-    from hotrain.kernels import dispatch
+def test_reasons_name_what_is_unsupported(device, monkeypatch):
+    from hotrain.kernels import support
 
-    monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(support, "_warned", set())
     lay = layout_of((2, 32), None, 8, 4)
-    served = METHODS["hot-unbiased"]
-    assert kernels.reason(served, lay, torch.bfloat16, device) is None
-    assert "float64" in kernels.reason(served, lay, torch.float64, device)
+    method = METHODS["hot-unbiased"]
+    assert kernels.reason(method, lay, torch.bfloat16, device) is None
+    assert "float64" in kernels.reason(method, lay, torch.float64, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
     assert "8 bits" in kernels.reason(preset("hq4"), lay, torch.bfloat16, device)
     assert "drop" in kernels.reason(
@@ -223,8 +223,8 @@ def test_reasons_name_what_is_not_served(device, monkeypatch):
         device,
     )
     with kernels.disabled():
-        assert "switched off" in kernels.reason(served, lay, torch.bfloat16, device)
-    assert "mps" in kernels.reason(served, lay, torch.bfloat16, torch.device("mps"))
+        assert "switched off" in kernels.reason(method, lay, torch.bfloat16, device)
+    assert "mps" in kernels.reason(method, lay, torch.bfloat16, torch.device("mps"))
     kernels.note("the kernels are switched off", device, torch.float32)  # asked for: no warning
     with pytest.warns(UserWarning, match="bfloat16.*no such unit"):
         kernels.note("no such unit", device, torch.bfloat16)

@@ -215,7 +215,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkey
     assert len(quantize_kernels._plans) == plans
 
 
-def test_what_no_kernel_serves_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):
+def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):
     """The definition in plain PyTorch was 1.25 to 3.9 times slower than exact on an H200: nothing to measure."""
     from hotrain import planning
 

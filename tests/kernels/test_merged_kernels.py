@@ -125,7 +125,7 @@ def test_sums_and_casts_around_norms_are_merged(
 ) -> None:
     """In residual networks of both kinds; the values are those of the graph without merging.
 
-    In float32 they are equal but for the order of an addition, under autocast to the rounding of a few values that lie
+    In float32 they are equal but for the order of an addition, under autocast to the rounding of a few values that are
     between two of bfloat16, which the interpreter cuts off.
     """
     model, x = models(after, device)
@@ -287,9 +287,9 @@ def test_the_report_names_no_format_that_did_not_run(device: torch.device, monke
     monkeypatch.setattr(report.buffers, "gains", lambda: -1e3)
     monkeypatch.setattr(compiled, "_device_roofs", lambda gm: ROOFS)
     step(Traced(model).call, model, x, False)
-    assert "scaled_dot_product_attention" not in report.buffers.served
+    assert "scaled_dot_product_attention" not in report.buffers.formats
     assert "scaled_dot_product_attention, 1 of 1" in report.buffers.full
-    assert "layer_norm" in report.buffers.served
+    assert "layer_norm" in report.buffers.formats
 
 
 def test_nothing_is_chosen_for_a_graph_of_any_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hotrain.compress.operators.batch_norm import BatchNorm
 from hotrain.compress.operators.norm import Norm
 from hotrain.compress.report import Buffers
 from hotrain.compress.slopes import ACTIVATIONS
-from hotrain.kernels import activation, attention, dispatch, norm
+from hotrain.kernels import activation, attention, norm, support
 from hotrain.kernels import codes as packing
 from hotrain.saved import Grouped, group_size
 
@@ -42,7 +42,7 @@ def _poisoned(poison: None) -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def compressed(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The kernels in the formulas, in the interpreter too."""
     if device.type == "cpu":
         monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
@@ -266,7 +266,7 @@ def test_slopes_times_gradients(shape: tuple[int, int], dtype: torch.dtype, devi
 def gradients(f: Any, *inputs: Tensor) -> list[Tensor]:
     y = f(*inputs)
     y = y if isinstance(y, Tensor) else y[0]
-    weights = torch.empty_like(y).copy_(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape))  # lies as y
+    weights = torch.empty_like(y).copy_(torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape))  # strides of y
     return [y.detach(), *torch.autograd.grad((y * weights).sum(), inputs)]
 
 
@@ -280,7 +280,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], bool]] = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_norm_in_eager_mode_is_the_kernels(
-    kind: str, served: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The formula with kernels against the formula without: the same forward, gradients to the rounding of codes that
     may take either side (an entry of a hundred by 1/7 of the largest)."""
@@ -311,7 +311,7 @@ def test_a_norm_in_eager_mode_is_the_kernels(
         assert (g - e).norm() <= 0.25 * e.norm()
 
 
-def test_a_norm_over_several_axes_and_of_frozen_parameters(served: None, device: torch.device) -> None:
+def test_a_norm_over_several_axes_and_of_frozen_parameters(compressed: None, device: torch.device) -> None:
     """Rows of two axes are the definition's; what needs no gradient gets none."""
     x, w = torch.randn(5, 3, 16, device=device).requires_grad_(), torch.randn(3, 16, device=device)
     y = Norm.apply(x, w, None, "layer", 2, 1e-5, "int4 nearest/row")[0]
@@ -329,9 +329,9 @@ def test_a_norm_over_several_axes_and_of_frozen_parameters(served: None, device:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slopes_in_eager_mode_are_the_kernels(
-    name: str, served: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In whichever order the axes lie; the draws of the slopes are a place's, so that both have the same."""
+    """In whichever order the axes are; the draws of the slopes are a place's, so that both have the same."""
     for x in (torch.randn(3, 7, 48, device=device), torch.randn(2, 8, 4, 6, device=device).permute(0, 3, 1, 2)):
         x = x.detach().requires_grad_()
         y = Slope.apply(x, name)
@@ -364,7 +364,7 @@ def test_bits_of_where_a_gradient_passes(entries: int, dtype: torch.dtype, name:
 
 @pytest.mark.parametrize("name", ["relu", "relu6"])
 def test_bits_in_eager_mode_are_the_kernels(
-    name: str, served: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images in channels-last too; a second derivative, which passes where the first does, has the formula's graph."""
     x = torch.randn(2, 8, 5, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
@@ -388,7 +388,7 @@ def heads(batch: int, tokens: int, count: int, width: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 48, 64, 256])
 def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """q, k and v lie in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs."""
+    """q, k and v are in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs."""
     packed = heads(2, 21, 3 * 4, width, dtype, device)
     q, k, v = packed.unflatten(2, (3, 4)).unbind(2)
     group = group_size(width)
@@ -407,7 +407,7 @@ def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, dev
 
 
 def test_attention_in_eager_mode_is_the_kernels(
-    served: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (heads(2, 21, 3, 16, torch.float32, device).transpose(1, 2).requires_grad_() for _ in range(3))
     buffers = Buffers()
@@ -423,7 +423,7 @@ def test_attention_in_eager_mode_is_the_kernels(
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_formula(
-    served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    compressed: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those whose callers have it: of a norm's gradients, slopes and bits."""
     x = torch.randn(6, 48, device=device, requires_grad=True)
@@ -437,7 +437,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_formula(
     for call, inputs in calls:
         want = torch.autograd.grad(call(), inputs, g)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_broken", broken)
+            patch.setattr(support, "_broken", broken)
             got = torch.autograd.grad(call(), inputs, g)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -456,7 +456,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
-def test_a_block_in_eager_mode(how: str, served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_in_eager_mode(
+    how: str, compressed: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them in a model: forward and gradients as by the formulas, to the rounding of its dtype. Entries between
     two codes may take either, in some of a thousand."""
     torch.manual_seed(0)
@@ -483,7 +485,7 @@ def test_a_block_in_eager_mode(how: str, served: None, device: torch.device, mon
     assert (got - want).norm() <= (0.01 if how == "float32" else 0.03) * want.norm()
 
 
-def test_traced_it_is_the_definition(served: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traced_it_is_the_definition(compressed: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler is to see the formula, which it fuses with what is around."""
 
     def fail(*args: Any) -> Any:

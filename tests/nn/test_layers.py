@@ -286,7 +286,7 @@ def test_all_that_waits_for_backward_can_be_moved_off_the_device() -> None:
 
 
 def test_a_layer_built_by_hand_is_the_layer() -> None:
-    """`hotrain.nn` mirrors `torch.nn`: the same arguments, the method last; asked for by name, it serves 2-D inputs."""
+    """`hotrain.nn` mirrors `torch.nn`: the same arguments, the method last; asked for by name, it takes 2-D inputs."""
     layer = HadamardLinear(64, 48, False, method="hla")
     assert isinstance(layer, nn.Linear)
     assert layer.bias is None

@@ -242,6 +242,9 @@ def test_saved_records_draw_the_same_page(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.json", "report.html", "summary.json"]
 
 
+ROW = (
+    '{"model": "vit", "method": "hot", "seed": 0, "accuracy": 91.0, "saved_bytes": 1, "bit_ops": 1.5, "step_ms": null}'
+)
 BAD = {
     "no folder": (None, "is missing"),
     "not JSON": ("{", "is not JSON"),
@@ -249,6 +252,18 @@ BAD = {
     "no rows": ('{"device": "cpu"}', "no list under 'rows'"),
     "a later version": ('{"version": 3, "rows": []}', "records of version 3, accepted are 1 to 2; update hotrain"),
     "no version": ('{"version": "two", "rows": []}', "records of version 'two'"),
+    "nested too deeply": ("[" * 100_000, "is not JSON"),
+    "a row that is a number": ('{"rows": [3]}', r"rows\[0\]: got a int, accepted is an object"),
+    "an accuracy of text": (
+        f'{{"rows": [{ROW.replace("91.0", chr(34) + "x" + chr(34))}]}}',
+        "accuracy is 'x', .* number",
+    ),
+    "an accuracy of NaN": (
+        f'{{"rows": [{ROW.replace("91.0", "NaN")}]}}',
+        "accuracy is 'nan', accepted is a finite number",
+    ),
+    "layers that are a number": (f'{{"rows": [{ROW[:-1]}, "layers": 3}}]}}', r"rows\[0\]: layers is '3'"),
+    "a title that is a list": (f'{{"rows": [{ROW}], "title": []}}', "the conditions: title is"),
     "a row without fields": ('{"rows": [{"model": "vit"}]}', r"rows\[0\] lacks method, seed"),
 }
 

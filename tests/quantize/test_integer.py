@@ -92,7 +92,7 @@ def test_signal_to_noise_ratio_of_uniform_values(bits: int, dtype: torch.dtype) 
 
 
 def test_a_scale_a_token_survives_an_outlier() -> None:
-    """One row a thousand times the others: a scale for the tensor rounds the others to zero, a scale a row does not."""
+    """One row a thousand times the others: a scale for the tensor rounds the others to zero, a per-row one does not."""
     t = torch.randn(16, 64)
     t[3] *= 1000
     rest = torch.arange(16) != 3
@@ -142,7 +142,7 @@ def test_one_outlier_is_kept_and_the_rest_vanishes(bits: int) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("axis", AXES)
 def test_a_non_finite_entry_is_never_quantized_away(axis: str, rounding: str, bad: float) -> None:
-    """What its scale serves becomes non-finite, all of it; with a scale a row or a column the rest stays."""
+    """All that shares its scale becomes non-finite, all of it; with a per-row or per-column scale the rest stays."""
     t = torch.randn(5, 7)
     t[2, 3] = bad
     value = q(t, 8, axis, rounding).dequantize()

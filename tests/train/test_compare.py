@@ -8,7 +8,7 @@ import pytest
 
 from hotrain import preset
 from hotrain.train import Comparison, TrainRun, compare, finished_cells, replace, silent, train
-from hotrain.train.record import read
+from hotrain.train.record import read, signed
 
 Make = Callable[..., TrainRun]
 
@@ -88,7 +88,8 @@ def test_a_comparison_goes_on_where_it_was_stopped(tiny: Make, monkeypatch: pyte
     rows = read(path)
     with open(path, "a") as file:
         for old in rows[:1]:
-            file.write(json.dumps({k: v for k, v in old.items() if k != "record"} | {"accuracy": -1.0}) + "\n")
+            of_version_1 = {k: v for k, v in old.items() if k not in ("record", "sha256")}
+            file.write(json.dumps(of_version_1 | {"accuracy": -1.0}) + "\n")
 
     found = finished_cells(run)
     assert sorted(found) == [("exact", 0), ("exact", 1), ("hot:rank=4", 0), ("hot:rank=4", 1)]
@@ -109,6 +110,17 @@ def test_a_comparison_goes_on_where_it_was_stopped(tiny: Make, monkeypatch: pyte
         (s["method"], s["seeds"], s["gap"]) for s in whole.summary()
     ]
     assert again.results[0].checkpoint_path == whole.results[0].checkpoint_path
+
+
+@pytest.mark.parametrize("missing", ["config", "history", "run_id"])
+def test_an_incomplete_record_is_left_out(tiny: Make, missing: str) -> None:
+    run = tiny(steps=2, audit=False)
+    result = train(replace(run, method="exact"), on_progress=silent)
+    (row,) = read(result.record_path)
+    del row["sha256"], row[missing]
+    result.record_path.write_text(json.dumps(signed(row)) + "\n")
+    with pytest.warns(UserWarning, match="is incomplete and is left out"):
+        assert finished_cells(run) == {}
 
 
 def test_a_comparison_that_is_finished_reads_no_data(tiny: Make, few_digits: Path) -> None:

@@ -117,6 +117,38 @@ def test_arrays_that_are_not_asked_for_are_not_read(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"<i8", b"<i4"),  # every other label would be 0
+        (b"(9000,)", b"(9000,("),  # tokenize.TokenError
+        (b"(9000,)", b"(9e99,)"),
+    ],
+)
+def test_a_header_that_is_damaged_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """zipfile verifies a checksum at the end of an entry, and a header may say that less of it is to be read."""
+    path = tmp_path / "d.npz"
+    x = np.zeros((9000, 2, 2), np.uint8)
+    np.savez(path, x_train=x, y_train=np.arange(9000) % 5, x_test=x, y_test=np.arange(9000) % 5)
+    content = path.read_bytes()
+    head = content.index(b"\x93NUMPY", content.index(b"y_train.npy"))
+    at = content.index(old, head)
+    path.write_bytes(content[:at] + new + content[at + len(old) :])
+    with pytest.raises(ValueError, match=r"d\.npz"):
+        load_data(str(path))
+
+
+def test_an_entry_that_is_marked_as_encrypted_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.npz"
+    np.savez(path, **arrays())
+    content = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(mark) + flags] |= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot be read as \.npz .*encrypted"):
+        load_data(str(path))
+
+
 def test_a_single_array_that_calls_itself_npz(tmp_path: Path) -> None:
     with open(tmp_path / "d.npz", "wb") as file:
         np.save(file, np.arange(3))
@@ -197,7 +229,7 @@ def test_digits_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyP
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[demo\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[train\]'"):
         load_data("digits")
 
 

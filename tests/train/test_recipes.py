@@ -26,8 +26,10 @@ def test_the_count_by_family() -> None:
         "ViT from scratch": 6,
         "ViT with LoRA": 4,
         "demo": 2,
+        "studies, from scratch": 10,
+        "studies, without labels": 4,
     }
-    assert len(RECIPES) == 71
+    assert len(RECIPES) == 85
 
 
 @pytest.mark.parametrize("name", RECIPES)

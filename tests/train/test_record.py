@@ -105,11 +105,32 @@ def test_versions(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text('{"model": "m"}\n{"record": 1}\n{"record": 2}\n')
     assert [row.get("record", 1) for row in read(path)] == [1, 1, 2]
-    for version in ("3", '"2"', "0"):
+    for version in ("4", '"2"', "0"):
         path.write_text(f'{{"record": {version}}}\n')
-        with pytest.raises(ValueError, match=rf"line 1: record of version {version}.*reads 1 to 2".replace('"', "'")):
+        with pytest.raises(ValueError, match=rf"line 1: record of version {version}.*reads 1 to 3".replace('"', "'")):
             read(path)
     assert read(tmp_path / "absent.jsonl") == []
+
+
+def test_a_damaged_row_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    row = record.signed({"record": 3, "accuracy": 91.25, "path": tmp_path})
+    append(path, row)
+    append(path, record.signed({"record": 3, "accuracy": 50.0}))
+    good = path.read_text()
+    assert [r["accuracy"] for r in read(path)] == [91.25, 50.0]
+    for old, new in (
+        ("91.25", "97.25"),
+        ('"sha256"', '"sha257"'),
+        ('"record": 3', '"record": 2'),
+        ("accuracy", "accuracx"),
+    ):
+        path.write_text(good.replace(old, new, 1))
+        with pytest.warns(UserWarning, match=r"line 1 is damaged \(its checksum is another\) and is left out"):
+            assert [r["accuracy"] for r in read(path)] == [50.0]
+    path.write_text("[" * 100_000 + "\n" + good)  # deeper than Python's stack
+    with pytest.warns(UserWarning, match="line 1 is not a record"):
+        assert len(read(path)) == 2
 
 
 def test_a_folder_has_one_holder(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from hotrain.train import (
     train,
 )
 from hotrain.train import checkpoint as checkpoints
+from hotrain.train.distributed import LostProcess, processes
 from hotrain.train.record import read
 
 loop = importlib.import_module("hotrain.train.loop")
@@ -309,6 +310,32 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_good(tiny: Make, monke
     assert saves == [2, 4]  # not tried once more
     assert (row["status"], row["error"]) == ("failed", f"NotSaved: {message}")
     assert checkpoints.load(path)["update"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("[pair.cc:553/gloo/] Connection closed by peer", LostProcess, "process 1 of 2: another process .* has ended"),
+        ("mat1 and mat2 shapes cannot be multiplied", RuntimeError, "^mat1"),
+    ],
+)
+def test_a_process_that_is_lost_is_named(
+    text: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two real processes: `benchmarks/campaign.py faults`."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(kind, match=message), processes("cpu"):
+        raise RuntimeError(text)
+
+
+def test_the_losses_of_an_epoch_are_restored_for_each_process() -> None:
+    assert [checkpoints.loss_of([[1.5, 3], [2.5, 4]], rank) for rank in (0, 1)] == [(1.5, 3), (2.5, 4)]
+    assert checkpoints.loss_of([1.5, 3], 0) == (1.5, 3)  # as checkpoints had it before
+    with pytest.raises(ValueError, match="'loss' cannot be restored"):
+        checkpoints.loss_of([[1.5, 3]], 1)
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_the_failure(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

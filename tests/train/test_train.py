@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -160,6 +161,16 @@ def test_lora_trains_adapters_and_head_only(tiny: Make) -> None:
     assert not any("lora_" in name for name in converted)
 
 
+@pytest.mark.parametrize(("where", "count"), [("frozen", 8), ("adapters", 4), ("both", 12)])
+def test_lora_converts_frozen_layers_adapters_or_both(
+    tiny: Make, where: Literal["frozen", "adapters", "both"], count: int
+) -> None:
+    """Two blocks: four linear layers each, and two matrices beside each qkv."""
+    report = build(tiny(lora=Lora(rank=16, convert=where), method="hot")).report
+    assert report is not None
+    assert len(report.converted) == count
+
+
 def test_lora_targets_that_do_not_exist(tiny: Make) -> None:
     with pytest.raises(ValueError, match=r"lora.targets: got \('query',\), linear layers here are named fc1, fc2"):
         build(tiny(lora=Lora(targets=("query",))))
@@ -216,7 +227,7 @@ def test_the_record_holds_what_is_needed_to_believe_and_repeat_it(tiny: Make) ->
     result = train(run, on_progress=silent)
     (row,) = [json.loads(line) for line in result.record_path.read_text().splitlines()]
     assert TrainRun.from_dict(row["config"]) == run
-    assert (row["record"], row["status"]) == (2, "finished")
+    assert (row["record"], row["status"]) == (3, "finished")
     assert (row["model"], row["method"], row["seed"]) == ("demo_vit", "hot:rank=4", 0)
     assert row["history"] == result.history
     assert len(row["history"]) == 2
@@ -284,6 +295,23 @@ def test_the_bar_shows_throughput_time_left_and_memory(monkeypatch: pytest.Monke
     text = terminal.getvalue()
     for part in ("vit hot", "5/20", "1:15 left", "1,234 img/s", "loss 1.5000", "peak 1.00 GiB"):
         assert part in text
+
+
+def test_a_log_gets_a_line_an_epoch_and_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of ten minutes with an update a second; a notebook's stderr is no terminal either."""
+    seconds = 0.0
+    monkeypatch.setattr("hotrain.train.progress.time", SimpleNamespace(monotonic=lambda: seconds))
+    with progress_bar("vit hot") as report:
+        for update in range(1, 601):
+            seconds = float(update)
+            report(Progress(1, 1, update, 600, 1.5, 1e-3, 1234.0, 0.0))
+        report(Progress(1, 1, 600, 600, 1.5, 1e-3, 1234.0, 0.0, accuracy=90.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "vit hot · update 60/600 · epoch 1/1 · loss 1.5000 · 1,234 img/s"
+    assert lines[-1] == "vit hot · epoch 1/1 · loss 1.5000 · accuracy 90.00 % · 1,234 img/s"
+    assert len(lines) == 11
 
 
 def test_amp_and_compile_settings_reach_the_model(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

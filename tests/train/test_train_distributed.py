@@ -23,6 +23,8 @@ part = train(run, stop_after=3, on_progress=silent)
 resumed = train(run, resume=part.checkpoint_path, on_progress=silent)
 def digest(result):
     return hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in result.model.parameters())).hexdigest()
+losses = [[row["train_loss"] for row in result.history] for result in (whole, resumed)]
+assert losses[0] == losses[1], losses  # of an epoch that was stopped in its middle
 words = [dist.get_rank(), digest(whole), digest(resumed), whole.accuracy, resumed.accuracy]
 sys.stdout.write(" ".join(map(str, words)) + "\\n")
 dist.destroy_process_group()

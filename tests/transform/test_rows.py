@@ -1,4 +1,4 @@
-"""Which rows are low, and the drawn ones: unbiased tile by tile, and without noise over a walk of neighbours."""
+"""Which rows are low, and the drawn ones: unbiased tile by tile, and without noise over a group of neighbours."""
 
 from __future__ import annotations
 
@@ -77,17 +77,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rank", "sampled", "walk"), CASES)
+@pytest.mark.parametrize(("rank", "sampled", "group"), CASES)
 @pytest.mark.parametrize("kind", ["lp_l1", "sequency"])
-def test_draws_are_the_documented_ones(rank: int, sampled: int, walk: int, kind: str) -> None:
+def test_draws_are_the_documented_ones(rank: int, sampled: int, group: int, kind: str) -> None:
     rows = Rows(16, rank, sampled, kind)
     rest = row_order(16, kind)[rank - sampled :]
-    for tiles in (0, 1, walk, 2 * walk + 1):
+    for tiles in (0, 1, group, 2 * group + 1):
         assert rows.drawn(tiles, 99, CPU).tolist() == drawn_rows(tiles, rest, sampled, 99)
 
 
-@pytest.mark.parametrize(("rank", "sampled", "walk"), CASES)
-def test_a_tile_draws_without_repetition_from_the_tail_alone(rank: int, sampled: int, walk: int) -> None:
+@pytest.mark.parametrize(("rank", "sampled", "group"), CASES)
+def test_a_tile_draws_without_repetition_from_the_tail_alone(rank: int, sampled: int, group: int) -> None:
     rows = Rows(16, rank, sampled, "lp_l1")
     tail = set(LP_L1[rank - sampled :])
     for drawn in rows.drawn(50, 3, CPU).tolist():
@@ -95,17 +95,17 @@ def test_a_tile_draws_without_repetition_from_the_tail_alone(rank: int, sampled:
         assert set(drawn) <= tail
 
 
-@pytest.mark.parametrize(("rank", "sampled", "walk"), CASES)
-def test_neighbours_cover_the_tail_and_their_mean_is_the_identity(rank: int, sampled: int, walk: int) -> None:
-    """The stratification, exactly: over one walk of tiles the mean of PᵀP is I, for whatever key."""
+@pytest.mark.parametrize(("rank", "sampled", "group"), CASES)
+def test_neighbours_cover_the_tail_and_their_mean_is_the_identity(rank: int, sampled: int, group: int) -> None:
+    """The stratification, exactly: over one group of tiles the mean of PᵀP is I, for whatever key."""
     rows = Rows(16, rank, sampled, "lp_l1")
     h = hadamard(16) / 4
     for key in range(3):
         total = torch.zeros(16, 16, dtype=torch.float64)
-        for drawn in rows.drawn(walk, key, CPU).tolist():
+        for drawn in rows.drawn(group, key, CPU).tolist():
             p = torch.cat((h[rows.fixed_rows(CPU)], h[drawn] * rows.gain))
             total += p.T @ p
-        torch.testing.assert_close(total / walk, torch.eye(16, dtype=torch.float64), rtol=0, atol=1e-14)
+        torch.testing.assert_close(total / group, torch.eye(16, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
 def test_gain() -> None:
@@ -131,7 +131,7 @@ def test_each_row_and_each_pair_is_equally_likely() -> None:
 
 
 def test_tiles_of_one_walk_apart_draw_independently() -> None:
-    """Tiles 0 and 3 (another walk) share 4·4/12 rows on average; tiles 0 and 1 share none."""
+    """Tiles 0 and 3 (another group) share 4·4/12 rows on average; tiles 0 and 1 share none."""
     rows, keys = Rows(16, 8, 4, "lp_l1"), 2000
     shared = torch.tensor(
         [

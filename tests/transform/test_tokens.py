@@ -54,7 +54,7 @@ GRIDS = st.one_of(
     wide=st.booleans(),
     across=st.booleans(),
 )
-def test_every_token_lies_in_exactly_one_slot(
+def test_every_token_is_in_exactly_one_slot(
     outer: int, length: int, rank: int, drawn: int, order: str, grid: Grid | None, wide: bool, across: bool
 ) -> None:
     """For any length, grid and rank; and P never has more rows than there are tokens."""
@@ -114,7 +114,7 @@ def test_square_tiles_of_a_14_by_14_grid() -> None:
 
 
 def test_border_lines_hold_neighbours() -> None:
-    """The strip on the right is walked row by row, the one below column by column: a line of 16 is a 2×8 strip."""
+    """The strip on the right is read row by row, the one below column by column: a line of 16 is a 2×8 strip."""
     lay = lay_of((1, 196), grid=Grid(14, 14))
     right = [v * 14 + h for v in range(12) for h in (12, 13)]
     assert tiles_of(lay)[9] == right[:16]
@@ -285,7 +285,7 @@ def test_full_rank_is_exact_at_every_length(batch: int, length: int, sampled: in
 
 
 def test_a_square_tile_and_a_line_tile_draw_apart() -> None:
-    """Each block has its own draw: square tile i must not walk through the permutation of line tile i."""
+    """Each block has its own draw: square tile i must not go through the permutation of line tile i."""
     lay = lay_of((1, 196), rank=8, sampled=4, grid=Grid(14, 14))
     square, line = order(16, "lp_l1"), order(16, "sequency")
     same = 0

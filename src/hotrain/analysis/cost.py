@@ -283,7 +283,7 @@ def _grad_weight(
         overhead += count.floats(shape.output_entries)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
-    rows = shape.tokens if shape.unfolds else lay.rows
+    rows = shape.tokens if shape.unfolds else math.ceil(path.share * lay.rows)
     macs = rows * shape.outputs * shape.inputs
     if path.bits is None or _in_floats(shape):
         if saved.bits is not None:

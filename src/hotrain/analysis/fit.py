@@ -70,7 +70,13 @@ class FitRow:
 
 @dataclass(frozen=True)
 class FitReport:
-    """The result of `fit`: one row per variant."""
+    """The result of `fit`.
+
+    Attributes:
+        budget: bytes.
+        device: that was measured, or predicted on.
+        rows: one `FitRow` per variant.
+    """
 
     budget: int
     device: str

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..audit.saved_bytes import saved_bytes, tensors
 from ..budget import by_gain
 from ..compiling import mode_of
 from ..compress.checkpointing import blocks
+from ..files import parse_json, read_text, write_text
 from ..functional import as_method
 from ..method import Method
 from ..plans import PREDICTED, RAN, Point, device_name
@@ -90,6 +90,9 @@ class Frontier:
     def smallest(self, at_most_ms: float) -> Point:
         """The point of the least peak whose step takes no longer than `at_most_ms`.
 
+        Args:
+            at_most_ms: ms/step.
+
         Raises:
             ValueError: none is as fast; the message names the fastest.
         """
@@ -147,20 +150,20 @@ class Frontier:
         Args:
             path: replaced if it exists.
         """
-        path = Path(path)
-        draft = path.with_name(path.name + ".draft")
-        draft.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows()), encoding="utf-8")
-        os.replace(draft, path)
+        write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
         """Read what `save` wrote.
 
+        Args:
+            path: of the file.
+
         Raises:
             ValueError: the file is no such record.
         """
         try:
-            rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            rows = [parse_json(line) for line in read_text(path).splitlines() if line.strip()]
             versions = {row.pop("record") for row in rows}
             points = tuple(Point.from_json(row.pop("point")) for row in rows)
         except (ValueError, KeyError, AttributeError, TypeError) as error:

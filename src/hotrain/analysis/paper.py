@@ -1,7 +1,7 @@
 """The published figures: the formulas of HOT's released calculator and of its supplement, repeated with their defects.
 
 Sources: sungonuni/HOT @ 460db09 `utils/analysis_calculator.py` (bit operations :141-165, memory :11-132) and HOT's
-supplement, Table 5 (FLOPs). docs/maths.md says which published figures they reproduce. L is the number of tokens, O
+supplement, Table 5 (FLOPs). docs/hot.md says which published figures they reproduce. L is the number of tokens, O
 and I the channels of y and x. Defects kept on purpose: convolutions are counted without their groups; LBP-WHT has one
 product instead of two, and always 8 of 16 rows; I·(r/n)·O stands where the quantization of P x would be I·(r/n)·L;
 memory is a formula over the layers' outputs, with every name that contains ``qkv`` counted three times as a

@@ -18,8 +18,8 @@ def main() -> None:
             print(f"hotrain {__version__}")
             return
         raise SystemExit(
-            f"hotrain {__version__}: the command line needs {missing.name}. Install with pip install 'hotrain[demo]' "
-            "(all commands), 'hotrain[train]' (train and look at models) or 'hotrain[cli]' (lists)"
+            f"hotrain {__version__}: the command line needs {missing.name}. Install with pip install 'hotrain[train]', "
+            "or 'hotrain[train,plot]' for reports and figures too"
         ) from None
     app()
 

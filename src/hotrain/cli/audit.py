@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.errors import note
 from hotrain.cli.options import (
+    AmpOption,
     BatchOption,
     CheckpointOption,
     ClassesOption,
@@ -31,7 +33,17 @@ if TYPE_CHECKING:
     from hotrain.audit.saved_bytes import SavedBytes
     from hotrain.train import TrainRun
 
-EXAMPLES = """Examples:
+CALIBRATE = """Examples:
+  hotrain calibrate demo_vit --method hot
+  hotrain train demo_vit --method hot --set calibration_file=calibration.json"""
+COST = """Examples:
+  hotrain cost demo_vit
+  hotrain cost vit_base_patch16_224 --method hot --mode paper"""
+FIDELITY = """Examples:
+  hotrain fidelity demo_vit
+  hotrain fidelity demo_vit --method hot-unbiased --draws 32
+  hotrain fidelity demo_vit --checkpoint runs/demo_vit-hq8-s0-…"""
+MEMORY = """Examples:
   hotrain memory demo_vit
   hotrain memory vit_base_patch16_224 -b 64 --amp bf16
   hotrain memory vit_base_patch16_224 --fit 24GB --amp bf16"""
@@ -46,12 +58,13 @@ def memory(
     image_size: Annotated[
         int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
     ] = None,
-    amp: Annotated[str | None, typer.Option("--amp", help="bf16, fp16 or none; default: as the recipe says.")] = None,
+    amp: AmpOption = None,
     keep: Annotated[
         str | None,
         typer.Option(
             "--memory",
             help="block: all saved tensors are compressed; linear: inputs of layers only. Default: the method's own.",
+            autocompletion=completion.words("block", "linear"),
         ),
     ] = None,
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
@@ -209,7 +222,14 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 def cost(
     model: Model,
     method: MethodOption = None,
-    mode: Annotated[str, typer.Option("--mode", help="corrected, or paper: the published formulas.")] = "corrected",
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            help="corrected, or paper: the published formulas.",
+            autocompletion=completion.words("corrected", "paper"),
+        ),
+    ] = "corrected",
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch.")] = 1,

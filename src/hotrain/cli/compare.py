@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import (
     DataOption,
     DeviceOption,
     JsonOption,
+    LogOption,
     QuietOption,
     RecipeOrResume,
     SetOption,
@@ -37,7 +39,14 @@ EXAMPLES = """Examples:
 def compare(
     recipe: RecipeOrResume = None,
     methods: Annotated[
-        str | None, typer.Option("--methods", "-m", help="Comma-separated: exact,hq8,hot:rank=4.", show_default=False)
+        str | None,
+        typer.Option(
+            "--methods",
+            "-m",
+            help="Comma-separated: exact,hq8,hot:rank=4.",
+            show_default=False,
+            autocompletion=completion.methods,
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated: 0,1,2.")] = "0",
     data: DataOption = None,
@@ -49,6 +58,7 @@ def compare(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Folder of a comparison: train what it lacks. Needs nothing else.")
     ] = None,
+    log: LogOption = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -63,7 +73,7 @@ def compare(
 
         if resume is None:
             folder = out or Path("runs") / f"compare-{recipe}"
-            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder)
+            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder, log)
             finished = {}
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
@@ -120,28 +130,33 @@ def _from_options(
     settings: list[str] | None,
     device: str | None,
     folder: Path,
+    log: str | None,
 ) -> tuple[TrainRun, list[str], list[int]]:
     from hotrain.cli.prepare import configure, labels
 
     if methods is None:
         raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
     chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
-    run = configure(recipe, data=data, settings=settings, device=device, out=folder)
+    run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
     labels(run, chosen)  # a bad one is refused before anything is built
     return run, chosen, numbers
 
 
 def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
     """Read the plan of a comparison's folder; the runs continue in that folder, wherever it is now."""
+    from hotrain.files import parse_json, read_text
     from hotrain.train import TrainRun, replace
 
     path = folder / PLAN
     if not path.is_file():
         raise ValueError(f"--resume: {path} is missing; give the folder of a comparison, as in runs/compare-RECIPE")
     try:
-        plan = json_format.loads(path.read_text(encoding="utf-8"))
-        run, methods, seeds = TrainRun.from_dict(plan["run"]), list(plan["methods"]), list(plan["seeds"])
-    except (json_format.JSONDecodeError, KeyError, TypeError) as error:
+        plan = parse_json(read_text(path))
+        run, methods, seeds = TrainRun.from_dict(plan["run"]), plan["methods"], plan["seeds"]
+        for values, kind in ((methods, str), (seeds, int)):
+            if not isinstance(values, list) or not all(type(value) is kind for value in values):
+                raise ValueError(f"accepted is a list of {kind.__name__}, got {str(values)[:80]}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--resume: {path} is not the plan of a comparison ({why})") from error
     return replace(run, out_dir=str(folder)), methods, seeds
@@ -149,6 +164,8 @@ def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
 
 def _write_plan(folder: Path, run: TrainRun, methods: list[str], seeds: list[int]) -> None:
     """Write the plan to the folder. Called after the first run, so that refused input leaves no folder."""
+    from hotrain.files import write_text
+
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"run": run.to_dict(), "methods": methods, "seeds": seeds}
-    (folder / PLAN).write_text(json_format.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / PLAN, json_format.dumps(plan, indent=1) + "\n")

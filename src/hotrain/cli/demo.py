@@ -8,8 +8,13 @@ from typing import Annotated
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.errors import note
-from hotrain.cli.options import DeviceOption, split_names, split_seeds
+from hotrain.cli.options import DeviceOption, JsonOption, print_json, split_names, split_seeds
+
+EXAMPLES = """Examples:
+  hotrain demo --quick
+  hotrain demo --methods exact,hq8 --seeds 0,1,2"""
 
 RECIPES = ("demo_vit", "demo_resnet")
 METHODS = "exact,hq8,hot,hla,lbp-wht,int4"
@@ -18,12 +23,15 @@ METHODS = "exact,hq8,hot,hla,lbp-wht,int4"
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of records and report.")] = Path("runs/demo"),
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated presets.")] = METHODS,
+    methods: Annotated[
+        str, typer.Option("--methods", "-m", help="Comma-separated presets.", autocompletion=completion.methods)
+    ] = METHODS,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0",
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Instead of the recipes' own.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few updates each, to see that everything runs.")] = False,
     device: DeviceOption = "cpu",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs at a time, with one thread each.")] = 2,
+    json: JsonOption = False,
 ) -> None:
     """Train a small ViT and a small ResNet on real digits with the default and five others; one table, one report."""
     from hotrain.cli.demo_records import look_at, models, notes, pick_surfaces
@@ -55,10 +63,14 @@ def demo(
     for outcome in outcomes:
         for result in outcome.results:
             result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
-    print_lines(records)
-    took = minutes(time.perf_counter() - started)
-    typer.echo(f"{took} in all · wrote {out / 'summary.json'}" + (f" and {report}" if report else ""))
     failures = [failure for outcome in outcomes for failure in outcome.failures]
+    if json:
+        rows = [row for outcome in outcomes for row in outcome.rows]
+        print_json({"rows": rows, "failures": failures, "seconds": meta["seconds"], "folder": out, "report": report})
+    else:
+        print_lines(records)
+        took = minutes(time.perf_counter() - started)
+        typer.echo(f"{took} in all · wrote {out / 'summary.json'}" + (f" and {report}" if report else ""))
     for failure in failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if failures:

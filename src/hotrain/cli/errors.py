@@ -14,7 +14,10 @@ from typer.core import TyperGroup
 from hotrain.cli.options import PlainFlags
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError)
-"""Exceptions for bad input; ``RuntimeError`` is one too where the library itself raised it."""
+"""Exceptions for bad input; ``RuntimeError`` and ``ImportError`` are too where the library itself raised them."""
+
+
+LONGEST = 4000  # characters of a message, which may quote what a file or an option says
 
 
 class HotrainGroup(PlainFlags, TyperGroup):
@@ -38,13 +41,22 @@ def is_mistake(error: Exception) -> bool:
     """Whether ``error`` is a user error (bad input) rather than a failure of the library or PyTorch."""
     if isinstance(error, MISTAKES):
         return not isinstance(error, BrokenPipeError)
-    if not isinstance(error, RuntimeError) or isinstance(error, (typer.Exit, typer.Abort)):
+    if _is_out_of_memory(error):
+        return True
+    if not isinstance(error, (RuntimeError, ImportError)) or isinstance(error, (typer.Exit, typer.Abort)):
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory did not suffice, on the host or on a GPU: no batch of the user's size fits."""
+    torch = sys.modules.get("torch")
+    known = (MemoryError, *(() if torch is None else (torch.OutOfMemoryError,)))
+    return isinstance(error, known) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
@@ -58,7 +70,11 @@ def one_line(error: BaseException) -> str:
     """Return the message on one line: the error's name where it is empty, how to install a missing package."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
-        text += "; pip install 'hotrain[demo]' brings what every command needs"
+        text += "; pip install 'hotrain[train,plot]' brings what every command needs"
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST]} … ({len(text):,} characters)"
+    if _is_out_of_memory(error):
+        text = f"memory does not suffice ({text}); take a smaller batch, image size or model"
     return text
 
 

@@ -9,6 +9,7 @@ import typer
 
 from hotrain.cli.errors import note
 from hotrain.cli.options import (
+    AmpOption,
     BatchOption,
     ClassesOption,
     DataOption,
@@ -37,7 +38,7 @@ def frontier(
     image_size: Annotated[
         int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
     ] = None,
-    amp: Annotated[str | None, typer.Option("--amp", help="bf16, fp16 or none; default: as the recipe says.")] = None,
+    amp: AmpOption = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each point, on a GPU as CUDA graphs; minutes for large models.")
     ] = False,

@@ -8,16 +8,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotrain.cli import completion
 from hotrain.cli.options import JsonOption, print_json
-from hotrain.cli.terminal import working
+from hotrain.cli.terminal import print_lines, working
 
 if TYPE_CHECKING:
     from hotrain_recipes import Recipe
 
 
+RECIPES = """Examples:
+  hotrain recipes
+  hotrain recipes demo_vit"""
+REPORT = """Examples:
+  hotrain report runs/demo
+  hotrain report runs/compare-demo_vit runs/demo_vit-hq8-s0-… --out runs/report"""
+PRESETS = """Examples:
+  hotrain presets
+  hotrain presets hot"""
+
+
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="One recipe, with all its fields.", show_default=False)] = None,
-    family: Annotated[str | None, typer.Option("--family", help="Only the recipes of this family.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="One recipe, with all its fields.", show_default=False, autocompletion=completion.recipe_names
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option("--family", help="Only the recipes of this family.", autocompletion=completion.families),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the recipes by family, or one with all its fields."""
@@ -87,7 +107,9 @@ def _methods(members: list[Recipe]) -> str:
 
 
 def presets(
-    name: Annotated[str | None, typer.Argument(help="One preset, in full.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="One preset, in full.", show_default=False, autocompletion=completion.methods)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the methods, or describe one: its source, what it saves and what it loses."""
@@ -115,9 +137,77 @@ def presets(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder with summary.json (and records.json).")] = Path("runs/demo"),
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="A demo, a comparison, runs, folders of runs, or of records of studies. Default: runs/demo.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the report of several; default: runs/report.")
+    ] = None,
+    json: JsonOption = False,
 ) -> None:
-    """Draw report.html from the records of a demo or a comparison. Trains and measures nothing."""
+    """Draw report.html from records: of a demo or a comparison, of finished runs beside each other, or of the studies.
+
+    Runs that differ in more than method and seed get a table of their own, named by what differs. Trains and measures
+    nothing.
+    """
+    from hotrain.cli.run_records import gathered
+    from hotrain.plotting.records import SUMMARY, load_records
     from hotrain.plotting.report import write_report
 
-    typer.echo(f"wrote {write_report(folder)}")
+    folders = folders or [Path("runs/demo")]
+    if len(folders) == 1 and (files := _records_of_studies(folders[0])):
+        page = _studies(files, (out or folders[0]) / "report.html")
+        if json:
+            print_json({"records": files, "report": page})
+        else:
+            typer.echo(f"wrote {page}")
+        return
+    whole = len(folders) == 1 and out is None and (folders[0] / SUMMARY).is_file()
+    folder = folders[0] if whole else out or Path("runs/report")
+    records = load_records(folder) if whole else gathered(folders)
+    if not whole:
+        records.save(folder)
+    page = write_report(folder)
+    if json:
+        print_json({"rows": records.rows, "folder": folder, "report": page})
+        return
+    if not whole:
+        print_lines(records)
+    typer.echo(f"wrote {page}")
+
+
+def _records_of_studies(folder: Path) -> list[Path]:
+    """Files of a folder that `hotrain study` writes, by their names."""
+    import hotrain_recipes.studies as known
+
+    names = set(known.studies())
+    return sorted(file for file in folder.glob("*.jsonl") if file.stem in names)
+
+
+def _studies(files: list[Path], path: Path) -> Path:
+    """Draw the page of all studies; their tables have every cell, also those that the records lack."""
+    from dataclasses import asdict
+
+    import hotrain_recipes.studies as known
+
+    from hotrain.plotting.studies import Section, write_studies
+    from hotrain.presets import DEFAULT
+    from hotrain.train.study import read_rows
+    from hotrain.train.study_tables import head, ran_on, tables
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows, studies = read_rows(files), known.studies()
+    sections = []
+    for study in studies.values():
+        shown = [{**asdict(table), "rows": [_plain(row) for row in table.rows]} for table in tables(study, rows)]
+        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
+    findings = _plain(head(studies, rows, DEFAULT))
+    return write_studies(path, "What the studies say of the papers", findings, sections)
+
+
+def _plain(texts: list[str]) -> list[str]:
+    return [text.replace("`", "") for text in texts]

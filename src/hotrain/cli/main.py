@@ -7,15 +7,21 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, bench, compare, demo, frontier, listing, train
+from hotrain.cli import audit, bench, compare, demo, frontier, listing, study, train
 from hotrain.cli.errors import HotrainGroup
 from hotrain.cli.options import Command
+
+EXAMPLES = """Start with:
+  hotrain memory demo_vit
+  hotrain train demo_vit
+  hotrain compare demo_vit --methods exact,hq8
+  hotrain train --help"""
 
 app = typer.Typer(
     name="hotrain",
     cls=HotrainGroup,
     no_args_is_help=True,
-    add_completion=False,
+    epilog=EXAMPLES,
     pretty_exceptions_enable=False,
     help="Train with Hadamard backward passes: less memory at the accuracy of exact training.",
 )
@@ -29,7 +35,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error arose.")] = False,
 ) -> None:
     """Options before the command; `HotrainGroup` reads ``traceback``."""
@@ -38,16 +46,18 @@ def root(
 TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
 app.command("train", cls=Command, rich_help_panel=TRAIN, epilog=train.EXAMPLES)(train.train)
 app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPLES)(compare.compare)
-app.command("demo", cls=Command, rich_help_panel=TRAIN)(demo.demo)
-app.command("calibrate", cls=Command, rich_help_panel=LOOK)(audit.calibrate)
-app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.EXAMPLES)(audit.memory)
+app.command("study", cls=Command, rich_help_panel=TRAIN, epilog=study.EXAMPLES)(study.study)
+app.command("prepare", cls=Command, rich_help_panel=TRAIN, epilog=study.PREPARE)(study.prepare)
+app.command("demo", cls=Command, rich_help_panel=TRAIN, epilog=demo.EXAMPLES)(demo.demo)
+app.command("calibrate", cls=Command, rich_help_panel=LOOK, epilog=audit.CALIBRATE)(audit.calibrate)
+app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.MEMORY)(audit.memory)
 app.command("frontier", cls=Command, rich_help_panel=LOOK, epilog=frontier.EXAMPLES)(frontier.frontier)
-app.command("cost", cls=Command, rich_help_panel=LOOK)(audit.cost)
-app.command("fidelity", cls=Command, rich_help_panel=LOOK)(audit.fidelity)
+app.command("cost", cls=Command, rich_help_panel=LOOK, epilog=audit.COST)(audit.cost)
+app.command("fidelity", cls=Command, rich_help_panel=LOOK, epilog=audit.FIDELITY)(audit.fidelity)
 app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
-app.command("recipes", cls=Command, rich_help_panel=RECORD)(listing.recipes)
-app.command("presets", cls=Command, rich_help_panel=RECORD)(listing.presets)
-app.command("report", cls=Command, rich_help_panel=RECORD)(listing.report)
+app.command("recipes", cls=Command, rich_help_panel=RECORD, epilog=listing.RECIPES)(listing.recipes)
+app.command("presets", cls=Command, rich_help_panel=RECORD, epilog=listing.PRESETS)(listing.presets)
+app.command("report", cls=Command, rich_help_panel=RECORD, epilog=listing.REPORT)(listing.report)
 
 
 def main() -> None:

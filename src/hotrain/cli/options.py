@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from hotrain.cli import completion
+
 
 class PlainFlags:
     """Mixin for commands: their help shows no ``<bool>`` after options that take no value."""
@@ -23,7 +25,11 @@ class PlainFlags:
 
 
 class Command(PlainFlags, TyperCommand):
-    """Base class of all commands."""
+    """Base class of all commands. Its help is wrapped to the terminal's width, paragraph by paragraph."""
+
+    def __init__(self, *arguments: Any, help: str | None = None, **options: Any) -> None:
+        paragraphs = (help or "").split("\n\n")
+        super().__init__(*arguments, help="\n\n".join(" ".join(text.split()) for text in paragraphs), **options)
 
 
 def _device_is_here(name: str | None) -> str | None:
@@ -39,26 +45,72 @@ def _device_is_here(name: str | None) -> str | None:
 
 
 _RECIPE = "A recipe's name (`hotrain recipes`)"
-Recipe = Annotated[str, typer.Argument(help=f"{_RECIPE}.", show_default=False)]
-RecipeOrResume = Annotated[str | None, typer.Argument(help=f"{_RECIPE}; not with --resume.", show_default=False)]
-Model = Annotated[str, typer.Argument(help=f"{_RECIPE} or a timm model: vit_base_patch16_224.", show_default=False)]
+Recipe = Annotated[str, typer.Argument(help=f"{_RECIPE}.", show_default=False, autocompletion=completion.recipe_names)]
+RecipeOrResume = Annotated[
+    str | None,
+    typer.Argument(help=f"{_RECIPE}; not with --resume.", show_default=False, autocompletion=completion.recipe_names),
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help=f"{_RECIPE} or a timm model: vit_base_patch16_224.",
+        show_default=False,
+        autocompletion=completion.model_names,
+    ),
+]
 MethodOption = Annotated[
     str | None,
-    typer.Option("--method", "-m", help="A preset, or one with overrides: hot:rank=4+scale=token."),
+    typer.Option(
+        "--method",
+        "-m",
+        help="A preset (`hotrain presets`), or one with overrides: hot:rank=4+scale=token.",
+        autocompletion=completion.methods,
+    ),
 ]
 DataOption = Annotated[
     str | None,
-    typer.Option("--data", "-d", help="cifar10, cifar100, digits, a folder of images or .npz."),
+    typer.Option(
+        "--data",
+        "-d",
+        help="cifar10, cifar100, digits, a folder of images or .npz.",
+        autocompletion=completion.words("cifar10", "cifar100", "digits"),
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A field of the run, as lr=1e-3; repeatable. `hotrain recipes RECIPE` lists them."),
+    typer.Option(
+        "--set",
+        help="A field of the run, as lr=1e-3; repeatable. `hotrain recipes RECIPE` lists them.",
+        autocompletion=completion.fields,
+    ),
 ]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", callback=_device_is_here, help="auto, cpu, cuda or cuda:N.")
+    str | None,
+    typer.Option(
+        "--device",
+        callback=_device_is_here,
+        help="auto, cpu, cuda or cuda:N.",
+        autocompletion=completion.words("auto", "cpu", "cuda"),
+    ),
+]
+AmpOption = Annotated[
+    str | None,
+    typer.Option(
+        "--amp",
+        help="bf16, fp16 or none; default: as the recipe says.",
+        autocompletion=completion.words("bf16", "fp16", "none"),
+    ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of all random numbers.")]
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records.")]
+OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs.")]
+LogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log",
+        help="tensorboard or trackio, beside the records.",
+        autocompletion=completion.words("tensorboard", "trackio"),
+    ),
+]
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]
@@ -69,8 +121,8 @@ ClassesOption = Annotated[
 CheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", help="Weights of a run: its folder or checkpoint file.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
 def split_names(text: str, option: str) -> list[str]:

@@ -106,18 +106,19 @@ def with_options(
     seed: int | None = None,
     device: str | None = None,
     out: Path | None = None,
+    log: str | None = None,
 ) -> TrainRun:
     """Return the run with the command line's options.
 
     Args:
         run: the run.
         method: preset with overrides, as in ``hot:rank=4``.
-        data, seed, device, out: fields of the run; None: unchanged. They take precedence over ``settings``.
+        data, seed, device, out, log: fields of the run; None: unchanged. They take precedence over ``settings``.
         settings: ``field=value`` strings.
     """
     from hotrain.train import parse_method, replace, with_settings
 
-    changes: dict[str, Any] = {"data": data, "seed": seed, "device": device}
+    changes: dict[str, Any] = {"data": data, "seed": seed, "device": device, "log": log}
     changes["out_dir"] = None if out is None else str(out)
     changes = {name: value for name, value in changes.items() if value is not None}
     if method is not None:

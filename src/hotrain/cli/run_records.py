@@ -100,6 +100,96 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
     return Records(meta={**meta, "methods": methods}, rows=rows, curves=curves)
 
 
+def gathered(folders: Sequence[Path]) -> Records:
+    """Put the finished runs of several folders into the records of one report.
+
+    Runs that differ in more than method and seed are separate models there, named by what differs. Of runs that
+    differ in nothing the last one counts.
+
+    Args:
+        folders: of runs (with ``runs.jsonl``), of one run (beside it), or of a demo.
+
+    Raises:
+        ValueError: a folder without a finished run.
+    """
+    from hotrain.plotting.records import Records
+    from hotrain.presets import DEFAULT
+    from hotrain.train import TrainRun
+
+    found = [row for folder in folders for row in _finished(folder)]
+    runs = [TrainRun.from_dict(row["config"]) for row in found]
+    names = _names(runs)
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    curves: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for name, run, row in zip(names, runs, found, strict=True):
+        key = {"model": name, "method": run.method_label, "seed": run.seed}
+        cell = (name, run.method_label, run.seed)
+        rows[cell] = {**key, **{field: row[field] for field in MEASURED}}
+        if row.get("layers"):
+            rows[cell]["layers"] = row["layers"]
+        history = row["history"]
+        curves[cell] = {**key, "epoch": [epoch["epoch"] for epoch in history]}
+        curves[cell] |= {"accuracy": [epoch["accuracy"] for epoch in history]}
+        curves[cell] |= {"loss": [epoch["train_loss"] for epoch in history]}
+    of = dict(zip(names, runs, strict=True))
+    counts = {name: _images_or_none(run) for name, run in of.items()}
+    meta = {
+        "title": f"{len(rows)} runs compared",
+        "command": shlex.join(["hotrain", *sys.argv[1:]]),
+        "device": "; ".join(dict.fromkeys(row["device"] for row in found)),
+        "seeds": sorted({run.seed for run in runs}),
+        "commit": "; ".join(dict.fromkeys(str(row["commit"]) for row in found)),
+        "epochs": {name: run.epochs for name, run in of.items() if run.steps is None} or None,
+        "steps": {name: run.steps for name, run in of.items() if run.steps is not None} or None,
+        "batch_size": {name: run.batch_size for name, run in of.items()},
+        "data": {name: Path(run.data).name for name, run in of.items()},
+        "test_images": {name: count for name, count in counts.items() if count is not None},
+        "default": DEFAULT,
+        "methods": {run.method_label: _described(run.method_label) for run in runs},
+    }
+    return Records(meta=meta, rows=list(rows.values()), curves=list(curves.values()))
+
+
+def _finished(folder: Path) -> list[dict[str, Any]]:
+    """The records of the finished runs of a folder; of one run, if the folder is a run's."""
+    from hotrain.train import record
+
+    own = (folder / record.RUNS, folder / "runs" / record.RUNS)  # the second is a demo's
+    rows = next((record.read(path) for path in own if path.is_file()), None)
+    if rows is None:
+        name = folder.absolute().name
+        rows = [row for row in record.read(folder.absolute().parent / record.RUNS) if row.get("run_id") == name]
+    done = [row for row in rows if row.get("record") == record.VERSION and row.get("status") == "finished"]
+    if not done:
+        states = ", ".join(dict.fromkeys(str(row.get("status")) for row in rows)) or "none is recorded"
+        raise ValueError(f"{folder}: no finished run ({states}); give a folder of `hotrain train`, `compare` or `demo`")
+    return done
+
+
+def _names(runs: Sequence[TrainRun]) -> list[str]:
+    """The model of each run; with the fields that tell it from other runs of that model, beside method and seed."""
+    from hotrain.train import checkpoint, replace
+
+    others = [replace(run, method="exact", method_overrides={}, seed=0) for run in runs]
+    first: dict[str, TrainRun] = {}
+    fields: dict[str, set[str]] = {}
+    for run in others:
+        different = checkpoint.differences(first.setdefault(run.model, run), run)
+        fields.setdefault(run.model, set()).update(different)
+    return [
+        ", ".join([run.model, *(f"{field}={run.to_dict()[field]}" for field in sorted(fields[run.model]))])
+        for run in others
+    ]
+
+
+def _images_or_none(run: TrainRun) -> int | None:
+    """The number of test images; None where the data are not here any more."""
+    try:
+        return _test_images(run)
+    except (ValueError, RuntimeError, OSError):
+        return None
+
+
 def _cell(run: TrainRun) -> tuple[str, str, int]:
     return run.model, run.method_label, run.seed
 

@@ -15,6 +15,7 @@ from hotrain.cli.options import (
     DataOption,
     DeviceOption,
     JsonOption,
+    LogOption,
     MethodOption,
     OutOption,
     QuietOption,
@@ -32,6 +33,7 @@ EXAMPLES = """Examples:
   hotrain train demo_vit
   hotrain train small_vit_cifar10 --method hot-unbiased --set epochs=30 --seed 1
   hotrain train vit_b16_finetune_cifar100 --set amp=bf16 --set batch_size=64
+  hotrain train demo_vit --log tensorboard
   hotrain train --resume runs/demo_vit-hq8-s0-…"""
 
 
@@ -47,6 +49,7 @@ def train(
     seed: SeedOption = None,
     device: DeviceOption = None,
     out: OutOption = None,
+    log: LogOption = None,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -62,7 +65,15 @@ def train(
         from hotrain.cli.prepare import configure
 
         run = configure(
-            recipe, resume=resume, method=method, data=data, settings=settings, seed=seed, device=device, out=out
+            recipe,
+            resume=resume,
+            method=method,
+            data=data,
+            settings=settings,
+            seed=seed,
+            device=device,
+            out=out,
+            log=log,
         )
 
         def started(setup: Setup) -> None:

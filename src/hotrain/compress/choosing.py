@@ -27,14 +27,10 @@ from torch.fx import Graph, Node
 from ..planning import Roofs
 from . import costs
 from .formats import is_static
-from .fusing import called
+from .nodes import MOVES, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
 
 _aten = torch.ops.aten
-_MOVES = (
-    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.transpose.int, _aten.permute.default,
-    _aten.alias.default, _aten.t.default,
-)  # fmt: skip
 _COPIES = (_aten.clone.default, _aten.expand.default)
 _PRODUCTS = (
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
@@ -128,7 +124,7 @@ def _interpolation(graph: Graph, roofs: Roofs) -> float:
     for node in graph.nodes:
         number = _note(node, FASTER)
         if number is not None:
-            largest[number] = max(largest.get(number, 0), _numel(node))
+            largest[number] = max(largest.get(number, 0), numel(node))
     return 1e3 * _INTERPOLATION_GAIN * sum(largest.values()) / roofs.copy
 
 
@@ -206,7 +202,7 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
     for place in () if kernels else reading.places:
         # Read from memory by what is no formula that a compiler fuses, it is written there first.
         written = any(user.target in _PRODUCTS for user in _readers(place))
-        ms += 1e3 * _numel(place) * (1 + (2 if written else -2)) / roofs.copy
+        ms += 1e3 * numel(place) * (1 + (2 if written else -2)) / roofs.copy
     inside = {*reading.path, *reading.places}
     for keeper in reading.keepers:
         by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
@@ -215,11 +211,11 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
             continue
         if by_kernel:
             ms += costs.excess(keeper, roofs)
-            nbytes -= sum(map(_numel, parts[:1]))
+            nbytes -= sum(map(numel, parts[:1]))
         else:
-            ms += 1e3 * 4 * _numel(keeper) / roofs.copy
-            nbytes -= _numel(keeper)
-    nbytes += _numel(reading.tensor) * reading.tensor.meta["val"].dtype.itemsize
+            ms += 1e3 * 4 * numel(keeper) / roofs.copy
+            nbytes -= numel(keeper)
+    nbytes += numel(reading.tensor) * reading.tensor.meta["val"].dtype.itemsize
 
     return Candidate(_what(reading), ms, nbytes, functools.partial(_put_back, reading))
 
@@ -237,7 +233,7 @@ def _put_back(reading: Reading) -> None:
 
 def _keeper(node: Any) -> Node:
     """The operator that made these codes."""
-    while node.target is operator.getitem or node.target in _MOVES:
+    while node.target is operator.getitem or node.target in MOVES:
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
@@ -246,7 +242,7 @@ def _readers(node: Node) -> Iterator[Node]:
     """Users of a tensor, and of its views and copies."""
     for user in node.users:
         yield user
-        if user.target in (*_MOVES, *_COPIES):
+        if user.target in (*MOVES, *_COPIES):
             yield from _readers(user)
 
 
@@ -270,10 +266,10 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     alone = [n for n in heads if n.target is torch.ops.hotrain.keep_heads.default and _packed(n) is forward]
     batch, heads_of_q, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
-    elements = sum(_numel(t) for t in tensors)
+    elements = sum(numel(t) for t in tensors)
     # Packing reads all four in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
-    read = sum(_numel(place) * 2.5 for reading in mine for place in reading.places)
-    nbytes = elements * 2.8 + _numel(q) * 3.0 + 2 * _numel(k) * 2.9 + read
+    read = sum(numel(place) * 2.5 for reading in mine for place in reading.places)
+    nbytes = elements * 2.8 + numel(q) * 3.0 + 2 * numel(k) * 2.9 + read
     flops = 4.0 * batch * heads_of_q * tokens * keys * width * (0.5 if causal else 1.0)
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
@@ -381,8 +377,3 @@ _BACKWARD: dict[Any, Callable[..., list[Node]]] = {
     _aten._scaled_dot_product_efficient_attention.default: _backward_of_efficient,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _backward_on_cpu,
 }
-
-
-def _numel(node: Any) -> int:
-    value = node.meta["val"]
-    return int(value.numel()) if isinstance(value, Tensor) else 0

@@ -13,6 +13,7 @@ backend takes `partition` in place of `torch._functorch.partitioners.min_cut_rem
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import operator
@@ -24,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..planning import Roofs
-from ..private import fakes, inductor, schema_of
-from . import choosing, costs, formats, fusing, graph, rules
-from .formats import SMALL, packer
+from ..private import fakes, inductor
+from . import choosing, formats, fusing, graph, rules
+from .formats import SMALL
 from .graph import KEY, entries
+from .halves import Halves
+from .nodes import VIEWS, base_of, is_alias, same_order
 
 _inductor = inductor()
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_VIEWS = tuple(getattr(torch.ops.aten, name).default for name in ("view", "reshape", "_unsafe_view"))
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
@@ -76,13 +77,18 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
-        """The part of Inductor's cache key for this pass: a hash of its files."""
-        files = (__file__, *(str(m.__file__) for m in (graph, rules, formats, fusing, choosing, costs)))
-        ours = hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).digest()
+        """The part of Inductor's cache key for this pass: a hash of this folder."""
+        ours = _hash_of_sources()
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()
         return None if theirs is None else (ours, theirs)
+
+
+@functools.cache
+def _hash_of_sources() -> bytes:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
 def partition(
@@ -131,7 +137,7 @@ def _choose(gm: GraphModule) -> float:
         elements = max(ms, 0.0) * 1e-3 * roofs.copy / _FORMULA
         for what, (exact, of) in kept.items():
             if exact == of:
-                buffers.served.pop(what, None)  # nothing is saved in the format that was recorded
+                buffers.formats.pop(what, None)  # nothing is saved in the format that was recorded
             buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
     if choosing.forget(gm.graph) or elements < math.inf:
         gm.recompile()
@@ -157,10 +163,10 @@ def compress(
         static: positions of forward's arguments that are parameters.
         left: how many elements may be quantized by formulas, so that the step does not become slower.
     """
-    halves, account = _Halves(forward.graph, backward.graph, results), _Account()
+    halves, account = Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
     weights = _made_of(forward.graph, {places[number] for number in static if number < len(places)})
-    others = {_base(node) for node in (*places, *halves.outputs[:results]) if isinstance(node, Node)}
+    others = {base_of(node) for node in (*places, *halves.outputs[:results]) if isinstance(node, Node)}
     groups = _by_memory(node for node in halves.kept if node not in places or node not in weights)
 
     made = halves.uses()
@@ -226,9 +232,9 @@ def _write_as_matrices(half: Graph) -> None:
     Where such a result reads many tensors, Inductor writes it in channels-last, and the matrix is a copy of it.
     """
     for node in half.nodes:
-        if node.target in _VIEWS and isinstance(node.args[0], Node) and node.meta["val"].dim() == 2:
+        if node.target in VIEWS and isinstance(node.args[0], Node) and node.meta["val"].dim() == 2:
             source = node.args[0]
-            if source.op == "call_function" and not _is_view(source) and _is_no_image(source):
+            if source.op == "call_function" and not is_alias(source) and _is_no_image(source):
                 source.meta["inductor_realize_to_strides"] = True
 
 
@@ -243,15 +249,8 @@ def _has_rows(node: Node, columns: int, depth: int) -> bool:
     if node.target in _MATRICES or str(node.target).startswith("hotrain."):
         return isinstance(value, Tensor) and value.shape[-1] == columns
     alike = (n for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.dim() > 1)
-    by_element = (
-        node.target in _VIEWS or _turns_nothing(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    )
+    by_element = same_order(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
     return by_element and any(_has_rows(n, columns, depth - 1) for n in alike if n.meta["val"].shape[-1] == columns)
-
-
-def _turns_nothing(node: Node) -> bool:
-    order: Any = node.args[1] if node.target is torch.ops.aten.permute.default else [1, 0]
-    return list(order) == sorted(order)
 
 
 def _made_of(half: Graph, parameters: set[Node]) -> set[Node]:
@@ -274,20 +273,8 @@ def _by_memory(kept: Iterable[Node]) -> dict[Node, list[Node]]:
     """Saved nodes by the tensor whose memory they share: several views are saved once, their codes would not be."""
     groups: dict[Node, list[Node]] = {}
     for node in dict.fromkeys(kept):
-        groups.setdefault(_base(node), []).append(node)
+        groups.setdefault(base_of(node), []).append(node)
     return groups
-
-
-def _base(node: Node) -> Node:
-    while node.op == "call_function" and _is_view(node):
-        (node,) = node.all_input_nodes
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    schema = schema_of(node.target)
-    aliases = schema is not None and schema.arguments and schema.arguments[0].alias_info is not None
-    return bool(aliases) and len(node.all_input_nodes) == 1
 
 
 def _is_large(node: Node) -> bool:
@@ -382,137 +369,3 @@ class _Account:
                     buffers.record(f"{what} (saved)", form)
                 else:
                     buffers.record_full(what, f"{size / 2**20:.1f} MiB, compiled: {why}")
-
-
-# ---- forward returns codes, backward dequantizes them ----
-
-
-class _Halves:
-    """The graphs of forward and backward, and what crosses from one to the other.
-
-    Attributes:
-        outputs: outputs of forward; the first ``results`` are for its caller.
-        kept: the others that backward takes, as nodes of forward.
-        arguments: name → node of backward.
-    """
-
-    def __init__(self, forward: Graph, backward: Graph, results: int) -> None:
-        self.forward, self.backward, self.results = forward, backward, results
-        self.output = forward.output_node()
-        self.outputs: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
-        self.arguments = {node.name: node for node in backward.find_nodes(op="placeholder")}
-        crossing = [node for node in self.outputs[results:] if isinstance(node, Node)]
-        self.kept = [node for node in dict.fromkeys(crossing) if node.name in self.arguments]
-        self.replaced: dict[Node, list[Node]] = {}  # node → what crosses in its place
-        self.taken: list[Node] = []  # new arguments of backward
-
-    def uses(self) -> graph.Backward:
-        old = (self.arguments[node.name] for node in self.kept if self.is_needed(node))
-        return graph.Backward(self.backward, [*old, *self.taken])
-
-    def is_needed(self, node: Node) -> bool:
-        return node not in self.replaced and bool(self.arguments[node.name].users)
-
-    def replace_by_codes(self, node: Node, form: str) -> None:
-        """Replace a saved tensor by its codes."""
-        argument = self.arguments[node.name]
-        self.replaced[node] = self._replace(node, argument, form, argument)
-
-    def replace_by_factors(self, node: Node, forms: Mapping[Node, str]) -> None:
-        """Replace a saved tensor by what backward makes from it, computed in forward."""
-        copies = self._in_forward(forms)
-        argument = self.arguments[node.name]
-        self.replaced[node] = [
-            part for factor, form in forms.items() for part in self._replace(copies[factor], factor, form, argument)
-        ]
-        for dead in reversed(list(self.backward.nodes)):
-            if dead.op == "call_function" and not dead.users and not dead.is_impure():
-                self.backward.erase_node(dead)
-
-    def finish(self) -> bool:
-        """Update forward's outputs; False if nothing has changed."""
-        for node in self.kept:
-            if not self.arguments[node.name].users and isinstance(node.meta.get("val"), Tensor):
-                self.replaced.setdefault(node, [])
-                self.backward.erase_node(self.arguments[node.name])
-        if not self.replaced:
-            return False
-        kept = [self.replaced.get(node, [node]) for node in self.outputs[self.results :]]
-        new = [*([node] for node in self.outputs[: self.results]), *kept]
-        self.output.args = (tuple(part for parts in new for part in parts),)
-        described = self.output.meta.get("desc")
-        if described is not None and len(described) == len(new):
-            self.output.meta["desc"] = [d for d, parts in zip(described, new, strict=True) for _ in parts]
-        return True
-
-    def kept_bytes(self, parameters: set[Node]) -> int:
-        """Bytes of the storages that cross the cut, each once, without parameters."""
-        crossing: Any = self.output.args[0]
-        bases = {_base(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
-        saved = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
-        return sum(entries(base) * base.meta["val"].dtype.itemsize for base in saved)
-
-    def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
-        """Copy nodes of backward that depend on saved tensors alone to forward."""
-        needed, waiting = set(), list(wanted)
-        while waiting:
-            node = waiting.pop()
-            if node not in needed:
-                needed.add(node)
-                waiting += node.all_input_nodes
-        there = {node.name: node for node in self.forward.nodes}
-        copies = {node: there[node.name] for node in needed if node.op == "placeholder"}
-        given = set(copies.values())
-        last = next(node for node in reversed(self.forward.nodes) if node in given)
-        with self.forward.inserting_before(last.next):
-            for node in self.backward.nodes:
-                if node in needed and node not in copies:
-                    copies[node] = self.forward.node_copy(node, copies.__getitem__)
-        return copies
-
-    def _replace(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
-        """Pack `source` in forward and unpack it in backward in place of `target`, after arguments before `place`."""
-        keep, restore = packer(source.meta["val"], form)
-        # Right after it: codes made at the end of forward would keep the tensor alive until then.
-        codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
-        taken = []
-        for number, part in enumerate(codes):
-            if form or part.name not in self.arguments:
-                part.name = _free(f"{source.name}_codes_{number}", self.forward, self.backward)
-            part.meta["saved_tensor_with_no_vc_check"] = place.meta.get("saved_tensor_with_no_vc_check", False)
-            with self.backward.inserting_before(place):
-                taken.append(self.backward.placeholder(part.name))
-            taken[-1].meta = {**part.meta}
-        self.taken += taken
-        order = {n: number for number, n in enumerate(self.backward.nodes)}
-        first = min(target.users, key=order.__getitem__)
-        (made,) = _inline(self.backward, first, restore, taken) if form else taken
-        target.replace_all_uses_with(made)
-        return codes
-
-
-def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
-    """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
-    values = [node.meta["val"] for node in inputs]
-    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
-    with mode, torch.no_grad():
-        traced = make_fx(fn, decomposition_table=_inductor.decompositions())(*values)
-    places = traced.graph.find_nodes(op="placeholder")
-    env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
-    with half.inserting_before(before):
-        for step in traced.graph.nodes:
-            if step.op == "output":
-                results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
-                return [env[result] for result in results]
-            if step.op == "get_attr":
-                raise RuntimeError(
-                    f"hotrain: packing a saved tensor traced the constant {step.target}; please report this"
-                )
-            if step.op != "placeholder":
-                env[step] = half.node_copy(step, env.__getitem__)
-    raise AssertionError("a graph without an output")
-
-
-def _free(name: str, *halves: Graph) -> str:
-    taken = {node.name for half in halves for node in half.nodes}
-    return next(n for n in (name, *(f"{name}_{i}" for i in range(len(taken) + 1))) if n not in taken)

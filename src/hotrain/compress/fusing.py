@@ -14,21 +14,17 @@ activation function that reads the convolution. Sums are in float32 and rounded 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from ..private import fakes
 from .formats import is_static
+from .nodes import called, computed, same_order, value_of
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -155,7 +151,7 @@ class _Backward(_Merging):
 
     def add(self) -> None:
         g_x = self.result(0)
-        while g_x is not None and len(g_x.users) == 1 and _is_view(next(iter(g_x.users))):
+        while g_x is not None and len(g_x.users) == 1 and same_order(next(iter(g_x.users))):
             g_x = next(iter(g_x.users))
         if g_x is None or len(g_x.users) != 1:
             return
@@ -246,7 +242,7 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     """The sums of a tensor (..., C) over all axes but the last, also of its views."""
     found: list[Node] = []
     for user in node.users:
-        if _is_view(user) and user.meta["val"].shape[-1:] == (columns,):
+        if same_order(user) and user.meta["val"].shape[-1:] == (columns,):
             found += _sums_of_columns(user, columns)
         elif user.target is _aten.sum.dim_IntList and user.args[0] is node:
             axes: Any = user.args[1]
@@ -256,49 +252,15 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     return found
 
 
-def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node before another, with its fake value and the metadata of `like`."""
-    with graph.inserting_before(before):
-        made = graph.call_function(target, args, kwargs)
-    made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
-    made.meta["val"] = _computed(made)
-    if made.meta.pop("eager_input_vals", None) is not None:
-        # From it Inductor takes the strides of a custom operator's arguments; those of `like` are others.
-        made.meta["eager_input_vals"] = tuple(
-            map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
-        )
-    return made
-
-
-def _computed(node: Node) -> Any:
-    """The fake value of a call."""
-    found: Any = [map_arg(part, lambda n: n.meta["val"]) for part in (node.args, node.kwargs)]
-    args, kwargs = found
-    modes = [t.fake_mode for n in node.all_input_nodes if isinstance(t := n.meta["val"], fakes.tensor)]
-    with modes[0] if modes else contextlib.nullcontext(), torch.no_grad():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node has the elements of its argument in the same order."""
-    in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
-    return in_order or node.target in _VIEWS
-
-
 def _is_dense(node: Any) -> bool:
     """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
-    value = _value(node)
+    value = value_of(node)
     return value is not None and value.dtype in _FLOATS and is_static(value) and value.is_contiguous()
 
 
 def _base(node: Any) -> Node:
     """The tensor that a node is a view of."""
-    while _is_view(node):
+    while same_order(node):
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
@@ -306,7 +268,7 @@ def _base(node: Any) -> Node:
 def _uncast(node: Node) -> Node:
     """The tensor that a node is the wider copy of."""
     source = node.args[0] if node.target in CASTS else None
-    value, mine = _value(source), _value(node)
+    value, mine = value_of(source), value_of(node)
     if value is None or mine is None or value.dtype not in _FLOATS or mine.dtype != torch.float32:
         return node
     return source  # type: ignore[return-value]
@@ -329,7 +291,7 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
     if not (_is_dense(one) and _is_dense(other)) or one is other:
         return None
     one, other = ((source if _is_dense(source := _uncast(t)) else t) for t in (one, other))
-    values = _value(one), _value(other)
+    values = value_of(one), value_of(other)
     assert values[0] is not None
     assert values[1] is not None
     if values[0].shape != values[1].shape or values[0].shape != node.meta["val"].shape:
@@ -339,7 +301,7 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
 
 def _casts(node: Node) -> list[Node]:
     """Casts among a tensor's users, through views."""
-    through = [cast for user in node.users if _is_view(user) for cast in _casts(user)]
+    through = [cast for user in node.users if same_order(user) for cast in _casts(user)]
     return through + [user for user in node.users if user.target in CASTS]
 
 
@@ -347,7 +309,7 @@ def _all_casts(node: Node) -> list[Node] | None:
     """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
     found: list[Node] = []
     for user in node.users:
-        if _is_view(user):
+        if same_order(user):
             more = _all_casts(user)
             if more is None:
                 return None
@@ -367,8 +329,8 @@ def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
     while waiting:
         node = waiting.pop()
         for user in list(node.users):
-            if _is_view(user):
-                user.meta["val"] = _computed(user)
+            if same_order(user):
+                user.meta["val"] = computed(user)
                 waiting.append(user)
     for cast in casts:
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from ..private import FULL, constant_in_graphs, falls_back, is_transformed, trac
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
-from .mode_stack import Mode, aside, top
+from .mode_stack import Mode, top, without_own_modes
 from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
@@ -55,7 +55,7 @@ class Compressed(Mode):
             if compiling:
                 y = handler(self.scope, *args, **kwargs)
             else:
-                with aside():
+                with without_own_modes():
                     y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
@@ -68,7 +68,7 @@ class Compressed(Mode):
             return func(*args, **kwargs)
         if not self._may_compress():
             return func(*args, **kwargs)
-        with aside():
+        with without_own_modes():
             return eager.call(self.buffers, rule, func, args, kwargs)
 
     def stands_for(self, buffers: Buffers) -> bool:

@@ -2,7 +2,7 @@
 
 A mode costs time for each call and each attribute of a tensor, in hotrain's own code too. So a block within a model
 that runs under its mode already enters none of its own (`top`), and hotrain's own computations run with its modes
-removed (`aside`).
+removed (`without_own_modes`).
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ class Mode(TorchFunctionMode):
 
 
 top = top_function_mode
-aside = partial(without_function_modes, Mode)
+without_own_modes = partial(without_function_modes, Mode)

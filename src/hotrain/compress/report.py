@@ -67,7 +67,7 @@ def _nothing() -> float:
 
 @dataclass
 class Buffers:
-    """What a converted model saves: by operator its format (`served`), or why it is kept in full precision (`full`).
+    """What a converted model saves: by operator its format (`formats`), or why it is kept in full precision (`full`).
 
     Attributes:
         full: operator → why its tensors are kept in full precision.
@@ -84,7 +84,7 @@ class Buffers:
         gains: tells the ms of a step that converted layers are faster than exact ones.
     """
 
-    served: dict[str, str] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)
     full: dict[str, str] = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins, repr=False, compare=False)
     looked_at: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -124,7 +124,7 @@ class Buffers:
     @constant_in_graphs
     def record(self, what: str, form: str) -> None:
         """Record that an operator saves its tensors in a format."""
-        self.served[what] = form
+        self.formats[what] = form
 
     @constant_in_graphs
     def record_full(self, what: str, why: str) -> None:
@@ -132,7 +132,7 @@ class Buffers:
         self.full[what] = why
 
     def __str__(self) -> str:
-        rows = [(what, form) for what, form in self.served.items()]
+        rows = [(what, form) for what, form in self.formats.items()]
         rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
         rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
         if not rows:

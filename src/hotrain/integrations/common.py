@@ -1,47 +1,20 @@
-"""What the callbacks share: conversion with refusals, a check after the first step, metrics, required versions."""
+"""What the callbacks share: conversion with refusals, a check after the first step, metrics."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 import warnings
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from .._version import require as require
 from ..conversion import ConversionReport, convert, converted_layers
 from ..method import Method
 from ..presets import DEFAULT
 
 Model = TypeVar("Model", bound=nn.Module)
 _MIB = 1 << 20
-
-
-def require(package: str, least: str, extra: str) -> None:
-    """Raise ImportError unless a package is installed in a version that works.
-
-    Args:
-        package: its name on the registry.
-        least: the first version that works, as ``major.minor``.
-        extra: the extra of hotrain that brings it.
-
-    Raises:
-        ImportError: it is missing or too old; the message says what to install.
-    """
-    install = f"pip install 'hotrain[{extra}]'"
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError(f"hotrain.integrations: {package} is not installed; {install}") from error
-    if _numbers(version) < _numbers(least):
-        raise ImportError(
-            f"hotrain.integrations: {package} {version} is not supported; versions from {least} on work: {install}"
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 class Conversion:

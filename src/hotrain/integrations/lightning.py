@@ -11,15 +11,17 @@ from typing import Any
 
 from torch import nn
 
+from ..method import Method
+from ..presets import DEFAULT
 from .common import Conversion, require
 
 # `pytorch_lightning` is the same code in a second package, with classes of its own.
 if importlib.util.find_spec("lightning") is None and importlib.util.find_spec("pytorch_lightning") is not None:
-    require("pytorch-lightning", "2.6", "lightning")
+    require("pytorch-lightning", "2.6")
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities.model_helpers import is_overridden
 else:
-    require("lightning", "2.6", "lightning")
+    require("lightning", "2.6")
     from lightning.pytorch import Callback  # type: ignore[assignment,no-redef,unused-ignore]
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -50,8 +52,8 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
         **options: further arguments of `hotrain.convert`.
     """
 
-    def __init__(self, *args: Any, module: str | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, method: str | Method = DEFAULT, *, module: str | None = None, **options: Any) -> None:
+        super().__init__(method, **options)
         self.module = module
         self._checked = False
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from ..method import Method
+from ..presets import DEFAULT
 from .common import Conversion, require
 
-require("transformers", "5.0", "hf")
-require("accelerate", "1.10", "hf")
+require("transformers", "5.0", "text")
+require("accelerate", "1.10", "text")
 
 from accelerate.state import AcceleratorState  # noqa: E402 (after the check of versions)
 from transformers import TrainerCallback  # noqa: E402
@@ -38,8 +40,8 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         **options: further arguments of `hotrain.convert`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, method: str | Method = DEFAULT, **options: Any) -> None:
+        super().__init__(method, **options)
         self._checked = self._logged = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:

@@ -10,25 +10,17 @@ needs only torch.
 from __future__ import annotations
 
 from .dispatch import (
-    FUNCTIONS,
     accumulation,
-    buffers_reason,
-    disabled,
     forward,
     grad_codes,
     gradients,
-    has_fp8,
     keep,
     kept_shapes,
     next_key,
-    note,
     prepare,
-    reason,
-    rows_in_memory,
-    run,
-    switched_off,
     weight_codes,
 )
+from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason, rows_in_memory, run, switched_off
 
 __all__ = [
     "FUNCTIONS",

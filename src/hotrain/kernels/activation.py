@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dispatch import FUNCTIONS
-from .launch import aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .launch import INTERPRETED, aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .support import FUNCTIONS
 
 _TILE = 2048  # elements of a half of a tile
 _SUMMED_TILE = 1024  # where the sums of channels stay in registers
@@ -28,17 +28,42 @@ _FLAT = 1024  # bytes of bits that a program makes or reads
 _RELU, RELU6, _SILU, _HARDSWISH, _GELU, _GELU_TANH = (tl.constexpr(i) for i in range(1, 7))
 
 
+# `tl.exp2` and a division take four and seven instructions more for numbers that are not normal or beyond 2¹²⁶. None
+# comes here but as an exponential that is zero to what it is added to. The interpreter has no instructions.
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _exp2(v):
+    if _INTERPRETED:
+        return tl.exp2(v)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _reciprocal(v):
+    """1/v for v from 1 on."""
+    if _INTERPRETED:
+        return 1.0 / v
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(v):
+    return _reciprocal(1.0 + _exp2(v * -1.4426950408889634))
+
+
 @triton.jit
 def _tanh(v):
-    return 2.0 * tl.sigmoid(2.0 * v) - 1.0
+    return 2.0 * _sigmoid(2.0 * v) - 1.0
 
 
 @triton.jit
 def _gauss(v):
     """Φ(v) and exp(−v²/2): Φ to 1e-7 (Abramowitz and Stegun, 7.1.26), with one exponential and few registers."""
-    t = 1.0 / (1.0 + 0.23164189 * tl.abs(v))
+    t = _reciprocal(1.0 + 0.23164189 * tl.abs(v))
     p = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-    e = tl.exp2(v * v * -0.7213475204444817)
+    e = _exp2(v * v * -0.7213475204444817)
     return tl.where(v < 0, p * e, 1.0 - p * e), e
 
 
@@ -50,7 +75,7 @@ def apply(v, F: tl.constexpr):
     elif F == RELU6:
         v = tl.where(v <= 0, 0.0, tl.where(v >= 6.0, 6.0, v))
     elif F == _SILU:
-        v = v * tl.sigmoid(v)
+        v = v * _sigmoid(v)
     elif F == _HARDSWISH:
         v = tl.where(v <= -3.0, v * 0.0, tl.where(v >= 3.0, v, v * (v + 3.0) * (1.0 / 6.0)))
     elif F == _GELU:
@@ -65,7 +90,7 @@ def apply(v, F: tl.constexpr):
 def with_slope(v, F: tl.constexpr):
     """f(v) and f'(v) in float32, with shared subexpressions."""
     if F == _SILU:
-        s = tl.sigmoid(v)
+        s = _sigmoid(v)
         y = v * s
         slope = s * (1.0 + v * (1.0 - s))
     elif F == _HARDSWISH:
@@ -76,7 +101,7 @@ def with_slope(v, F: tl.constexpr):
         y = v * phi
         slope = phi + v * e * 0.3989422804014327
     else:
-        s = tl.sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
+        s = _sigmoid(1.5957691216057308 * (v + 0.044715 * v * v * v))
         y = v * s
         slope = s + y * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * v * v)
     return y, slope
@@ -119,9 +144,10 @@ def _activate_kernel(
     low = tl.load(x + place * C + column, mask=inside, other=0).to(tl.float32)
     high = tl.load(x + place * C + HALF + column, mask=inside, other=0).to(tl.float32)
     if HAS_BIAS:
-        there = column < HALF if HALF % BLOCK != 0 else column >= 0
-        low += tl.load(bias + column, mask=there, other=0).to(tl.float32)
-        high += tl.load(bias + HALF + column, mask=there, other=0).to(tl.float32)
+        # A row's bias for each row: read as a vector, Triton would compute f in the layout of that, too.
+        own = tl.broadcast_to(column, (ROWS, BLOCK))
+        low += tl.load(bias + own, mask=inside, other=0).to(tl.float32)
+        high += tl.load(bias + HALF + own, mask=inside, other=0).to(tl.float32)
     low, slope_l = with_slope(low, F)
     high, slope_h = with_slope(high, F)
     packed = slope_code(slope_l, row, column, FIRST, PER_ONE)

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply
-from .dispatch import FUNCTIONS, rows_in_memory
 from .launch import aligned, block_of, cdiv, is_wide, launch, power_of_2
 from .quantize_kernels import magnitude_bits
+from .support import FUNCTIONS, rows_in_memory
 
 _TILE = 2048  # elements of a half of a tile
 # Factor from amax to scale: a scale is rounded to bfloat16 and must not become smaller by that.

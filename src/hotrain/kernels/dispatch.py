@@ -1,15 +1,10 @@
-"""Kernel dispatch: what the kernels support, `keep` and `gradients` of a layer, and the fallback to the reference."""
+"""The calls of a layer: `keep` and `forward` in forward, `gradients` in backward, each by kernels or the reference."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
-import os
-import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +17,7 @@ from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
+from .support import or_reference, unsupported_device
 
 if TYPE_CHECKING:
     from .quantize_kernels import Output
@@ -29,121 +25,7 @@ if TYPE_CHECKING:
 Needs = tuple[bool, bool, bool]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# The activation function after a batch norm → its number in the kernels.
-FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5, "gelu_tanh": 6}
-
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and module to the next boundary of 16 bytes
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SWITCHED_OFF = "the kernels are switched off"
-_off = threading.local()
-_warned: set[str] = set()
-
-
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
-    """A context in which every layer uses the reference, as the variable HOTRAIN_KERNELS=0 does for a process."""
-    before = getattr(_off, "value", False)
-    _off.value = True
-    try:
-        yield
-    finally:
-        _off.value = before
-
-
-@functools.cache
-def _unsupported_device(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device.type == "cpu":
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else "the kernels run on a GPU"
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"the kernels were written for CUDA devices, not for {'ROCm' if torch.version.hip else device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {major}.{minor}"
-    return None
-
-
-@functools.cache
-def has_fp8(device: torch.device) -> bool:
-    """Whether the device has fp8 matrix units (compute capability 8.9); Triton's interpreter counts as one."""
-    if _unsupported_device(device) is not None:
-        return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@functools.lru_cache(maxsize=1024)
-def _unsupported_method(method: Method) -> str | None:
-    g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
-    if g_w.tile != 16:
-        return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
-    if g_w.drop:
-        return "the kernels do not drop elements of g_y"
-    if g_x.transform == "lowpass" or "luq" in (g_x.number, g_w.number) or saved.number == "sawb":
-        return f"the kernels do not support the number formats of {method.name}"
-    if "pseudo" in (g_x.rounding, g_x.weight_rounding, g_w.rounding, saved.rounding):
-        return "the kernels do not round pseudo-stochastically"
-    if (g_w.bits is None) != (saved.bits is None):
-        return "the kernels need both operands of g_w quantized, or none"
-    if saved.bits is not None and (saved.bits != 8 or saved.scale != "tensor"):
-        return "the kernels save x in 8 bits with one scale"
-    return None
-
-
-def _off_or_unsupported(device: torch.device) -> str | None:
-    return _SWITCHED_OFF if switched_off() else _unsupported_device(device)
-
-
-def _unsupported_dtype(dtype: torch.dtype) -> str | None:
-    if dtype in _DTYPES:
-        return None
-    return f"the kernels take float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-
-
-def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernels do not support a layer, as a clause; None where they do.
-
-    Args:
-        method: of the layer.
-        lay: of x's tokens.
-        dtype: of x.
-        device: of x.
-    """
-    found = _off_or_unsupported(device) or _unsupported_method(method) or _unsupported_dtype(dtype)
-    if found is not None:
-        return found
-    numbers = (method.grad_input.number, method.grad_weight.number)
-    if not has_fp8(device) and (method.forward == "fp8" or not set(FLOATS).isdisjoint(numbers)):
-        return "the device has no fp8 units"
-    if lay.rows == 0:
-        return "there are no tokens"
-    return None
-
-
-def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernels of saved activations do not run on a device, as a clause; None where they do."""
-    return _off_or_unsupported(device) or _unsupported_dtype(dtype)
-
-
-def switched_off() -> bool:
-    """Whether the kernels are switched off, by `disabled` or for the process."""
-    return getattr(_off, "value", False) or _off_for_the_process()
-
-
-@functools.cache
-def _off_for_the_process() -> bool:
-    return os.environ.get("HOTRAIN_KERNELS") == "0"
-
-
-def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Warn, once for each reason, that a layer on a GPU uses the reference."""
-    if why not in _warned and why != _SWITCHED_OFF:
-        _warned.add(why)
-        warnings.warn(
-            f"hotrain: no kernel for {str(dtype).removeprefix('torch.')} on {device.type} here: {why}. The layer "
-            "uses the reference in plain PyTorch: the same gradients, slower.",
-            stacklevel=3,
-        )
 
 
 @functools.cache
@@ -154,43 +36,9 @@ def _without_layer(device: torch.device) -> AmaxHistory:
 
 def prepare(device: torch.device) -> None:
     """Allocate what all layers share, before anything is captured into a CUDA graph."""
-    if _unsupported_device(device) is None:
+    if unsupported_device(device) is None:
         _without_layer(device)
         _no_key(device)
-
-
-# --- a kernel that does not compile
-
-
-_broken: set[str] = set()
-
-
-@functools.cache
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import TritonError
-
-    return CompilationError, TritonError
-
-
-def _or_definition(name: str, kernel: Callable[[], Any], definition: Callable[[], Any]) -> Any:
-    """`kernel()`, or, where it cannot be compiled or launched here, the reference `definition()`, from then on."""
-    if name in _broken:
-        return definition()
-    try:
-        return kernel()
-    except _compiler_errors() as error:
-        _broken.add(name)
-        warnings.warn(
-            f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
-            "replaces it, slower.",
-            stacklevel=4,
-        )
-        return definition()
-
-
-# --- the two calls
 
 
 @functools.lru_cache(maxsize=1024)
@@ -298,7 +146,7 @@ def keep(
         assert codes is not None
         return codes
 
-    def definition() -> Tensor:
+    def reference() -> Tensor:
         from .reference import compress
 
         _, _, codes, scale, _ = compress(x, lay, key, projected=output)
@@ -306,7 +154,7 @@ def keep(
         assert codes is not None
         return codes
 
-    return _or_definition("keep", kernel, definition), side
+    return or_reference("keep", kernel, reference), side
 
 
 def forward(
@@ -353,7 +201,7 @@ def forward(
             tiling=_tilings(x.dtype, _few_rows(lay, operand))[1],
         )  # fmt: skip
 
-    def definition() -> tuple[Tensor | None, ...]:
+    def reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
         found = compress(x, lay, key, operand, output, rotate=False)
@@ -361,7 +209,7 @@ def forward(
             _fill_side(lay, key, side, found[3])
         return found
 
-    codes, scale, kept, _, _ = _or_definition("forward", kernel, definition)
+    codes, scale, kept, _, _ = or_reference("forward", kernel, reference)
 
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
@@ -369,12 +217,12 @@ def forward(
             tiling=_tilings(w.dtype, fp8)[1],
         )  # fmt: skip
 
-    def weight_definition() -> tuple[Tensor | None, ...]:
+    def weight_reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
         return compress(w, whole(outputs, False), key, operand, rotate=False)
 
-    weight, weight_scale = _or_definition("weight", weight_kernel, weight_definition)[:2]
+    weight, weight_scale = or_reference("weight", weight_kernel, weight_reference)[:2]
     assert codes is not None
     assert scale is not None
     assert weight is not None
@@ -461,12 +309,12 @@ def grad_codes(
             tiling=_tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
         )  # fmt: skip
 
-    def definition() -> tuple[Tensor | None, ...]:
+    def reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
         return compress(g_y, tokens, key, rotated, projected, rotate=rotates, sums=needs[2])
 
-    return _or_definition("gradients", kernel, definition)
+    return or_reference("gradients", kernel, reference)
 
 
 # Codes of the weights of the step that is accumulated, by layer; None outside of `accumulation`.
@@ -522,12 +370,12 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
             w, key, output, history or _without_layer(w.device), rotates, _tilings(w.dtype, False)[2]
         )
 
-    def definition() -> tuple[Tensor, Tensor]:
+    def reference() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
 
         return compress_weight(w, key, output, rotates)
 
-    return _or_definition("weight", kernel, definition)
+    return or_reference("weight", kernel, reference)
 
 
 def gradients(
@@ -598,12 +446,12 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
         found = fp8_product(a, b, scale_a, scale_b, dtype)
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
-    def definition() -> Tensor:
+    def reference() -> Tensor:
         from .reference import int8_product
 
         return int8_product(a, b[:columns], scale_a, scale_b, dtype)
 
-    return _or_definition("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), definition)
+    return or_reference("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), reference)
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:
@@ -613,55 +461,8 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
         counter: int64 (3,), [salt, step, key], on the device.
         moves: whether the step is incremented first.
     """
-    if _unsupported_device(counter.device) is not None:
+    if unsupported_device(counter.device) is not None:
         return draws.next_key(counter, moves)
     from .rows import next_key
 
     return next_key(counter, moves)
-
-
-# --- kernels of compressed activations, launched by `compress.launcher`
-
-
-@functools.cache
-def _kernel(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(".")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), function)
-    return found
-
-
-def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
-    """Call a kernel, or the reference from the first time that the kernel cannot be compiled or launched here.
-
-    Args:
-        name: ``"file.function"`` of this package; the file is imported at its first call, since it needs Triton.
-        reference: computes the same in plain PyTorch.
-        *args: of the function.
-    """
-    return _or_definition(name, lambda: _kernel(name)(*args), reference)
-
-
-def rows_in_memory(t: Tensor) -> tuple[int, int] | None:
-    """(contiguous rows, stride to the next ones) of t's last axis, as kernels read it; None for another layout."""
-    try:
-        return _rows_in_memory(t.shape, t.stride())
-    except TypeError:  # under Dynamo sizes may be symbolic, which are not hashable
-        return _rows_in_memory.__wrapped__(t.shape, t.stride())
-
-
-@functools.lru_cache(maxsize=1024)
-def _rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
-    if strides[-1] != 1:
-        return None
-    run, axis = 1, len(shape) - 2
-    while axis >= 0 and (shape[axis] == 1 or strides[axis] == run * shape[-1]):
-        run *= shape[axis]
-        axis -= 1
-    stride = strides[axis] if axis >= 0 else run * shape[-1]
-    reach = stride
-    while axis >= 0:
-        if shape[axis] != 1 and strides[axis] != reach:
-            return None
-        reach = strides[axis] * shape[axis] if shape[axis] != 1 else reach
-        axis -= 1
-    return run, stride

@@ -17,6 +17,11 @@ class HadamardConv2d(nn.Conv2d):
     """A Conv2d whose training backward follows `method`; eval mode and no_grad run `torch.nn.Conv2d`'s forward.
 
     Every stride, padding (also 'same' and the non-zero modes), dilation and number of groups.
+
+    Args:
+        *args: as of `torch.nn.Conv2d`.
+        method: a preset's name or a `hotrain.Method`.
+        **kwargs: as of `torch.nn.Conv2d`.
     """
 
     _hotrain: LayerState

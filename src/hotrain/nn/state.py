@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
-from ..compress.mode_stack import aside, top
+from ..compress.mode_stack import top, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..geometry import Geometry
@@ -115,7 +115,7 @@ class LayerState:
             return self._traced(module, x, channels, place)
         if top() is None:
             return self._eager(module, x, channels, place)
-        with aside():
+        with without_own_modes():
             return self._eager(module, x, channels, place)
 
     def _eager(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:

@@ -7,11 +7,13 @@ measurement beside the rows. ``records.json`` has the other data of the report.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hotrain.files import parse_json, read_text, write_text
 
 SUMMARY = "summary.json"
 RECORDS = "records.json"
@@ -23,14 +25,56 @@ ROW_FIELDS = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "
 operations and median milliseconds of one training step. Where the run failed they are ``None``. A row may also
 have ``layers``: what ran, read off the model after the run, one dict for the layers that did the same."""
 
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "rows": ROW_FIELDS,
-    "curves": ("model", "method", "seed", "epoch", "accuracy", "loss"),
-    "memory": ("model", "method", "total", "by_operator"),
-    "spectrum": ("model", "layer", "tensor", "energy"),
-    "calibration": ("model", "layer", "choice", "ratio"),
-    "surfaces": ("model", "layer", "choice", "ratio", "values"),
+Test = tuple[Callable[[Any], bool], str]  # of a value, and what it accepts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _lists(test: Test) -> Test:
+    return lambda value: isinstance(value, list) and all(map(test[0], value)), f"a list, each {test[1]}"
+
+
+def _tables(test: Test) -> Test:
+    return lambda value: isinstance(value, dict) and all(map(test[0], value.values())), f"an object, each {test[1]}"
+
+
+def _or_none(test: Test) -> Test:
+    return lambda value: value is None or test[0](value), f"{test[1]} or null"
+
+
+TEXT: Test = (lambda value: isinstance(value, str), "text")
+NUMBER: Test = (_is_number, "a finite number")
+WHOLE: Test = (lambda value: type(value) is int and abs(value) < 2**63, "a whole number")
+MEASURED = _or_none(NUMBER)
+PLAIN: Test = (lambda value: not isinstance(value, (dict, float)) or _is_number(value), "no object")
+
+FIELDS: dict[str, dict[str, Test]] = {
+    "rows": {"model": TEXT, "method": TEXT, "seed": WHOLE, **dict.fromkeys(ROW_FIELDS[3:], MEASURED)},
+    "curves": {
+        **{"model": TEXT, "method": TEXT, "seed": WHOLE, "epoch": _lists(NUMBER)},
+        **dict.fromkeys(("accuracy", "loss"), _lists(MEASURED)),
+    },
+    "memory": {"model": TEXT, "method": TEXT, "total": NUMBER, "by_operator": _tables(NUMBER)},
+    "spectrum": {"model": TEXT, "layer": TEXT, "tensor": TEXT, "energy": _lists(NUMBER)},
+    "calibration": {"model": TEXT, "layer": TEXT, "choice": TEXT, "ratio": NUMBER},
+    "surfaces": {"model": TEXT, "layer": TEXT, "choice": TEXT, "ratio": NUMBER, "values": _lists(_lists(NUMBER))},
 }
+"""The fields that a record has to have."""
+
+OPTIONAL: dict[str, Test] = {"layers": _or_none(_lists(_tables(PLAIN)))}
+"""Of a row."""
+
+META: dict[str, Test] = {
+    **dict.fromkeys(("title", "default", "surface_note", "command", "device", "commit"), _or_none(TEXT)),
+    **dict.fromkeys(("seconds", "lqs_threshold"), NUMBER),
+    "test_images": _tables(WHOLE),
+    "methods": _tables(TEXT),
+    "models": _tables(_tables(PLAIN)),
+    "notes": _lists(TEXT),
+}
+"""The conditions that are more than printed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +91,7 @@ class Records:
     ``calibration``: per layer, the scale that LQS chose (``token`` or ``tensor``) and its error ratio.
     ``surfaces``: |g_y| of chosen layers, tokens × channels, already down-sampled.
 
-    Raises ``ValueError`` when a record lacks a field.
+    Raises ``ValueError`` when a record lacks a field, or has one of another type.
     """
 
     meta: Mapping[str, Any]
@@ -59,11 +103,19 @@ class Records:
     surfaces: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for kind, fields in REQUIRED.items():
-            for index, record in enumerate(getattr(self, kind)):
+        for kind, fields in FIELDS.items():
+            records = getattr(self, kind)
+            if not isinstance(records, list):
+                raise ValueError(f"{kind}: got a {type(records).__name__}, accepted is a list of records")
+            for index, record in enumerate(records):
+                where = f"{kind}[{index}]"
+                if not isinstance(record, dict):
+                    raise ValueError(f"{where}: got a {type(record).__name__}, accepted is an object")
                 missing = [name for name in fields if name not in record]
                 if missing:
-                    raise ValueError(f"{kind}[{index}] lacks {', '.join(missing)}; a record has {', '.join(fields)}")
+                    raise ValueError(f"{where} lacks {', '.join(missing)}; a record has {', '.join(fields)}")
+                _check(where, record, {**fields, **(OPTIONAL if kind == "rows" else {})})
+        _check("the conditions", self.meta, META)
 
     def models(self) -> list[str]:
         """Model names in the order of the rows."""
@@ -88,7 +140,7 @@ class Records:
     def save(self, folder: Path) -> None:
         """Write both files into ``folder``, each in one step: a reader never sees half of one."""
         folder.mkdir(parents=True, exist_ok=True)
-        rest = {kind: getattr(self, kind) for kind in REQUIRED if kind != "rows"}
+        rest = {kind: getattr(self, kind) for kind in FIELDS if kind != "rows"}
         _write_json(folder / RECORDS, {"version": VERSION, **rest})
         _write_json(folder / SUMMARY, {"version": VERSION, "rows": self.rows, **self.meta})
 
@@ -108,9 +160,18 @@ def load_records(folder: Path | str) -> Records:
     if not isinstance(summary.get("rows"), list):
         raise ValueError(f"{folder / SUMMARY}: no list under 'rows'; write it with `hotrain compare` or `hotrain demo`")
     rest = _read_json(folder / RECORDS) if (folder / RECORDS).exists() else {}
-    kinds = {kind: rest.get(kind, []) for kind in REQUIRED if kind != "rows"}
+    kinds = {kind: rest.get(kind, []) for kind in FIELDS if kind != "rows"}
     meta = {key: value for key, value in summary.items() if key not in ("version", "rows")}
-    return Records(meta=meta, rows=summary["rows"], **kinds)
+    try:
+        return Records(meta=meta, rows=summary["rows"], **kinds)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _check(where: str, values: Mapping[str, Any], tests: Mapping[str, Test]) -> None:
+    for name, (accepts, accepted) in tests.items():
+        if name in values and not accepts(values[name]):
+            raise ValueError(f"{where}: {name} is {str(values[name])[:80]!r}, accepted is {accepted}")
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
@@ -118,17 +179,16 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path} is missing; run `hotrain demo` or `hotrain compare` first, or name its folder")
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); delete it and measure again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; an object with 'rows' is accepted")

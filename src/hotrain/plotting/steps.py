@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.page import STYLE
-from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
 from hotrain.plotting.tradeoff import unit_of
 
 Place = tuple[float, float]
@@ -89,7 +89,7 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
             colour, marker = _mark(name)
             axes.plot(*place, color=colour, marker="^" if slow else marker, markersize=5.5, markeredgewidth=0)
             text = f"{name}, {points[name][1]:.0f} ms" if slow else name
-            labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=INK))
+            labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=colour))
         axes.set_xlim(0, 1.12 * max(gib for gib, _ in shown.values()))
         times = [ms for _, ms in shown.values()]
         lack = max(0.0, LEAST_RANGE * min(times) - max(times) + min(times)) / 2  # a percent must not look like a cliff
@@ -100,7 +100,7 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
         axes.set_ylabel("ms/step")
         figure.draw_without_rendering()  # from here on, places on the page are known
         arrange(axes, labels, list(shown.values()), _boxes_of(axes, front))
-        return _alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))
+        return alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))
 
 
 def _mark(variant: str) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def _boxes_of(axes: Axes, front: Sequence[Place]) -> list[Bbox]:
     return boxes
 
 
-def _alone(svg: str) -> str:
+def alone(svg: str) -> str:
     """A figure for a page as a file: with its name space, and the page's colours and font."""
     colours = STYLE[: STYLE.index("*{")].replace("/*light*/", css_variables("light", svg))
     colours = colours.replace("/*dark*/", css_variables("dark", svg))

@@ -50,6 +50,7 @@ _OF_PRESETS = (
     Look("exact", "#1b1d21", "#f2f3f5", "-", "o", 2.0),
     Look("hq8", "#0069b4", "#4ea8ff", "-", "D", 2.0),
     Look("hot-unbiased", "#7a3fb0", "#c58ff5", (0, (6, 1.2)), "s"),
+    Look("hot-importance", "#c2185b", "#ff7bac", (0, (4, 1)), "*"),
     Look("hot", "#d0510a", "#ff8c42", (0, (5, 1.5)), "^"),
     Look("hla", "#b98100", "#f2b632", (0, (3, 1.2)), "v"),
     Look("lbp-wht", "#00835f", "#2fc79a", (0, (5, 1.2, 1, 1.2)), "P"),

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, FolderData, open_image
 from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
 
-Batch = tuple[Tensor, Tensor]  # images float32 (B, C, H, W), labels int64 (B,)
+Batch = tuple[Tensor, Tensor]  # images float32 (B, C, H, W), or two views (2B, C, H, W); labels int64 (B,)
 
 
 class Feed:
@@ -113,6 +114,11 @@ class Feed:
         indices = torch.arange(size)[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)))
 
+    def train_batches(self) -> Iterator[Batch]:
+        """This process's part of the training images, without augmentation."""
+        indices = torch.arange(self.data.train_size)[self.rank :: self.world]
+        return self._images.testing(list(indices.split(self.run.eval_batch_size)), train=True)
+
     def example(self) -> Batch:
         """Return the first training batch of the run, without changing the state."""
         return next(self.updates(0))[0]
@@ -155,16 +161,20 @@ class _Arrays:
             generator = torch.Generator().manual_seed(key)
             indices = to_device(indices, self.x_train.device)
             x = self.x_train[indices]
+            if self.run.task != "classification":
+                yield self._finish(two_views(x / 255.0, generator) * 255.0), self.y_train[indices]
+                continue
             if self.run.crop_padding:
                 x = random_crop(x, self.run.crop_padding, generator)
             if self.run.flip:
                 x = random_flip(x, generator)
             yield self._finish(x), self.y_train[indices]
 
-    def testing(self, chosen: list[Tensor]) -> Iterator[Batch]:
+    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
+        x, y = (self.x_train, self.y_train) if train else (self.x_test, self.y_test)
         for indices in chosen:
-            indices = to_device(indices, self.x_test.device)
-            yield self._finish(self.x_test[indices]), self.y_test[indices]
+            indices = to_device(indices, x.device)
+            yield self._finish(x[indices]), y[indices]
 
     def _finish(self, x: Tensor) -> Tensor:
         x = (x.float().div_(255.0) - self.mean) / self.std
@@ -243,8 +253,8 @@ class _Folder:
         ]
         return self._load(self.train, plan)
 
-    def testing(self, chosen: list[Tensor]) -> Iterator[Batch]:
-        return self._load(self.test, [[(int(i), 0) for i in indices] for indices in chosen])
+    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
+        return self._load(self.train if train else self.test, [[(int(i), 0) for i in indices] for indices in chosen])
 
     def _load(self, files: _Files, plan: list[list[tuple[int, int]]]) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,16 +176,26 @@ def compare(
 def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
     """Read the finished runs in ``run.out_dir`` that differ from ``run`` only in method and seed, for :func:`compare`.
 
-    Records of earlier versions are ignored: they do not contain the whole configuration.
+    Records of version 1 are ignored: they do not contain the whole configuration. One that is incomplete is left out
+    with a warning.
 
     Returns:
         The last record by method label and seed.
     """
     found = {}
-    for row in record.read(Path(run.out_dir) / record.RUNS):
-        if row.get("record") != record.VERSION or row.get("status") != "finished":
+    path = Path(run.out_dir) / record.RUNS
+    for row in record.read(path):
+        if row.get("record", 1) < 2 or row.get("status") != "finished":
             continue
-        config = TrainRun.from_dict(row["config"])
+        try:
+            config = TrainRun.from_dict(row["config"])
+            result = _recorded(config, row)
+            known = all({"epoch", "accuracy", "train_loss"} <= entry.keys() for entry in result.history)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            known = False
+        if not known:
+            warnings.warn(f"{path}: the record of {row.get('run_id')!r} is incomplete and is left out", stacklevel=2)
+            continue
         same = replace(config, method=run.method, method_overrides=run.method_overrides, seed=run.seed)
         if not checkpoint.differences(run, same):
             found[config.method_label, config.seed] = row

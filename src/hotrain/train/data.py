@@ -7,8 +7,10 @@ device and augmented there. :class:`FolderData` lists image files; worker proces
 from __future__ import annotations
 
 import difflib
+import lzma
 import os
 import struct
+import tokenize
 import warnings
 import zipfile
 import zlib
@@ -164,7 +166,7 @@ def _digits() -> ArrayData:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
-        raise RuntimeError("data 'digits' comes with scikit-learn: pip install 'hotrain[demo]'") from error
+        raise RuntimeError("data 'digits' comes with scikit-learn: pip install 'hotrain[train]'") from error
     digits = load_digits()
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # 17 grey levels, (1797, 1, 8, 8)
     # The split is a property of the data set here, so it does not depend on the run's seed.
@@ -211,7 +213,8 @@ def load_npz(path: Path) -> ArrayData:
                 raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(members)})")
             _check_size(path, [members[k] for k in (*_ARRAYS, "classes") if k in members])
             arrays = {k: _read_array(archive, members[k], path) for k in (*_ARRAYS, "classes") if k in members}
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError) as error:
+        # RuntimeError is zipfile's for entries that are encrypted, or packed by a method that it does not have.
         raise ValueError(f"data: {path} cannot be read as .npz ({error}); write it with numpy.savez") from error
     for key in ("x_train", "x_test"):
         if arrays[key].dtype != np.uint8:
@@ -240,8 +243,11 @@ _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> np.ndarray:
     with archive.open(member) as stream:
         try:
-            return np.lib.format.read_array(stream, allow_pickle=False)
-        except (ValueError, MemoryError) as error:
+            array = np.lib.format.read_array(stream, allow_pickle=False)
+            if stream.read(1):  # at the end of the stream its checksum is verified
+                raise ValueError("its header says fewer bytes than it has")
+            return array
+        except (ArithmeticError, MemoryError, TypeError, ValueError, tokenize.TokenError) as error:
             if "pickle" in str(error):  # NumPy would advise allow_pickle=True
                 error = ValueError("it holds Python objects")
             reason = " ".join(str(error).split())

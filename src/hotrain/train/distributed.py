@@ -15,6 +15,15 @@ from torch import Tensor
 from hotrain.train.models import resolve_device
 
 
+class LostProcess(RuntimeError):
+    """Another process of the run ended, or cannot be reached any more."""
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another process; gloo has no exception of its own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
 @dataclass(frozen=True)
 class Processes:
     """The processes of a run, as one of them sees them.
@@ -71,6 +80,7 @@ def processes(device: str) -> Iterator[Processes]:
 
     Raises:
         ValueError: a CUDA device that is not available.
+        LostProcess: another process ended, or cannot be reached any more.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(device=resolve_device(device))
@@ -80,10 +90,18 @@ def processes(device: str) -> Iterator[Processes]:
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(here)
     joined = not dist.is_initialized()
-    if joined:
-        dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), here)
-    finally:
         if joined:
+            dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
+        yield Processes(dist.get_rank(), dist.get_world_size(), here)
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        own = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        raise LostProcess(
+            f"{own}: another process of this run has ended or cannot be reached; see what it printed. Resume from the "
+            f"run's last checkpoint with as many processes. PyTorch says: {' '.join(str(error).split())}"
+        ) from error
+    finally:
+        if joined and dist.is_initialized():
             dist.destroy_process_group()

@@ -30,7 +30,7 @@ import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
-from hotrain.train import checkpoint, record
+from hotrain.train import checkpoint, contrastive, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes, processes
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
@@ -72,7 +72,7 @@ class Result:
     Args:
         run: the run.
         run_id: name of its folder.
-        history: one row per epoch: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
+        history: one row per evaluation: epoch, update, train_loss, test_loss, accuracy, lr, seconds, …
         accuracy, best_accuracy: percent of the test images, of the last epoch and the best one. With ``ema`` of the
             averaged weights. None if no epoch was finished.
         saved_bytes: bytes that autograd saves between forward and backward for one batch (``audit``).
@@ -169,6 +169,7 @@ def train(
             if file is not None and file.stat().st_mtime_ns != read_at:
                 raise ValueError(f"resume: another process wrote {file} meanwhile; resume it again")
             training.open_folder()
+            training.track = stack.enter_context(trackers.tracker(run, training.folder, training.update))
         if report is None and ranks.is_main:
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))
         interrupted = stack.enter_context(_interrupts(ranks))
@@ -209,7 +210,8 @@ def _epochs(
             if report is not None:
                 report(training.progress())
             complete = training.update == training.updates
-            if complete or training.update % per_epoch == 0:
+            ended, rest = divmod(training.update, per_epoch)
+            if complete or (rest == 0 and ended % run.evaluate_every == 0):
                 training.finish_epoch(epoch)
                 if report is not None:
                     report(training.progress(training.history[-1]["accuracy"]))
@@ -245,6 +247,7 @@ class Training:
 
         self.run, self.setup, self.ranks = run, setup, ranks
         self.model, self.device = setup.model, setup.device
+        self.learner = self.model if isinstance(self.model, contrastive.TwoViews) else None
         self.updates_per_epoch = setup.feed.updates_per_epoch
         self.updates = run.steps if run.steps is not None else run.epochs * self.updates_per_epoch
         if saved is not None:
@@ -300,7 +303,8 @@ class Training:
         self.folder = Path(run.out_dir) / self.run_id
         self.saved_at = self.update
         self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
-        self.watched = _DelayedRead(self.device)
+        self.watched, self.watched_at = _DelayedRead(self.device), (0, 0)
+        self.track: trackers.Track = trackers.untracked
         if run.audit and self.saved_bytes is None:
             self._audit()
 
@@ -349,7 +353,8 @@ class Training:
                 wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
                 with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
                     with self._autocast():
-                        loss = self.loss_function(self.net(x).float(), target)
+                        output = self.net(x).float()
+                        loss = self.learner.loss(output, x) if self.learner else self.loss_function(output, target)
                     self.scaler.scale(loss / len(batches)).backward()
                 self.loss_sum += loss.detach()
                 self.loss_count += 1
@@ -365,6 +370,8 @@ class Training:
         self.schedule.step(self.update)
         if self.ema is not None:
             self.ema.update(self.model, step=self.update)
+        if self.learner is not None:
+            self.learner.move_target(self.update / self.updates)
         self.timer.stop()
         self.between_updates = True
 
@@ -412,6 +419,7 @@ class Training:
         """Check for divergence without synchronizing with the device.
 
         On a CPU the loss is read at every update; on a GPU every ``WATCH`` updates, as it was at the previous check.
+        Every ``WATCH`` updates it is tracked: the mean of the epoch so far.
 
         Raises:
             Diverged: the loss was not finite, or fp16's loss scale is below ``SCALE_FLOOR``.
@@ -421,6 +429,10 @@ class Training:
         # The scale as a tensor: get_scale() would wait for it.
         scale = self.scaler._scale if self.scaler.is_enabled() else None
         seen = self.watched.look(self.loss_sum, self.loss_sum.new_ones(()) if scale is None else scale)
+        now = self.update, self.loss_count
+        (update, count), self.watched_at = (self.watched_at if self.device.type == "cuda" else now), now
+        if count and update % WATCH == 0:
+            self.track(update, {"loss": _finite(seen[0] / count)})
         if not math.isfinite(seen[0]) and self.run.amp != "fp16":
             raise self._diverged(f"the training loss is {seen[0]}")
         if seen[1] < SCALE_FLOOR:
@@ -439,7 +451,10 @@ class Training:
         model = self.model if self.ema is None else self.ema.module
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = _finite(float(totals[0] / totals[1]))
-        row["test_loss"], row["accuracy"] = self.evaluate(model)
+        if self.learner is None:
+            row["test_loss"], row["accuracy"] = self.evaluate(model)
+        else:
+            row["test_loss"], row["accuracy"], row["knn"] = self.probe(self.learner)
         if row["train_loss"] is None and row["test_loss"] is None:
             raise self._diverged("neither the training loss nor the test loss is finite")
         if self.ema is not None:
@@ -453,6 +468,8 @@ class Training:
         self.loss_count = 0
         if self.ranks.is_main:
             record.append(self.folder / record.METRICS, row)
+            costs = {"saved_bytes": self.saved_bytes, "bit_ops": self.bit_ops, "peak_bytes": self._peak_bytes()}
+            self.track(self.update, {**row, **costs})
 
     @property
     def _sum_device(self) -> torch.device:
@@ -473,6 +490,31 @@ class Training:
         model.train(was_training)
         loss, correct, count = self.ranks.total(sums).tolist()
         return _finite(loss / count), 100.0 * correct / count
+
+    @torch.no_grad()
+    def probe(self, learner: contrastive.TwoViews) -> tuple[float | None, float, float]:
+        """Judge the features of the backbone, on each process by its part of the images.
+
+        Returns:
+            Cross-entropy and accuracy (percent) of a linear probe, and the accuracy by 20 nearest neighbours.
+        """
+        feed, classes = self.setup.feed, len(self.setup.data.classes)
+        was_training = learner.training
+        learner.eval()
+        with self._autocast():
+            train, test = (
+                [(learner.backbone(x).float(), y) for x, y in b] for b in (feed.train_batches(), feed.test_batches())
+            )
+        learner.train(was_training)
+        (x, labels), (seen, truth) = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (train, test))
+        logits = contrastive.linear_probe(x, labels, seen, classes)
+        near = contrastive.nearest_neighbours(x, labels, seen, classes)
+        right = [logits.argmax(1) == truth, near == truth]
+        sums = torch.stack([nn.functional.cross_entropy(logits, truth, reduction="sum"), *(r.sum() for r in right)])
+        loss, probed, nearby, count = self.ranks.total(
+            torch.cat((sums.double(), sums.new_tensor([len(truth)])))
+        ).tolist()
+        return _finite(loss / count), 100.0 * probed / count, 100.0 * nearby / count
 
     def seconds(self) -> float:
         """Return the wall time of the run over all its parts."""
@@ -572,7 +614,7 @@ class Training:
             "calibration": _plain(self.calibration),
             "draws": draws.state_dict(self.model),
             "rng": self.ranks.gather(rng_state()),
-            "loss": [float(self.loss_sum), self.loss_count],
+            "loss": self.ranks.gather([float(self.loss_sum), self.loss_count]),
             "history": self.history,
             "measured": [self.saved_bytes, self.bit_ops],
             "step_ms": self.timer.all_ms(),
@@ -613,8 +655,8 @@ class Training:
                 layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
                 self.calibration = hotrain.Calibration(layers, **fields)
                 self.calibration.apply(self.model)
-        self.loss_sum = torch.tensor(state["loss"][0], dtype=torch.float32, device=self.device)
-        self.loss_count = state["loss"][1]
+        loss, count = checkpoint.loss_of(state["loss"], self.ranks.rank)
+        self.loss_sum, self.loss_count = torch.tensor(loss, dtype=torch.float32, device=self.device), count
         self.saved_bytes, self.bit_ops = state["measured"]
         self.timer.done_ms = list(state["step_ms"])
         self.seconds_before = state["seconds"]
@@ -684,7 +726,7 @@ class Training:
             "calibration": _plain(self.calibration),
             "history": self.history,
         }
-        record.append(result.record_path, row)
+        record.append(result.record_path, record.signed(row))
 
     def write_record_of(self, failure: BaseException, status: str) -> None:
         """Write the record of a run that ends with ``failure``; an OSError of it becomes a note of the failure."""

@@ -1,4 +1,4 @@
-"""Models by name: timm's models, and four small variants of them for images of 16 and 32 pixels."""
+"""Models by name: timm's models, and small variants of them for images of 16 and 32 pixels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hotrain._version import require
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -44,6 +45,7 @@ SMALL = {
         {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN},
     ),
     "small_resnet18": SmallModel("resnet18", 32, small_stem=True),
+    "small_resnet50": SmallModel("resnet50", 32, small_stem=True),
     # 4×4 tokens of 4×4 pixels, and 3×3 convolutions on 16×16 to 2×2: the demo on digits. With timm's small
     # initial position embeddings the ViT spends half of so short a run on learning positions.
     "demo_vit": SmallModel(
@@ -93,6 +95,7 @@ def create_model(
         RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
     ensure_torchvision()
+    require("timm", "1.0.20", "vision")
     import timm
 
     small = SMALL.get(name)
@@ -117,8 +120,9 @@ def create_model(
             f"model {name!r}: its pretrained weights are neither cached nor reachable ({_first_line(error)}). "
             "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
         ) from error
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"model {name!r} cannot be built with {settings} ({why})") from error
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if isinstance(patch, (int, tuple)) and image_size < (side := max(patch) if isinstance(patch, tuple) else patch):
         raise ValueError(
@@ -169,7 +173,8 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
-        raise RuntimeError("lora needs peft: pip install 'hotrain[hf]'") from error
+        raise RuntimeError("lora needs peft: pip install 'hotrain[text]'") from error
+    require("peft", "0.18", "text")
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+PERIOD = 60.0
+"""Seconds between two lines within an epoch."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ OnProgress = Callable[[Progress], None]
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[OnProgress]:
-    """Show throughput, time left, loss and peak memory in a bar on a terminal; elsewhere print one line per epoch.
+    """Show throughput, time left, loss and peak memory in a bar on a terminal, elsewhere in lines.
+
+    In a log or a notebook there is a line for each epoch, and one a minute within an epoch, without control characters.
 
     Args:
         title: text in front of the bar.
@@ -58,10 +64,14 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
         The function that takes the reports.
     """
     if not sys.stderr.isatty():
+        printed = time.monotonic()
 
         def line(progress: Progress) -> None:
-            if progress.accuracy is not None:
-                print(f"{title} · {progress}", file=sys.stderr, flush=True)
+            nonlocal printed
+            if progress.accuracy is not None or time.monotonic() - printed >= PERIOD:
+                printed = time.monotonic()
+                within = f"update {progress.update}/{progress.updates} · " * (progress.accuracy is None)
+                print(f"{title} · {within}{progress}", file=sys.stderr, flush=True)
 
         yield line
         return

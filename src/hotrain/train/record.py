@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from hotrain._version import __version__
+from hotrain.files import digest, parse_json, read_text, write_text
 
-VERSION = 2  # of the rows of RUNS, under "record"; 1 had no version
+VERSION = 3  # of the rows of RUNS, under "record"; 1 had no version, 2 no checksum
 RUNS = "runs.jsonl"
 METRICS = "metrics.jsonl"
 LOCK = ".lock"
@@ -43,11 +44,22 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process has the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    with held(folder / LOCK, f"{folder}: another process is training this run; wait for it, or stop it first"):
+        yield
+
+
+@contextlib.contextmanager
+def held(path: Path, otherwise: str) -> Iterator[None]:
+    """Hold the lock of the file ``path``, which is created. It is released when this process ends.
+
+    Raises:
+        ValueError: another process holds it; ``otherwise`` is the message.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            raise ValueError(f"{folder}: another process is training this run; wait for it, or stop it first")
+            raise ValueError(otherwise)
         yield
     finally:
         os.close(handle)
@@ -95,6 +107,16 @@ def append(path: Path, row: dict[str, Any]) -> None:
         os.close(handle)
 
 
+def signed(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row as JSON data with its checksum under ``sha256``, which `read` verifies.
+
+    Args:
+        row: finite JSON values; others become strings.
+    """
+    plain = json.loads(json.dumps(row, allow_nan=False, default=str))
+    return {**plain, "sha256": digest(plain)}
+
+
 def _repair_end(handle: int, path: Path) -> int:
     """Make the file end with a complete line; returns its size."""
     end = os.fstat(handle).st_size
@@ -109,7 +131,7 @@ def _repair_end(handle: int, path: Path) -> int:
     if not torn:
         return end
     try:
-        json.loads(torn)
+        parse_json(torn.decode(errors="replace"))
     except ValueError:
         end = start + keep
         os.ftruncate(handle, end)
@@ -121,32 +143,30 @@ def _repair_end(handle: int, path: Path) -> int:
 def rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
     """Replace all lines of ``path``, as on resume, where the file may be ahead of the checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read a record file.
 
     The key ``record`` of a row is its version; without it the version is 1. A line that is not JSON (an incomplete
-    write) is ignored with a warning.
+    write), or does not have the checksum that was written with it, is left out with a warning.
 
     Returns:
         The rows, oldest first; empty if there is no file.
 
     Raises:
-        ValueError: a record of a later version.
+        ValueError: a record of a later version, or no regular file.
     """
-    if not path.is_file():
+    if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+    for number, line in enumerate(read_text(path, errors="replace").split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             row = None
         if not isinstance(row, dict):
             warnings.warn(f"{path} line {number} is not a record and is left out", stacklevel=2)
@@ -154,6 +174,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         version = row.get("record", 1)
         if version not in range(1, VERSION + 1):
             raise ValueError(f"{path} line {number}: record of version {version!r}, this version reads 1 to {VERSION}")
+        contents = {name: row[name] for name in row if name != "sha256"}
+        if (version == VERSION or "sha256" in row) and row.get("sha256") != digest(contents):
+            warnings.warn(f"{path} line {number} is damaged (its checksum is another) and is left out", stacklevel=2)
+            continue
         rows.append(row)
     return rows
 

@@ -17,6 +17,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hotrain import files
 from hotrain.method import GradInput, GradWeight, Method, Saved
 from hotrain.presets import preset
 
@@ -28,12 +29,15 @@ class Lora:
     Args:
         rank, alpha, dropout: as in ``peft.LoraConfig`` (the papers use 16, 32 and 0.1).
         targets: last names of the linear layers that get an adapter (timm's names).
+        convert: which layers get the run's method: the frozen ones, the adapters, or both. Adapters lose accuracy by it
+            (HOT, Table 3).
     """
 
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.1
     targets: tuple[str, ...] = ("qkv",)
+    convert: Literal["frozen", "adapters", "both"] = "frozen"
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,13 @@ class TrainRun:
 
     # What is trained, and on what
     name: str = "run"
-    task: Literal["classification"] = "classification"
+    task: Literal["classification", "simclr", "byol"] = "classification"  # without labels: see contrastive.py
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
+    init: str | None = (
+        None  # a checkpoint of another run: its weights, but for the classifier, are where this one starts
+    )
     data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
@@ -126,7 +133,9 @@ class TrainRun:
 
     # What is written
     out_dir: str = "runs"
-    checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every epoch anyway
+    evaluate_every: int = 1  # epochs between evaluations, each with a checkpoint; the last epoch always has them
+    checkpoint_every: int = 0  # updates between checkpoints within an epoch; one follows every evaluation anyway
+    log: Literal["tensorboard", "trackio"] | None = None  # a tracker, beside the records
     audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
 
     def __post_init__(self) -> None:
@@ -150,6 +159,11 @@ class TrainRun:
             raise ValueError("amp: got 'fp16' with device 'cpu', use 'bf16' there")
         if self.calibration_file is not None and self.calibrate_batches:
             raise ValueError("calibration_file: got both a file and calibrate_batches, give one of them")
+        if self.task != "classification":
+            others = ("lora", "ema", "mixup", "cutmix", "smoothing", "random_erase", "calibrate_batches")
+            given = [name for name in others if getattr(self, name)]
+            if given:
+                raise ValueError(f"{given[0]}: it is not for task={self.task!r}; leave it out")
         self.resolve_method()
 
     def resolve_method(self) -> Method:
@@ -244,6 +258,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "smoothing": (0.0, 1.0),
     "random_erase": (0.0, 1.0),
     "seed": (0, 2**63 - 1),
+    "evaluate_every": (1, _INF),
     "checkpoint_every": (0, _INF),
 }
 
@@ -315,8 +330,8 @@ def parse_json(text: str) -> Any:
     if text.lower() == "none":
         return None
     try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except json.JSONDecodeError:
+        return files.parse_json(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
         return text
 
 
@@ -399,8 +414,6 @@ def _check_types(run: TrainRun) -> None:
             accepted = getattr(accepted, "__name__", accepted)
             if isinstance(value, (int, float)) and not _is_finite(value):
                 accepted = "a finite number"
-            if name == "task":
-                accepted = "'classification' (contrastive learning and text follow)"
             raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
 
 

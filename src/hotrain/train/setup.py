@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotrain
+from hotrain.conversion import converted_layers
+from hotrain.train import checkpoint, contrastive, trackers
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
@@ -84,6 +86,8 @@ def create(
         pretrained=run.pretrained if pretrained is None else pretrained,
         args=run.model_args,
     )
+    if run.init is not None:
+        start_from(model, run.init)
     if run.grad_checkpointing:
         if not hasattr(model, "set_grad_checkpointing"):
             raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
@@ -96,6 +100,24 @@ def create(
     return model
 
 
+def start_from(model: nn.Module, path: str) -> None:
+    """Load the weights of a checkpoint into a model with another classifier, which stays as it is.
+
+    Args:
+        model: of timm.
+        path: the checkpoint, or the folder of its run.
+
+    Raises:
+        ValueError: no such checkpoint, or one of another model.
+    """
+    head = model.get_classifier()  # type: ignore[operator]
+    own = [f"{name}." for name, module in model.named_modules() if module is head]
+    state = {k: v for k, v in checkpoint.load(path)["model"].items() if not k.startswith(tuple(own))}
+    kept = {k: v for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    checkpoint.check_same_weights(model, {**state, **kept})
+    model.load_state_dict({**state, **kept})
+
+
 def convert(run: TrainRun, model: nn.Module) -> Any:
     """Convert ``model`` in place with the method and plan of ``run``.
 
@@ -103,7 +125,15 @@ def convert(run: TrainRun, model: nn.Module) -> Any:
         The conversion report; None for the exact method.
     """
     method = run.resolve_method()
-    return None if method.is_plain else hotrain.convert(model, method, plan=run.plan)
+    if method.is_plain:
+        return None
+    if run.lora is None or run.lora.convert == "frozen":
+        return hotrain.convert(model, method, plan=run.plan)
+    frozen = set()
+    if run.lora.convert == "both":
+        hotrain.convert(model, method, plan=run.plan)
+        frozen = {name for name, _, _ in converted_layers(model)}
+    return hotrain.convert(model, method, plan=run.plan, filter_fn=lambda _, name: ".lora_" in name or name in frozen)
 
 
 def build(run: TrainRun, processes: Processes | None = None) -> Setup:
@@ -117,14 +147,19 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
 
     Raises:
         ValueError, RuntimeError: data, model, weights or device that are not available, or a method that no layer of
-            the model supports.
+            the model supports, or a tracker that is not installed.
     """
+    trackers.check(run.log)
     processes = processes or Processes(device=resolve_device(run.device))
     data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     size = run.image_size or default_image_size(run.model, data.image_size)
-    model = create(run, classes=len(data.classes), channels=data.channels, image_size=size, device=processes.device)
+    labelled = run.task == "classification"
+    if not labelled and not isinstance(data, ArrayData):
+        raise ValueError(f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), not a folder")
+    classes = len(data.classes) if labelled else 0
+    model = create(run, classes=classes, channels=data.channels, image_size=size, device=processes.device)
     mean, std = normalization(model, run.pretrained, data.channels)
     feed = Feed(
         run,
@@ -136,7 +171,13 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         rank=processes.rank,
         world=processes.world,
     )
-    report = convert(run, model)
+    if labelled:
+        report = convert(run, model)
+    else:
+        model = learner = contrastive.TwoViews(run.task, model).to(processes.device)
+        target = learner.exact_target()
+        report = convert(run, learner)
+        learner.target = target
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)

@@ -49,7 +49,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
-        raise RuntimeError("a pretrained tokenizer needs transformers: pip install 'hotrain[hf]'") from error
+        raise RuntimeError("a pretrained tokenizer needs transformers: pip install 'hotrain[text]'") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -97,6 +97,8 @@ def load_tsv(
             f"data: {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, "
             "with `iconv -f latin1 -t utf-8` if it is Latin-1"
         ) from error
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read ({error.strerror})") from error
     header = list(columns) if columns is not None else rows[0] if rows else []
     body = list(enumerate(rows, start=1))[0 if columns is not None else 1 :]
     if not body:

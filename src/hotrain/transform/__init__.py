@@ -1,1 +1,1 @@
-"""Walsh–Hadamard transforms: the rotation (`hadamard`), the kept rows (`rows`), the tiling of tokens (`tokens`)."""
+"""Walsh–Hadamard transforms: `hadamard`, the kept `rows`, rows drawn by `importance`, the tiling of `tokens`."""

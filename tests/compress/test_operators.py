@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from served_cases import CASES, Case, Whole, differentiate, nbytes, saving, served
+from operator_cases import CASES, Case, Whole, differentiate, nbytes, saving, with_operators
 from torch import Tensor
 
 from hotrain.compress.formats import BITS, FORMATS, GROUPED
@@ -18,9 +18,9 @@ every = pytest.mark.parametrize("name", CASES)
 
 
 def both(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(y, gradients) of the served and of the exact call."""
+    """(y, gradients) of the compressed and of the exact call."""
     inputs = case.inputs(dtype)
-    return differentiate(lambda *t: served(case.call, *t), inputs), differentiate(case.call, inputs)
+    return differentiate(lambda *t: with_operators(case.call, *t), inputs), differentiate(case.call, inputs)
 
 
 @every
@@ -76,11 +76,11 @@ def test_gradients_are_as_close_as_the_format(name: str, dtype: torch.dtype) -> 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_is_held_is_what_the_formats_say(name: str, dtype: torch.dtype) -> None:
-    """To the byte, weights aside, which are there anyway."""
+    """To the byte, without weights, which are there anyway."""
     case = CASES[name]
     inputs = case.inputs(dtype)
     with saving() as held:
-        y = served(case.call, *inputs)
+        y = with_operators(case.call, *inputs)
     weights = inputs[1:] if name.startswith(("linear", "conv2d")) or "norm" in name else []
     assert y.requires_grad
     assert nbytes(held, weights) == case.nbytes(dtype)
@@ -88,12 +88,12 @@ def test_what_is_held_is_what_the_formats_say(name: str, dtype: torch.dtype) -> 
 
 @every
 def test_autocast_gives_pytorchs_dtypes(name: str) -> None:
-    """Autocast's lists differ from device to device: whatever PyTorch's operator returns here, the served one does."""
+    """Autocast's lists differ from device to device: what PyTorch's operator returns here, ours does."""
     case = CASES[name]
     for dtype in (torch.float32, torch.bfloat16):
         inputs = case.inputs(dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            got = differentiate(lambda *t: served(case.call, *t), inputs)
+            got = differentiate(lambda *t: with_operators(case.call, *t), inputs)
             want = differentiate(case.call, inputs)
         assert got[0].dtype == want[0].dtype
         assert [t.dtype for t in got] == [t.dtype for t in want]
@@ -115,11 +115,11 @@ def test_a_second_derivative_is_right_or_an_error(name: str) -> None:
     exact = not case.kept or case.kept[0][0] == BITS
     if not exact:
         with pytest.raises(RuntimeError, match="second derivative"):
-            second(lambda *t: served(case.call, *t))
+            second(lambda *t: with_operators(case.call, *t))
         return
     # PyTorch has no second derivative of hardsigmoid itself.
     plain = case.call if name != "hardsigmoid" else lambda x: (x + 3).clamp(0, 6) / 6
-    for got, want in zip(second(lambda *t: served(case.call, *t)), second(plain), strict=True):
+    for got, want in zip(second(lambda *t: with_operators(case.call, *t)), second(plain), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -136,7 +136,7 @@ def test_attentions_gradients_are_bounded_for_any_logits(std: float) -> None:
     inputs = [torch.randn(2, 2, 64, 64, generator=generator) for _ in range(3)]
     inputs = [(t * scale).requires_grad_() for t, scale in zip(inputs, (std**0.5, std**0.5, 1), strict=True)]
     call = torch.nn.functional.scaled_dot_product_attention
-    got = differentiate(lambda *t: served(call, *t), inputs)[1:]
+    got = differentiate(lambda *t: with_operators(call, *t), inputs)[1:]
     want = differentiate(call, inputs)[1:]
     ratios = [float(g.norm() / w.norm()) for g, w in zip(got, want, strict=True)]
     assert ratios[2] == pytest.approx(1, abs=0.05)

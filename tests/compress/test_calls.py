@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from served_cases import CASES, differentiate, nbytes, saving, served
+from operator_cases import CASES, differentiate, nbytes, saving, with_operators
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -182,10 +182,10 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:Mismatch dtype", "ignore:Implicit dimension")
 def test_every_form_of_a_call_has_pytorchs_result_or_error(name: str) -> None:
-    """Also where nothing can be served. Gradients: within what the formats lose (`test_served_operators`)."""
+    """Also where nothing can be compressed. Gradients: within what the formats lose (`test_operators`)."""
     call, inputs = FORMS[name]
     want = outcome(lambda *t: differentiate(call, list(t)), *inputs)
-    got = outcome(lambda *t: differentiate(lambda *u: served(call, *u), list(t)), *inputs)
+    got = outcome(lambda *t: differentiate(lambda *u: with_operators(call, *u), list(t)), *inputs)
     if isinstance(want, type):
         assert got is want
         return
@@ -220,7 +220,7 @@ def test_attention_masks(mask: str, dtype: torch.dtype) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
 
-    got, want = differentiate(lambda *t: served(call, *t), inputs), differentiate(call, inputs)
+    got, want = differentiate(lambda *t: with_operators(call, *t), inputs), differentiate(call, inputs)
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
     assert all(torch.equal(g.isnan(), w.isnan()) for g, w in zip(got, want, strict=True))
     assert distance(got, want) <= 0.25
@@ -240,7 +240,7 @@ def test_masks_that_pytorch_refuses_are_refused(mask: str) -> None:
     q, k, v = (rand(2, 3, n, 16) for n in (9, 11, 11))
     want = outcome(F.scaled_dot_product_attention, q, k, v, REFUSED[mask])
     assert isinstance(want, type)
-    assert outcome(lambda: served(F.scaled_dot_product_attention, q, k, v, REFUSED[mask])) is want
+    assert outcome(lambda: with_operators(F.scaled_dot_product_attention, q, k, v, REFUSED[mask])) is want
 
 
 def _image(*shape: int) -> Tensor:
@@ -259,9 +259,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_group_norms_result_lies_as_pytorchs(layout: str) -> None:
+def test_group_norms_result_has_the_strides_of_pytorchs(layout: str) -> None:
     x = LAYOUTS[layout].detach().requires_grad_()
-    got, want = served(F.group_norm, x, 4), F.group_norm(x, 4)
+    got, want = with_operators(F.group_norm, x, 4), F.group_norm(x, 4)
     assert torch.equal(got, want)
     assert got.stride() == want.stride()
 
@@ -270,7 +270,7 @@ def test_the_switch_of_attentions_kernels_is_heeded() -> None:
     """`sdpa_kernel(MATH)` asks for PyTorch's plain formula, whose gradients are then exact."""
     inputs = [rand(2, 3, 7, 16) for _ in range(3)]
     with sdpa_kernel(SDPBackend.MATH):
-        got = differentiate(lambda *t: served(F.scaled_dot_product_attention, *t), inputs)
+        got = differentiate(lambda *t: with_operators(F.scaled_dot_product_attention, *t), inputs)
         want = differentiate(F.scaled_dot_product_attention, inputs)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
@@ -282,7 +282,7 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
 
     def run(copies: bool) -> tuple[Tensor, ...]:
         torch.manual_seed(3)
-        y = served(CASES[name].call, *inputs)
+        y = with_operators(CASES[name].call, *inputs)
         y = y.clone() if copies else y
         y[..., :1] = 0.5
         y *= 2
@@ -312,13 +312,13 @@ def test_in_place_flags(name: str) -> None:
         assert torch.equal(y, t[1])
         return t.detach().clone(), torch.autograd.grad(t.sin().sum(), x)[0]
 
-    got, want = run(lambda t: served(INPLACE[name], t)), run(INPLACE[name])
+    got, want = run(lambda t: with_operators(INPLACE[name], t)), run(INPLACE[name])
     assert torch.equal(got[0], want[0])
     assert (got[1] - want[1]).norm() <= 0.2 * want[1].norm()
     with pytest.raises(RuntimeError, match="leaf Variable"):
-        served(INPLACE[name], x)
+        with_operators(INPLACE[name], x)
     y = x.exp()  # keeps its result, which must not be overwritten
-    served(INPLACE[name], y)
+    with_operators(INPLACE[name], y)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -328,7 +328,7 @@ def test_in_place_a_gradient_keeps_its_layout(name: str) -> None:
     """In channels-last PyTorch's copy would bring zeros in another order, and every gradient before it to theirs."""
     x = rand(2, 32, 24, 24).detach().to(memory_format=torch.channels_last).requires_grad_()
     torch.manual_seed(3)
-    (got,) = torch.autograd.grad(served(INPLACE[name], x * 2).square().sum(), x)
+    (got,) = torch.autograd.grad(with_operators(INPLACE[name], x * 2).square().sum(), x)
     assert got.is_contiguous(memory_format=torch.channels_last)
     torch.manual_seed(3)
     (want,) = torch.autograd.grad(INPLACE[name](x * 2).square().sum(), x)
@@ -342,7 +342,7 @@ def test_a_weight_changed_in_place_before_backward_raises(name: str) -> None:
     inputs = case.inputs()
     if len(inputs) == 1:
         pytest.skip("has no weight")
-    y = served(case.call, *inputs)
+    y = with_operators(case.call, *inputs)
     with torch.no_grad():
         inputs[1].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -354,11 +354,11 @@ def test_an_input_changed_in_place_before_backward_does_no_harm(name: str) -> No
     """Codes are a copy of what it was: where PyTorch has to raise, the gradient is that of the forward."""
     case = CASES[name]
     inputs = case.inputs()
-    want = differentiate(lambda *t: served(case.call, *t), inputs)[1:]
+    want = differentiate(lambda *t: with_operators(case.call, *t), inputs)[1:]
     g = torch.randn(case.call(*inputs).shape, generator=torch.Generator().manual_seed(7))
     copies = [t.detach().clone().requires_grad_() for t in inputs]
     x = copies[0] + 0
-    y = served(case.call, x, *copies[1:])
+    y = with_operators(case.call, x, *copies[1:])
     with torch.no_grad():
         x.zero_()
     for got, w in zip(torch.autograd.grad(y, copies, g), want, strict=True):
@@ -370,11 +370,11 @@ def test_frozen_tensors_get_no_gradient_and_the_others_the_same(name: str) -> No
     """Each in its turn, and all but one."""
     case = CASES[name]
     inputs = case.inputs()
-    want = differentiate(lambda *t: served(case.call, *t), inputs)
+    want = differentiate(lambda *t: with_operators(case.call, *t), inputs)
     for chosen in ({i} for i in range(len(inputs))):
         for trained in (chosen, set(range(len(inputs))) - chosen):
             fixed = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
-            y = served(case.call, *fixed)
+            y = with_operators(case.call, *fixed)
             g = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
             grads = torch.autograd.grad(y, [fixed[i] for i in sorted(trained)], g)
             for i, got in zip(sorted(trained), grads, strict=True):
@@ -394,7 +394,7 @@ def test_nothing_is_kept_where_no_gradient_is_asked(name: str) -> None:
         return call(*inputs)
 
     def run(*inputs: Tensor) -> Tensor:
-        return served(case.call, *inputs)
+        return with_operators(case.call, *inputs)
 
     with saving() as held:
         with torch.no_grad():
@@ -415,7 +415,7 @@ def test_a_frozen_weight_keeps_no_input(w_trains: bool) -> None:
         run: Any = F.linear if w.dim() == 2 else F.conv2d
         x = rand(*shape)
         with saving() as held:
-            served(run, x, weight)
+            with_operators(run, x, weight)
         # exact, a frozen weight keeps nothing either
         assert (nbytes(held, [weight]) > 0) == w_trains
 
@@ -429,7 +429,7 @@ def test_what_is_not_finite_shows(name: str, bad: float) -> None:
     inputs = case.inputs()
     with torch.no_grad():
         inputs[0].view(-1)[5] = bad
-    got, want = (differentiate(call, inputs) for call in (lambda *t: served(case.call, *t), case.call))
+    got, want = (differentiate(call, inputs) for call in (lambda *t: with_operators(case.call, *t), case.call))
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
     if name in ("gelu", "tanh"):
         assert got[1].isfinite().all()
@@ -449,12 +449,12 @@ def test_slopes_at_corners_are_pytorchs(name: str) -> None:
     g = torch.ones_like(x)
     g[1] = float("inf")
     call = getattr(F, name)
-    got, want = (torch.autograd.grad(f(x), x, g)[0] for f in (lambda t: served(call, t), call))
+    got, want = (torch.autograd.grad(f(x), x, g)[0] for f in (lambda t: with_operators(call, t), call))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 def test_functional_transforms_see_pytorchs_functions() -> None:
-    """`torch.func` differentiates and maps what it is given: nothing is served inside."""
+    """`torch.func` differentiates and maps what it is given: nothing is compressed inside."""
     x, w = torch.randn(3, 7, 48), torch.randn(20, 48)
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -463,18 +463,18 @@ def test_functional_transforms_see_pytorchs_functions() -> None:
     def run() -> tuple[Tensor, Tensor]:
         return torch.func.grad(loss)(w, x), torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x[:, None])
 
-    got, want = served(run), run()
+    got, want = with_operators(run), run()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_what_was_served_and_what_was_not_is_written_down() -> None:
+def test_what_was_compressed_and_what_was_not_is_written_down() -> None:
     buffers = Buffers()
     q = rand(2, 3, 8, 8)
     with Compressed(buffers):
         F.gelu(rand(*X))
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
         F.leaky_relu(rand(*X), 0.2)
-    assert set(buffers.served) == {"gelu"}
+    assert set(buffers.formats) == {"gelu"}
     assert set(buffers.full) == {"scaled_dot_product_attention", "leaky_relu"}
     assert "kept in full precision: no fused kernel" in str(buffers)
 
@@ -489,14 +489,14 @@ def test_a_small_operand_of_a_matmul_is_kept_as_it_is(turned: bool, monkeypatch:
         return a @ (b.mT if turned else b)
 
     with saving() as held:
-        got = differentiate(lambda *t: served(call, *t), [a, b])
+        got = differentiate(lambda *t: with_operators(call, *t), [a, b])
     want = differentiate(call, [a, b])
     assert nbytes(held, [b]) == GROUPED[FORMATS["matmul"]].nbytes(X)
     assert any(t.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for t in held)
     assert torch.equal(got[1], want[1])
     assert 0 < (got[2] - want[2]).norm() <= 0.02 * want[2].norm()  # of 127 steps to a largest entry
     with saving() as held:
-        served(call, a, b.detach())
+        with_operators(call, a, b.detach())
     assert nbytes(held, [b]) == 0
 
 
@@ -523,7 +523,7 @@ LEFT: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...]]] 
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_calls_that_no_operator_serves_are_written_down(name: str) -> None:
+def test_calls_that_no_operator_supports_are_written_down(name: str) -> None:
     """Those that keep a tensor as large as their input; run as they are, to the bit, and where they train alone."""
     what, call, shapes = LEFT[name]
     inputs = [rand(*shape) for shape in shapes]
@@ -608,7 +608,7 @@ def test_layers_share_a_mask_of_booleans() -> None:
 
     def layers(mask: Tensor | None) -> int:
         with saving() as held:
-            tensors = [served(F.scaled_dot_product_attention, *inputs, mask) for _ in range(3)]
+            tensors = [with_operators(F.scaled_dot_product_attention, *inputs, mask) for _ in range(3)]
         assert len(tensors) == 3
         return nbytes(held)
 

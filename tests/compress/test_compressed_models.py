@@ -1,7 +1,7 @@
 """Whole models under ``memory="block"``: what a step keeps, how near its gradients are, and the same when compiled.
 
 Only the memory is asked for (method "exact"), so that every difference is that of the buffers. Tensors of 2048 entries
-and more are served here, as those of 16 384 are elsewhere: the models are small.
+and more are compressed here, as those of 16 384 are elsewhere: the models are small.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_a_compiled_model_keeps_no_more_and_learns_the_same(name: str) -> None:
 
 
 class Mixed(nn.Module):
-    """An operator of each kind that the mode serves and a graph must hold."""
+    """An operator of each kind that the mode supports and a graph must hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Mixed(nn.Module):
         return self.out(self.rms(t) * torch.sigmoid(t)).softmax(-1)
 
 
-def test_one_graph_serves_each_operator() -> None:
+def test_one_graph_holds_each_operator() -> None:
     """What `test_a_compiled_model…` does for models, in a moment."""
     model, x = Mixed(), torch.randn(2, 16, 16, 16)
     report = hotrain.convert(model, "exact", memory="block")
@@ -186,4 +186,4 @@ def test_one_graph_serves_each_operator() -> None:
     assert (got - want).norm() <= 1e-3 * want.norm()
     assert hotrain.saved_bytes(compiled, x).total <= 1.1 * hotrain.saved_bytes(model, x).total
     assert report.buffers is not None
-    assert len(report.buffers.served) == 15
+    assert len(report.buffers.formats) == 15

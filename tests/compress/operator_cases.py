@@ -1,4 +1,4 @@
-"""Every operator that ``memory="block"`` serves, called as models call it, and what it is to keep.
+"""Every operator that ``memory="block"`` supports, called as models call it, and what it is to keep.
 
 A case runs under `interpose.Compressed` with `SMALL` lowered (`small_tensors_too`), or plainly as the exact one.
 """
@@ -39,7 +39,7 @@ class Case:
         return [torch.randn(shape).to(dtype).requires_grad_() for shape in self.shapes]
 
     def nbytes(self, statistic: torch.dtype = torch.float32) -> int:
-        """What it is to keep, parameters aside."""
+        """What it is to keep, without parameters."""
         formats = [(GROUPED[FORMATS[form]] if isinstance(form, str) else form, shape) for form, shape in self.kept]
         return sum(form.nbytes(shape) for form, shape in formats) + self.beside * statistic.itemsize + self.indices
 
@@ -179,8 +179,8 @@ CASES = {
 }
 
 
-def served(call: Callable[..., Any], *inputs: Any) -> Any:
-    """The call with every operator served."""
+def with_operators(call: Callable[..., Any], *inputs: Any) -> Any:
+    """The call with every operator compressed."""
     with Compressed(Buffers()):
         return call(*inputs)
 
@@ -195,7 +195,7 @@ def differentiate(call: Callable[..., Tensor], inputs: list[Tensor], seed: int =
 
 @contextlib.contextmanager
 def saving() -> Iterator[list[Tensor]]:
-    """Everything that is handed to save_for_backward inside."""
+    """Everything that is given to save_for_backward inside."""
     held: list[Tensor] = []
 
     def hold(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from served_cases import nbytes, saving
+from operator_cases import nbytes, saving
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -183,7 +183,7 @@ def test_scripting_a_converted_model_says_what_to_do() -> None:
 
 
 def test_scripted_modules_are_left_as_they_are() -> None:
-    """A list of them too; what is around them is served, and the report says that they are not."""
+    """A list of them too; what is around them is compressed, and the report says that they are not."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
     net = nn.Sequential(nn.LayerNorm(32), scripted, nn.Linear(32, 32))
     report = hotrain.convert(net)
@@ -231,7 +231,7 @@ class Inside(Block):
 
 @pytest.mark.parametrize("method", ["exact", "hot-unbiased"])
 def test_a_checkpointed_function_inside_a_block_is_left_to_the_checkpoint(method: str) -> None:
-    """It keeps its input either way; served only at first, it would not find the second time what it kept."""
+    """It keeps its input either way; compressed only at first, it would not find the second time what it kept."""
     net = Net(dropout=0.0)
     net.blocks[0] = Inside(dropout=0.0)
     plain = copy.deepcopy(net)
@@ -282,7 +282,7 @@ def test_classes_keys_and_signatures_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
-def test_copies_are_served_too(way: str, tmp_path: Path) -> None:
+def test_copies_are_compressed_too(way: str, tmp_path: Path) -> None:
     """By the codes they keep; the copy's own conversion can be taken back."""
     net = converted("exact")
     if way == "deepcopy":

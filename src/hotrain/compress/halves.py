@@ -1,0 +1,148 @@
+"""The cut of a joint graph: forward returns codes in the place of a tensor, backward dequantizes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..private import fakes, inductor
+from . import graph
+from .formats import packer
+from .graph import entries
+from .nodes import base_of
+
+
+class Halves:
+    """The graphs of forward and backward, and what crosses from one to the other.
+
+    Attributes:
+        outputs: outputs of forward; the first ``results`` are for its caller.
+        kept: the others that backward takes, as nodes of forward.
+        arguments: name → node of backward.
+    """
+
+    def __init__(self, forward: Graph, backward: Graph, results: int) -> None:
+        self.forward, self.backward, self.results = forward, backward, results
+        self.output = forward.output_node()
+        self.outputs: list[Any] = list(self.output.args[0])  # type: ignore[arg-type]
+        self.arguments = {node.name: node for node in backward.find_nodes(op="placeholder")}
+        crossing = [node for node in self.outputs[results:] if isinstance(node, Node)]
+        self.kept = [node for node in dict.fromkeys(crossing) if node.name in self.arguments]
+        self.replaced: dict[Node, list[Node]] = {}  # node → what crosses in its place
+        self.taken: list[Node] = []  # new arguments of backward
+
+    def uses(self) -> graph.Backward:
+        old = (self.arguments[node.name] for node in self.kept if self.is_needed(node))
+        return graph.Backward(self.backward, [*old, *self.taken])
+
+    def is_needed(self, node: Node) -> bool:
+        return node not in self.replaced and bool(self.arguments[node.name].users)
+
+    def replace_by_codes(self, node: Node, form: str) -> None:
+        """Replace a saved tensor by its codes."""
+        argument = self.arguments[node.name]
+        self.replaced[node] = self._replace(node, argument, form, argument)
+
+    def replace_by_factors(self, node: Node, forms: Mapping[Node, str]) -> None:
+        """Replace a saved tensor by what backward makes from it, computed in forward."""
+        copies = self._in_forward(forms)
+        argument = self.arguments[node.name]
+        self.replaced[node] = [
+            part for factor, form in forms.items() for part in self._replace(copies[factor], factor, form, argument)
+        ]
+        for dead in reversed(list(self.backward.nodes)):
+            if dead.op == "call_function" and not dead.users and not dead.is_impure():
+                self.backward.erase_node(dead)
+
+    def finish(self) -> bool:
+        """Update forward's outputs; False if nothing has changed."""
+        for node in self.kept:
+            if not self.arguments[node.name].users and isinstance(node.meta.get("val"), Tensor):
+                self.replaced.setdefault(node, [])
+                self.backward.erase_node(self.arguments[node.name])
+        if not self.replaced:
+            return False
+        kept = [self.replaced.get(node, [node]) for node in self.outputs[self.results :]]
+        new = [*([node] for node in self.outputs[: self.results]), *kept]
+        self.output.args = (tuple(part for parts in new for part in parts),)
+        described = self.output.meta.get("desc")
+        if described is not None and len(described) == len(new):
+            self.output.meta["desc"] = [d for d, parts in zip(described, new, strict=True) for _ in parts]
+        return True
+
+    def kept_bytes(self, parameters: set[Node]) -> int:
+        """Bytes of the storages that cross the cut, each once, without parameters."""
+        crossing: Any = self.output.args[0]
+        bases = {base_of(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
+        saved = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
+        return sum(entries(base) * base.meta["val"].dtype.itemsize for base in saved)
+
+    def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
+        """Copy nodes of backward that depend on saved tensors alone to forward."""
+        needed, waiting = set(), list(wanted)
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += node.all_input_nodes
+        there = {node.name: node for node in self.forward.nodes}
+        copies = {node: there[node.name] for node in needed if node.op == "placeholder"}
+        given = set(copies.values())
+        last = next(node for node in reversed(self.forward.nodes) if node in given)
+        with self.forward.inserting_before(last.next):
+            for node in self.backward.nodes:
+                if node in needed and node not in copies:
+                    copies[node] = self.forward.node_copy(node, copies.__getitem__)
+        return copies
+
+    def _replace(self, source: Node, target: Node, form: str, place: Node) -> list[Node]:
+        """Pack `source` in forward and unpack it in backward in place of `target`, after arguments before `place`."""
+        keep, restore = packer(source.meta["val"], form)
+        # Right after it: codes made at the end of forward would keep the tensor alive until then.
+        codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
+        taken = []
+        for number, part in enumerate(codes):
+            if form or part.name not in self.arguments:
+                part.name = _free(f"{source.name}_codes_{number}", self.forward, self.backward)
+            part.meta["saved_tensor_with_no_vc_check"] = place.meta.get("saved_tensor_with_no_vc_check", False)
+            with self.backward.inserting_before(place):
+                taken.append(self.backward.placeholder(part.name))
+            taken[-1].meta = {**part.meta}
+        self.taken += taken
+        order = {n: number for number, n in enumerate(self.backward.nodes)}
+        first = min(target.users, key=order.__getitem__)
+        (made,) = _inline(self.backward, first, restore, taken) if form else taken
+        target.replace_all_uses_with(made)
+        return codes
+
+
+def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+    """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
+    values = [node.meta["val"] for node in inputs]
+    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
+    with mode, torch.no_grad():
+        traced = make_fx(fn, decomposition_table=inductor().decompositions())(*values)
+    places = traced.graph.find_nodes(op="placeholder")
+    env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
+    with half.inserting_before(before):
+        for step in traced.graph.nodes:
+            if step.op == "output":
+                results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
+                return [env[result] for result in results]
+            if step.op == "get_attr":
+                raise RuntimeError(
+                    f"hotrain: packing a saved tensor traced the constant {step.target}; please report this"
+                )
+            if step.op != "placeholder":
+                env[step] = half.node_copy(step, env.__getitem__)
+    raise AssertionError("a graph without an output")
+
+
+def _free(name: str, *halves: Graph) -> str:
+    taken = {node.name for half in halves for node in half.nodes}
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(len(taken) + 1))) if n not in taken)

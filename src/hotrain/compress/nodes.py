@@ -1,0 +1,72 @@
+"""Nodes of a traced graph, as the passes over compiled graphs read and make them: values, views, calls."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..private import fakes, schema_of
+
+_aten = torch.ops.aten
+VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The fake tensor that a node computes; None where it is no tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def numel(node: Any) -> int:
+    """Number of elements of what a node computes, 0 where it is no tensor."""
+    value = value_of(node)
+    return 0 if value is None else int(value.numel())
+
+
+def same_order(node: Node) -> bool:
+    """Whether a node has the elements of its argument in the same order."""
+    in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
+    return in_order or node.target in VIEWS
+
+
+def is_alias(node: Node) -> bool:
+    """Whether a node shares the memory of its only tensor argument, by the operator's schema."""
+    schema = schema_of(node.target)
+    aliases = schema is not None and schema.arguments and schema.arguments[0].alias_info is not None
+    return bool(aliases) and len(node.all_input_nodes) == 1
+
+
+def base_of(node: Node) -> Node:
+    """The node whose memory a node shares, through any number of views."""
+    while node.op == "call_function" and is_alias(node):
+        (node,) = node.all_input_nodes
+    return node
+
+
+def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node before another, with its fake value and the metadata of `like`."""
+    with graph.inserting_before(before):
+        made = graph.call_function(target, args, kwargs)
+    made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
+    made.meta["val"] = computed(made)
+    if made.meta.pop("eager_input_vals", None) is not None:
+        # From it Inductor takes the strides of a custom operator's arguments; those of `like` are others.
+        made.meta["eager_input_vals"] = tuple(
+            map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
+        )
+    return made
+
+
+def computed(node: Node) -> Any:
+    """The fake value of a call."""
+    found: Any = [map_arg(part, lambda n: n.meta["val"]) for part in (node.args, node.kwargs)]
+    args, kwargs = found
+    modes = [t.fake_mode for n in node.all_input_nodes if isinstance(t := n.meta["val"], fakes.tensor)]
+    with modes[0] if modes else contextlib.nullcontext(), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]

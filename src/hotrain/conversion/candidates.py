@@ -1,0 +1,124 @@
+"""Which layers are converted, to which class, and for each other one the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from ..functional import FLOATS
+from ..nn import HadamardLinear
+from ..nn.conv import ConvertedConv2d
+from ..nn.state import layer_state
+
+SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
+
+_WRAPPERS = ("base_model", "model", "module", "base_layer", "_orig_mod", "_fsdp_wrapped_module")
+_HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, converted or not, without importing transformers."""
+    kind = type(module).__mro__[1] if layer_state(module) is not None else type(module)
+    return kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
+
+
+def target_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class that the module is converted to; for a converted one, its own."""
+    if layer_state(module) is not None:
+        return type(module)
+    if type(module) is nn.Linear:
+        return HadamardLinear
+    if type(module) is nn.Conv2d:
+        return ConvertedConv2d
+    if _is_conv1d(module):
+        from ..nn.hf import HadamardConv1D
+
+        return HadamardConv1D
+    return None
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, reason it is unsupported or None) of every Linear and convolution, shared ones once."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((name, module))
+    without_call = {
+        id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield name, module, "its projections are used without calling a layer (nn.MultiheadAttention)"
+        elif isinstance(module, nn.Linear | nn.Conv2d) or _is_conv1d(module):
+            yield name, module, _hindrance(module, owners, without_call)
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            yield (
+                name,
+                module,
+                f"{type(module).__name__} is not supported; accepted are Linear, Conv2d and transformers' Conv1D",
+            )
+
+
+def _hindrance(
+    module: nn.Module, owners: dict[int, list[tuple[str, nn.Module]]], without_call: dict[int, str]
+) -> str | None:
+    """Why a conversion would have no effect or a wrong one."""
+    if id(module) in without_call:
+        return f"its weight is used without calling it (nn.MultiheadAttention {without_call[id(module)]!r})"
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        return "lazy: it has no weight yet; run a forward pass, then convert"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "parametrized: its weight is computed anew in every forward; remove the parametrization, then convert"
+    if layer_state(module) is None and target_of(module) is None:
+        own = type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward)
+        return f"{type(module).__name__} is a subclass" + (" with a forward of its own" if own else "")
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        return f"weight of dtype {getattr(weight, 'dtype', type(weight).__name__)}; accepted are floating-point weights"
+    for name, other in owners.get(id(weight), []):
+        if other is not module and target_of(other) is None:
+            return f"tied weight: {name!r} ({type(other).__name__}) uses it as well"
+    return None
+
+
+def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
+    """The default exclusions, when no filter_fn is given."""
+    adapter = _adapter_of(model, name)
+    if adapter is not None:
+        return f"adapter of {adapter!r}: adapters stay exact"
+    if _is_head(model, name, module):
+        return "head"
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    outputs = weight.shape[1] if _is_conv1d(module) else weight.shape[0]
+    contraction = weight.numel() // max(1, outputs)
+    groups = getattr(module, "groups", 1)
+    if contraction * groups < SMALLEST or outputs < SMALLEST:
+        return f"too small: {contraction * groups} → {outputs} channels, under {SMALLEST}"
+    return None
+
+
+def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
+    classifier = getattr(model, "get_classifier", None)
+    if callable(classifier):
+        heads = classifier()
+        heads = heads if isinstance(heads, tuple | list) else (heads,)
+        if any(module is part for head in heads if isinstance(head, nn.Module) for part in head.modules()):
+            return True
+    # By name only at the outer levels: a block's inner "fc" is not a head.
+    path = [part for part in name.split(".") if part not in _WRAPPERS]
+    return bool(path) and path[0] in _HEADS
+
+
+def _adapter_of(model: nn.Module, name: str) -> str | None:
+    """The PEFT layer whose adapter the module is, None if it is none (a base layer is none)."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:depth]))
+        is_peft = any(c.__name__ == "BaseTunerLayer" and c.__module__.startswith("peft.") for c in type(parent).__mro__)
+        if is_peft and parts[depth] != "base_layer":
+            return ".".join(parts[:depth])
+    return None

@@ -1,0 +1,222 @@
+"""The report of a conversion: one row for each layer, what ran in its last step, and the bytes that are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..compress.rematerialize import describe, saved_by_reader
+from ..compress.report import Buffers
+from ..layer_record import Ran
+from ..method import Method
+from ..nn.state import LayerState
+from ..plans import Point
+from ..tables import bytes_text
+from .undo import revert
+
+_UNCALLED = "no training forward has called it (its weight may be used without calling the layer)"
+
+
+@dataclass(frozen=True)
+class ConvertedRow:
+    """A converted layer.
+
+    Attributes:
+        name: fully qualified.
+        method: with the number format chosen for the device of the weight.
+        ran: what the last training step did.
+    """
+
+    name: str
+    method: Method
+    ran: Ran = field(compare=False)
+
+    @property
+    def saved(self) -> list[tuple[str, int]]:
+        """(dtype, bytes) of each tensor that one call of the layer alone keeps alive until backward: codes and scales
+        of its input, and the key of its draws. Empty before the first training step."""
+        if self.ran.method is None:
+            return []
+        key = [("int64", 8)] if self.ran.method.draws else []
+        return [*self.ran.shapes, *saved_by_reader(self.ran.source, self.ran.elements), *key]
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of `saved`."""
+        return sum(size for _, size in self.saved)
+
+    def __str__(self) -> str:
+        if self.ran.method is None:
+            return str(self.method)
+        g_x, g_w, x = formats(self.ran)
+        of = "" if not self.ran.exact_bytes or self.ran.frozen else f" of {bytes_text(self.ran.exact_bytes)}"
+        return f"{self.method.name}  g_x:{g_x}  g_w:{g_w}  x:{x}, {bytes_text(self.saved_bytes)}{of}"
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """A layer that stays exact, with the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass
+class ConversionReport:
+    """What happened to each layer; ``str(report)`` prints it.
+
+    `converted` and `kept` are up to date: a layer that a training forward found unsuited, or did not call, moves from
+    one to the other, with its reason.
+
+    Attributes:
+        method: as requested.
+        kept_rows: layers that `convert` left exact, with the reason; `kept` has those that training found, too.
+        layers: name and state of each converted layer.
+        buffers: the other compressed activations, from the first training forward on; None with ``memory="linear"``.
+        plan: of `convert`.
+        activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
+        times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
+        point: that the model follows, where `convert` was given one.
+    """
+
+    method: Method
+    kept_rows: list[KeptRow] = field(default_factory=list)
+    layers: list[tuple[str, LayerState]] = field(default_factory=list)
+    activations: list[str] = field(default_factory=list)
+    buffers: Buffers | None = None
+    plan: str = "speed"
+    times: tuple[float, float] | None = None
+    point: Point | None = None
+    _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
+        trained = any(state.reached for _, state in self.layers)
+        for name, state in self.layers:
+            if state.fallback is not None:
+                yield KeptRow(name, state.fallback)
+            elif trained and not state.reached:
+                yield KeptRow(name, _UNCALLED)
+            else:
+                yield ConvertedRow(name, state.running, state.ran)
+
+    @property
+    def converted(self) -> list[ConvertedRow]:
+        """The layers that follow the method."""
+        return [row for row in self._rows() if isinstance(row, ConvertedRow)]
+
+    @property
+    def kept(self) -> list[KeptRow]:
+        """The layers that stay exact."""
+        return self.kept_rows + [row for row in self._rows() if isinstance(row, KeptRow)]
+
+    def ran(self) -> list[dict[str, Any]]:
+        """What the layers did in their last training step, as recorded by the layers themselves.
+
+        Returns:
+            One dict for each group of layers that did the same:
+
+            - ``layers``: how many;
+            - ``method``, ``g_x``, ``g_w``: the preset and the formats in force; ``exact`` for layers that stay exact,
+              ``g_x=None`` for layers that no step has reached;
+            - ``x``: the format of the saved input; ``shared: …`` where backward rematerializes it from the saved
+              activation of the preceding op;
+            - ``kernels``: whether Triton kernels ran, else the reference in plain PyTorch;
+            - ``bytes``: saved by the layers themselves of their inputs, for one call of each; None for exact layers;
+            - ``exact_bytes``: of the same inputs without hotrain; None for exact layers.
+        """
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        rows: list[ConvertedRow | KeptRow] = [*self.converted, *self.kept]
+        for row in rows:
+            sizes: tuple[int | None, int | None] = (None, None)
+            if isinstance(row, KeptRow):
+                what: tuple[Any, ...] = ("exact", "exact", "exact", "exact", False)
+            elif row.ran.method is None:
+                what = (row.method.name, None, None, None, False)
+            else:
+                what = (row.method.name, *formats(row.ran), row.ran.kernels)
+                sizes = row.saved_bytes, row.ran.exact_bytes
+            names = ("method", "g_x", "g_w", "x", "kernels")
+            first: dict[str, Any] = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None}
+            group = groups.setdefault(what, {**first, "exact_bytes": None})
+            group["layers"] += 1
+            for key, size in zip(("bytes", "exact_bytes"), sizes, strict=True):
+                if size is not None:
+                    group[key] = (group[key] or 0) + size
+        return list(groups.values())
+
+    def totals(self) -> tuple[int | None, int] | None:
+        """Bytes that the whole model saves between forward and backward of the first batch.
+
+        Returns:
+            (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
+            compiled graphs *now* is measured on the graphs, None where a compiler's cache hid it. None instead of the
+            pair before a training forward, and for a model that cannot run on fake tensors or whose inputs were not
+            recorded (``memory="linear"``).
+        """
+        example = None if self.buffers is None else self.buffers.example
+        model = None if example is None else example.model()
+        if self.buffers is None or example is None or model is None:
+            return None
+        if self._totals is None:
+            from ..audit.predicted import before_and_now
+
+            try:
+                self._totals = before_and_now(model, example, revert)
+            except ValueError:
+                return None
+        exact, now = self._totals
+        if self.buffers.uncut:
+            return None, exact
+        return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
+
+    def __str__(self) -> str:
+        converted, kept = self.converted, self.kept
+        rows = [(row.name, str(row)) for row in converted]
+        rows += [(row.name, f"exact: {row.reason}") for row in kept]
+        width = max((len(name) for name, _ in rows), default=0)
+        methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
+        head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
+        if self.activations:
+            head += f", {len(self.activations)} ReLUs save 1 bit per element"
+        if self.point is not None:
+            recomputed = len(self.point.recomputed)
+            head += f"\n  {self.point}" + (f"; {recomputed} blocks recompute" if recomputed else "")
+        if self.times is not None:
+            head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
+        totals = self.totals()
+        if totals is not None and totals[0] is not None:
+            share = totals[0] / max(totals[1], 1)
+            head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
+        lines = [head, *self._summary(), *(f"  {name:<{width}}  {what}" for name, what in rows)]
+        return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
+
+    def _summary(self) -> list[str]:
+        """One line per group of layers that did the same, once a step has run."""
+        return [f"  {line_of(group)}" for group in self.ran() if group["g_x"] not in (None, "exact")]
+
+
+def line_of(group: dict[str, Any]) -> str:
+    """A group of `ConversionReport.ran` as text."""
+    count = f"{group['layers']} layer{'s' if group['layers'] != 1 else ''}"
+    if group["g_x"] is None:
+        return f"{count}: {group['method']}, not run yet"
+    if group["g_x"] == "exact" and group["x"] == "exact":
+        return f"{count}: exact"
+    by = "Triton kernels" if group["kernels"] else "plain PyTorch"
+    size = f"{bytes_text(group['bytes'])} of {bytes_text(group['exact_bytes'])}"
+    return f"{count}: g_x {group['g_x']}, g_w {group['g_w']}, x {group['x']} ({size}), {by}"
+
+
+def formats(ran: Ran) -> tuple[str, str, str]:
+    """(g_x, g_w, x) of a step that ran, in the notation of ``str(method)``."""
+    method = ran.method
+    assert method is not None
+    g_x = str(method.grad_input).removeprefix("g_x:")
+    if method.grad_input.number == "int" and method.grad_input.bits:
+        g_x = g_x.replace("/auto", f"/{method.grad_input.scale_axis}")
+    g_w = "none: the weight is frozen" if ran.frozen else str(method.grad_weight).removeprefix("g_w:")
+    x = "nothing" if ran.frozen else str(method.saved).removeprefix("saved:")
+    if ran.recomputed:
+        return g_x, g_w, f"{x}, made in backward"
+    return g_x, g_w, f"shared: {describe(ran.source)}" if ran.source else x

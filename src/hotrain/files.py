@@ -1,0 +1,74 @@
+"""Files of JSON and text: written in one step and synced, read with errors that name the file, and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace a file in one step: it is always either the old one or the new one, complete, also after a crash.
+
+    Args:
+        path: of the file; its folder exists.
+        text: written as UTF-8.
+
+    Raises:
+        OSError: it cannot be written, for instance because the disk is full. The old file stays, and nothing else.
+    """
+    path = Path(path)
+    draft = path.with_name(path.name + ".draft")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
+    """Read a file of text in UTF-8.
+
+    Args:
+        path: of the file.
+        errors: what to do with bytes that are not UTF-8, as for `open`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no regular file (a pipe would wait for ever), cannot be read, or is not UTF-8.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{path} is not UTF-8 (byte 0x{byte:02x} at {error.start})") from error
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; every way in which that fails is a ValueError.
+
+    Raises:
+        ValueError: the text is not JSON, or is nested deeper than Python's stack.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value, in hexadecimal digits: equal for equal values, whatever the layout of their file."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

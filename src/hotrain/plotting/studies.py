@@ -1,0 +1,201 @@
+"""The HTML page of the studies: the findings first, then each study's figures and tables, every cell of them.
+
+One file, no script, no request to anywhere. What it shows comes in as plain text and figures' data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from hotrain.plotting.curves import draw_curves
+from hotrain.plotting.page import STYLE
+from hotrain.plotting.spectrum import draw_spectrum
+from hotrain.plotting.style import INK, MUTED, Look, css_variables, drawing, looks, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.surface import draw_choices, draw_surface
+
+LQS_THRESHOLD = 0.5
+
+
+@dataclass(frozen=True)
+class Section:
+    """One study.
+
+    Args:
+        title: what it asks.
+        conditions: a line for each device and commit.
+        tables: dicts of title, headers, rows and note, as text.
+        rows: the records that count, of which figures are drawn.
+    """
+
+    title: str
+    conditions: Sequence[str]
+    tables: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+
+def write_studies(path: Path, title: str, findings: Sequence[str], sections: Sequence[Section]) -> Path:
+    """Write the page to ``path`` in one step and return it."""
+    page = render(title, findings, sections)
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(page, encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def render(title: str, findings: Sequence[str], sections: Sequence[Section]) -> str:
+    """The page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    shown = [
+        {"title": each.title, "conditions": each.conditions, "tables": each.tables, "figures": figures(each.rows)}
+        for each in sections
+    ]
+    style = STYLE.replace("/*light*/", css_variables("light")).replace("/*dark*/", css_variables("dark"))
+    return environment.from_string(PAGE).render(title=title, findings=findings, sections=shown, style=style)
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """SVGs of what the records hold: gaps and curves of trainings, errors, energy, LQS and surfaces of gradients."""
+    trained = [row for row in rows if row["kind"] == "train" and row["status"] == "finished"]
+    look_of = looks([row["method"] for row in trained])
+    drawn = []
+    for group in dict.fromkeys(row["group"] for row in trained):
+        mine = [row for row in trained if row["group"] == group]
+        gaps = _gaps(mine)
+        if gaps:
+            drawn.append(draw_gaps(gaps, look_of, group))
+        curves = [_curve(row) for row in mine]
+        if any(len(curve["epoch"]) > 1 for curve in curves):
+            drawn.append(draw_curves(curves, "accuracy", look_of, f"{group}: accuracy"))
+    for row in rows:
+        if row["kind"] == "gradients" and row["status"] == "finished":
+            drawn += _of_gradients(row)
+    return drawn
+
+
+def _curve(row: Mapping[str, Any]) -> dict[str, Any]:
+    history = row["history"]
+    return {
+        "method": row["method"],
+        "epoch": [entry["epoch"] for entry in history],
+        "accuracy": [entry["accuracy"] for entry in history],
+        "loss": [entry["train_loss"] for entry in history],
+    }
+
+
+def _gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Method → points above exact with the same seed."""
+    exact = {row["seed"]: row["accuracy"] for row in rows if row["method"] == "exact"}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["method"] != "exact" and row["seed"] in exact:
+            found.setdefault(row["method"], []).append(row["accuracy"] - exact[row["seed"]])
+    return found
+
+
+def draw_gaps(gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], title: str) -> str:
+    """SVG of each method's gaps to exact: a mark a seed, the mean, and a bar of two standard errors."""
+    with drawing():
+        figure = new_figure(f"{title}: points above exact", 0.9 + 0.24 * len(gaps))
+        axes = figure.subplots()
+        axes.axvline(0, color=MUTED, linewidth=0.9)
+        for place, (method, values) in enumerate(gaps.items()):
+            style = look_of[method]
+            mean = fmean(values)
+            axes.scatter(values, [place] * len(values), s=12, color=stand_in(style), alpha=0.5, linewidth=0)
+            if len(values) > 1:
+                error = 2 * stdev(values) / len(values) ** 0.5
+                axes.hlines(place, mean - error, mean + error, color=stand_in(style), linewidth=1.6, gid=tag(style))
+            axes.scatter([mean], [place], s=26, marker=style.marker, color=stand_in(style), linewidth=0, zorder=3)
+        axes.set_yticks(range(len(gaps)), list(gaps), fontsize=8, color=INK)
+        axes.set_ylim(len(gaps) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("accuracy minus exact's with the same seed (points)")
+        return to_svg(figure, f"{title}: gap to exact of {', '.join(gaps)}")
+
+
+def _of_gradients(row: Mapping[str, Any]) -> list[str]:
+    mine, group = row["figures"], row["group"]
+    drawn = [draw_errors(mine["moments"], path, f"{group}: error of {path}") for path in ("g_x", "g_w")]
+    last = mine["moments"][-1]
+    spectra = [
+        {"layer": layer, "tensor": tensor, "energy": entry[tensor]}
+        for layer, entry in last["energy"].items()
+        for tensor in ("g_y", "x")
+    ]
+    drawn.append(draw_spectrum(spectra, f"{group}: energy at the end"))
+    if last["lqs"]:
+        layers = [{"layer": name, "choice": each[0], "ratio": each[1]} for name, each in last["lqs"].items()]
+        drawn.append(draw_choices(layers, LQS_THRESHOLD, f"{group}: what LQS chooses at the end"))
+    return drawn + [draw_surface(surface, f"{group}: |g_y| of {surface['layer']}") for surface in mine["surfaces"]]
+
+
+def draw_errors(moments: Sequence[Mapping[str, Any]], path: str, title: str) -> str:
+    """SVG of the median layer's relative error over the training, a line a method."""
+    methods = list(moments[0]["methods"])
+    look_of = looks(methods)
+    with drawing():
+        figure = new_figure(title, 2.7)
+        axes = figure.subplots()
+        for method in methods:
+            points = []
+            for moment in moments:
+                errors = [layer[path][0] for layer in moment["methods"][method].values() if layer[path]]
+                found = sorted(error for error in errors if error is not None)
+                if found:
+                    points.append((moment["update"], found[len(found) // 2]))
+            if any(error for _, error in points):
+                style = look_of[method]
+                axes.plot(
+                    *zip(*points, strict=True), color=stand_in(style), linestyle=style.dash, marker=style.marker,
+                    markersize=3, linewidth=style.width, label=method, gid=tag(style),
+                )  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_xlabel("updates of exact training")
+        axes.set_ylabel("relative error, median layer")
+        figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, labelcolor="linecolor")
+        return to_svg(figure, f"{title} over the training for {', '.join(methods)}")
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{{ title }}</title>
+<style>{{ style|safe }}</style>
+</head>
+<body>
+<main>
+<p class="eyebrow">hotrain</p>
+<h1>{{ title }}</h1>
+<ul>
+{% for line in findings %}<li>{{ line }}</li>
+{% endfor %}
+</ul>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% if section.figures %}<div class="panels">
+{% for figure in section.figures %}<figure>{{ figure|safe }}</figure>
+{% endfor %}</div>{% endif %}
+{% for table in section.tables %}
+<div class="wide"><table><caption>{{ table.title }}</caption>
+<thead><tr>{% for name in table.headers %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table></div>
+{% if table.note %}<p class="muted">{{ table.note }}</p>{% endif %}
+{% endfor %}
+<ul class="muted">{% for line in section.conditions %}<li>{{ line }}</li>
+{% endfor %}</ul>
+{% endfor %}
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,129 @@
+"""The campaigns find what they look for: a crash, a hang, a traceback, a silent change, a leak, code in a file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hotrain_campaign import cases, damage, fuzz
+from hotrain_campaign.equality import same
+from hotrain_campaign.faults import _burst
+from hotrain_campaign.soak import CONTROLS, Reading, verdict
+from torch import Tensor, nn
+
+
+def _bad_answers() -> dict[str, tuple[Any, str]]:
+    def traceback() -> str:
+        raise KeyError("a field")
+
+    return {
+        "good": (lambda: "accepted", ""),
+        "killed": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ended with SIGSEGV"),
+        "ended": (lambda: os._exit(3), "ended with code 3"),
+        "hung": (lambda: time.sleep(100), "no answer within"),
+        "raised": (traceback, "KeyError: 'a field'"),
+        "memory": (lambda: bytearray(1 << 50) and "accepted", "MemoryError"),
+        "last": (lambda: "refused", ""),
+    }
+
+
+def test_whatever_a_case_does_the_others_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "SECONDS", 4.0)
+    answers = _bad_answers()
+    tallies = cases.tried(
+        [cases.Case(name, "", run) for name, (run, _) in answers.items()], tmp_path, lambda text: None
+    )
+    assert {name: tally.cases for name, tally in tallies.items()} == dict.fromkeys(answers, 1)
+    for name, (_, finding) in answers.items():
+        found = tallies[name].findings
+        assert (len(found) == 1 and finding in found[0]) if finding else not found, (name, found)
+
+
+def test_a_command_that_ends_in_a_traceback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fuzz.command(["presets"]) == "accepted"
+    assert fuzz.command(["presets", "hat"]) == "refused"
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("a field")
+
+    monkeypatch.setattr(importlib.import_module("hotrain.presets"), "describe", broken)
+    with pytest.raises(cases.Finding, match="a traceback: KeyError"):
+        fuzz.command(["presets", "hot"])
+
+
+def test_contents_that_changed_are_found(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise ValueError("digits.npz is damaged")
+
+    def crash() -> None:
+        raise TypeError("digits.npz")
+
+    assert fuzz.loaded(lambda: {"a": 1}, {"a": 1}, same) == "accepted"
+    assert fuzz.loaded(refuse, 1, same, "digits.npz") == "refused"
+    for load, name, message in (
+        (lambda: {"a": 2}, "", "other contents"),
+        (refuse, "x.npz", "not name"),
+        (crash, "", "not a"),
+    ):
+        with pytest.raises(cases.Finding, match=message):
+            fuzz.loaded(load, {"a": 1}, same, name)
+    assert not same([torch.ones(2), {"a": 1.0}], [torch.ones(2), {"a": 1}])
+    assert not same(torch.ones(2), torch.ones(2, dtype=torch.float64))
+
+
+def test_the_canary_would_be_seen(tmp_path: Path) -> None:
+    import pickle
+
+    pickle.loads(pickle.dumps(fuzz._Evil(str(tmp_path / "executed"))))
+    assert (tmp_path / "executed").exists()
+
+
+def test_damage_is_repeatable_and_damages() -> None:
+    good = bytes(range(256)) * 20
+    for how in damage.BYTES:
+        made = [damage.damaged(good, how, random.Random(seed)) for seed in range(20)]
+        assert made == [damage.damaged(good, how, random.Random(seed)) for seed in range(20)]
+        assert sum(data != good for data in made) >= 18, how
+
+
+def _readings(**growth: int) -> list[Reading]:
+    start = {"tensors": 100, "tensor_bytes": 1 << 20, "objects": 50_000, "resident": 400 << 20}
+    return [Reading(**{name: value + growth.get(name, 0) * n for name, value in start.items()}) for n in range(15)]
+
+
+@pytest.mark.parametrize("leak", [{"tensors": 1}, {"tensor_bytes": 4}, {"objects": 30}, {"resident": 30 * (16 << 10)}])
+def test_a_leak_is_found(leak: dict[str, int]) -> None:
+    """A tensor in 30 steps, an object a step, 16 KiB a step; with real processes it is the campaign's `CONTROLS`."""
+    assert len(CONTROLS) == 3
+    assert verdict(_readings()) == ""
+    assert next(iter(leak)) in verdict(_readings(**leak))
+
+
+def test_a_burst_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.amax = torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.amax = torch.maximum(self.amax, x.detach().amax()) if keeps else self.amax
+            return self.second(self.first(x)) * (1 + 0 * self.amax)
+
+    def batch(seed: int) -> Tensor:
+        return torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(seed))
+
+    for keeps in (False, True):
+        for where in ("x", "g_y"):
+            if keeps and where == "x":
+                with pytest.raises(cases.Finding, match="the clean step behind the burst is another"):
+                    _burst(Net, batch, "hot-unbiased", where, 3)
+            else:
+                _burst(Net, batch, "hot-unbiased", where, 3)

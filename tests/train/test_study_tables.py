@@ -1,0 +1,152 @@
+"""Tables, claims and the page of studies: every cell is shown, and numbers are those of the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hotrain_recipes.studies as known
+import pytest
+
+from hotrain.plotting.studies import Section, render
+from hotrain.train import measures
+from hotrain.train.run import TrainRun
+from hotrain.train.study import Cell, Study, grid, lines, with_method
+from hotrain.train.study_tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
+
+STUDIES = known.studies()
+GROUP = CLAIMS[0].group
+RUN = TrainRun(data="cifar10")
+CHOSEN = Study("pretraining", "title", tuple(grid("pretraining", GROUP, RUN, ("exact", "hot", "hq8"), (0, 1, 2))))
+
+
+def row(cell: Cell, accuracy: float | None, **more: Any) -> dict[str, Any]:
+    history = [{"epoch": epoch, "accuracy": accuracy, "train_loss": 1.0} for epoch in (1, 2)]
+    names = {**cell.names(), "status": "finished", "accuracy": accuracy, "error": None, "history": history}
+    return {**names, "config": cell.run.to_dict(), "device": "a device", "commit": "abc", **more}
+
+
+def rows(hot: float, hq8: float, step: float = 0.1) -> list[dict[str, Any]]:
+    level = {"exact": 95.0, "hot": 95.0 + hot, "hq8": 95.0 + hq8}
+    noise = {"exact": 0.0, "hot": step, "hq8": step}
+    return [row(c, level[c.method] + noise[c.method] * (c.run.seed - 1)) for c in CHOSEN.cells]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_that_was_not_run_shows_every_cell(name: str) -> None:
+    study = STUDIES[name]
+    shown = tables(study, [])
+    text = str([table.rows for table in shown])
+    assert {cell.method for cell in study.cells} <= {c.strip("`") for t in shown for r in t.rows for c in r[:1]} | {
+        "exact"
+    }
+    assert text.count("not run") >= len({(cell.group, cell.method, cell.kind) for cell in study.cells})
+    assert all(len(line) == len(table.headers) for table in shown for line in table.rows if len(line) > 1)
+
+
+def test_the_cells_of_the_issue_are_there_in_their_order() -> None:
+    cells = STUDIES["pretraining"].cells
+    small = [cell for cell in cells if cell.group in ("ResNet-18, CIFAR-10", "small ViT, CIFAR-10")]
+    assert cells[: len(small)] == tuple(small), "CIFAR-10 first"
+    assert sorted({cell.run.seed for cell in small}) == [0, 1, 2]
+    assert {cell.run.plan for cell in cells if "@" not in cell.method} == {"memory"}, "every layer is converted"
+    for study in STUDIES.values():
+        for cell in study.cells:
+            if cell.kind == "train":
+                same = [c for c in study.cells if (c.group, c.kind) == (cell.group, "train")]
+                assert len({(c.run.epochs, c.run.lr, c.run.batch_size, c.run.model) for c in same}) == 1
+
+
+@pytest.mark.parametrize(
+    ("gap", "said"),
+    # the standard error of (gap - 0.1, gap, gap + 0.1) is 0.058
+    [(-0.46, HELD), (-0.36, HELD), (-0.7, WORSE), (-0.2, BETTER)],
+)
+def test_a_claim_holds_within_two_standard_errors(gap: float, said: str) -> None:
+    assert verdict(CLAIMS[0], CHOSEN, rows(gap, 0.0))[0] == said
+
+
+def test_one_seed_decides_nothing() -> None:
+    some = [each for each in rows(-5.0, -5.0) if each["seed"] == 0]
+    kind, text = verdict(CLAIMS[0], CHOSEN, some)
+    assert (kind, text.endswith("-5.10 after one seed")) == (OPEN, True)
+    assert "decides nothing" in advice(CHOSEN, some, "hq8")[0]
+    assert verdict(CLAIMS[0], CHOSEN, [])[0] == OPEN
+
+
+def test_what_to_choose_follows_the_gap() -> None:
+    assert "costs no accuracy (-0.05 ± 0.06 points)" in advice(CHOSEN, rows(0.0, -0.05), "hq8")[0]
+    assert "choose exact unless memory is short" in advice(CHOSEN, rows(0.0, -0.5), "hq8")[0]
+    assert len(head(STUDIES, [], "hq8")) <= 10
+
+
+def test_runs_that_diverged_or_failed_are_in_the_table() -> None:
+    some = rows(-0.4, 0.0)
+    hot = [each for each in some if each["method"] == "hot"]
+    hot[0] |= {"status": "diverged", "accuracy": None, "error": "the loss is nan"}
+    hot[1] |= {"status": "failed", "accuracy": None, "error": "killed"}
+    table = tables(CHOSEN, some)[0]
+    assert table.headers == ["method", GROUP]
+    assert table.rows[1] == ["`hot`", "94.70 (-0.30); 1 diverged; 1 failed"]
+    assert tables(CHOSEN, some[:4])[0].rows[1][1].endswith("1 of 3 runs")
+    assert lines(CHOSEN, some)[1].count("diverged") == 1
+
+
+def test_the_page_shows_tables_and_figures() -> None:
+    shown = [vars(table) for table in tables(CHOSEN, rows(-0.4, 0.0))]
+    page = render("title", ["HOT <held>"], [Section("study", ["a device"], shown, rows(-0.4, 0.0))])
+    assert page.count("<svg") == 2, "gaps and curves"
+    assert "HOT &lt;held&gt;" in page
+    assert "94.60 ± 0.10 (-0.40 ± 0.06)" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_kinds_of_layers() -> None:
+    assert [kind_of(n) for n in ("blocks.0.mlp.fc1", "blocks.0.attn.proj", "layer2.0.downsample.0", "conv1")] == [
+        "fc1",
+        "attn.proj",
+        "downsample.0",
+        "conv1",
+    ]
+
+
+def test_costs_are_those_of_the_analyses() -> None:
+    run = with_method(TrainRun(model="demo_vit", model_args={"depth": 1}, image_size=16, batch_size=4), "hot")
+    found = measures.costs(run, "hot", kept=True)
+    assert 0 < found["overhead"] < found["corrected"]["backward"] < 2 * found["corrected"]["forward"]
+    # HOT's Table 5, and what it prints (docs/maths.md)
+    assert round(found["table_5"]["stages.3.fc2 of EfficientFormer-L7"]["overhead_exchanged"], 1) == 11.5
+    exact = measures.costs(with_method(run, "exact"), "exact", kept=True)
+    assert found["kept"] < exact["kept"]
+    assert exact["corrected"]["backward"] <= 2 * exact["corrected"]["forward"]
+    assert measures.costs(with_method(run, "hla"), "hla")["paper"] is None
+
+
+def test_a_step_and_gradients_over_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"depth": 1, "embed_dim": 32}
+    run = TrainRun(model="demo_vit", model_args=args, image_size=16, batch_size=8, device="cpu", steps=4, epochs=1)
+    found = measures.step(with_method(run, "hq8"), "hq8", classes=10, steps=3)
+    assert found["step_ms"] > 0
+    assert found["peak_bytes"] is None
+    assert found["kept"] < measures.step(run, "exact", classes=10, steps=3)["kept"]
+    run = TrainRun(**{**run.__dict__, "image_size": None})
+    found = measures.gradients(run, "exact", methods=("hot", "hot-unbiased:number=int"), at=(0, 1), images=8, draws=2)
+    assert [moment["update"] for moment in found["moments"]] == [4]
+    moment = found["moments"][0]
+    for method in ("hot", "hot-unbiased:number=int"):
+        assert all(layer["g_w"][0] > 0.01 for layer in moment["methods"][method].values() if layer["g_w"])
+    assert all(abs(sum(layer["g_y"]) - 1) < 0.01 for layer in moment["energy"].values())
+    assert set(moment["lqs"]) <= set(moment["methods"]["hot"])
+    cell = Cell("fidelity", "g", "exact", run, "gradients")
+    table = tables(Study("fidelity", "t", (cell,)), [row(cell, None, figures=found)])
+    assert [each.headers[-1] for each in table] == ["4", "4"]
+    assert render("t", [], [Section("s", [], [], [row(cell, None, figures=found)])]).count("<svg") >= 3
+
+
+def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
+    run = TrainRun(task="simclr", model="small_resnet18", data="cifar10")
+    study = Study("evmt", "t", tuple(grid("evmt", "SimCLR", run, ("exact", "hla"), (0,))))
+    found = [row(cell, 80.0 + cell.run.seed) for cell in study.cells[:1]]
+    found[0]["history"][-1]["knn"] = 75.5
+    probe, near = tables(study, found)
+    assert probe.rows == [["`exact`", "80.00"], ["`hla`", "not run"]]
+    assert near.rows == [["`exact`", "75.50"], ["`hla`", "not run"]]
