@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import draws
+from ..private import fakes
 from . import packing
 from .rounding import round_, wide
 
@@ -63,10 +64,10 @@ class Quantized:
 
 
 def row_blocks(t: Tensor) -> Iterator[slice]:
-    """The blocks of rows that a quantizer processes one by one; a single block on other devices than CPUs."""
+    """The blocks of rows that a quantizer processes one by one; a single one but on CPUs, and of fake tensors."""
     # An even number of rows per block: pairs of neighbours share a hash (draws.noise16).
     height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
-    if t.device.type != "cpu":
+    if t.device.type != "cpu" or isinstance(t, fakes.tensor):
         height = max(1, t.shape[0])
     return (slice(first, min(first + height, t.shape[0])) for first in range(0, t.shape[0], height))
 
