@@ -1,6 +1,6 @@
 """DDP and FSDP2 against one process on the whole batch, sharded checkpoints, and examples/distributed.py.
 
-One start of two processes on gloo serves all tests. `python -m pytest tests/test_distributed_whole.py -m gpu` runs them
+Two processes on gloo start once for all tests. `python -m pytest tests/test_distributed_whole.py -m gpu` runs them
 on two GPUs with NCCL.
 """
 
@@ -214,7 +214,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPUS)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found: one start of them serves all tests."""
+    """What each of two processes found: they start once for all tests."""
     return found_by_each(_worker, tmp_path_factory.mktemp("ranks"), request.param)
 
 
