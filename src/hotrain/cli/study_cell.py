@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hotrain.files import write_text
+
 JOB, ROW, RUNS, WEIGHTS = "job.json", "row.json", "runs", "weights.pt"
 STOPPED = 143  # exit status of a cell that was stopped with SIGTERM and has a checkpoint
 
@@ -36,9 +38,7 @@ def main() -> None:
         job["cell"]["run"]["compile"] = False
         (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
         os.execv(sys.executable, [sys.executable, "-m", "hotrain.cli.study_cell", str(folder)])
-    draft = folder / f"{ROW}.draft"
-    draft.write_text(json.dumps(row, allow_nan=False, default=str), encoding="utf-8")
-    os.replace(draft, folder / ROW)
+    write_text(folder / ROW, json.dumps(row, allow_nan=False, default=str))
 
 
 def _end_with_parent() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from hotrain.files import write_text
 from hotrain.plotting import lines
 from hotrain.plotting.curves import draw_curves
 from hotrain.plotting.memory import changes, draw_bytes, parts_of
@@ -32,9 +32,7 @@ def write_report(folder: Path | str) -> Path:
     """Draw the records of ``folder`` into its report.html and return the path. Raises as `load_records`."""
     folder = Path(folder)
     page = render(load_records(folder))
-    draft = folder / (REPORT + ".draft")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, folder / REPORT)
+    write_text(folder / REPORT, page)
     return folder / REPORT
 
 

@@ -5,7 +5,6 @@ One file, no script, no request to anywhere. What it shows comes in as plain tex
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from hotrain.files import write_text
 from hotrain.plotting.curves import draw_curves
 from hotrain.plotting.page import STYLE
 from hotrain.plotting.spectrum import draw_spectrum
@@ -43,9 +43,7 @@ class Section:
 def write_studies(path: Path, title: str, findings: Sequence[str], sections: Sequence[Section]) -> Path:
     """Write the page to ``path`` in one step and return it."""
     page = render(title, findings, sections)
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(page, encoding="utf-8")
-    os.replace(draft, path)
+    write_text(path, page)
     return path
 
 
