@@ -25,8 +25,9 @@ import hotrain
 from hotrain.cli.prepare import configure
 from hotrain.ranks import calibrate_ranks
 from hotrain.train.distributed import processes
-from hotrain.train.loop import Training
+from hotrain.train.evaluation import evaluate
 from hotrain.train.setup import autocast, build, training_batches
+from hotrain.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def measure(cell: tuple[Configuration, int], device: str, args: argparse.Namespa
                 training.step(batches)
             training.loss_sum.zero_()
             training.loss_count = 0
-        _, accuracy = training.evaluate(setup.model)
+        _, accuracy = evaluate(setup.model, run, setup, ranks)
     empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
     subject = f"{args.recipe}/{args.epochs} epochs"
     return {

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import hotrain
 from hotrain.cli.prepare import configure
 from hotrain.train.distributed import processes
-from hotrain.train.loop import Training
 from hotrain.train.setup import autocast, build
+from hotrain.train.training import Training
 
 RECIPE = "small_vit_cifar10"
 WINDOW = 200  # updates that a recorded loss averages

@@ -13,8 +13,8 @@ import torch
 
 from hotrain.cli.prepare import configure
 from hotrain.train.distributed import processes
-from hotrain.train.loop import Training
 from hotrain.train.setup import build
+from hotrain.train.training import Training
 
 
 def main() -> None:

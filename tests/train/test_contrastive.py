@@ -19,7 +19,7 @@ from hotrain.train.contrastive import (
     two_views,
 )
 from hotrain.train.distributed import Processes
-from hotrain.train.loop import Training
+from hotrain.train.training import Training
 
 Make = Callable[..., TrainRun]
 

@@ -9,8 +9,8 @@ import torch
 from hotrain import draws
 from hotrain.train import Diverged, TrainRun, silent, train
 from hotrain.train.distributed import Processes
-from hotrain.train.loop import WATCH, Training
 from hotrain.train.setup import build
+from hotrain.train.training import WATCH, Training
 
 Make = Callable[..., TrainRun]
 

@@ -24,8 +24,8 @@ from hotrain.train import (
     training_batches,
 )
 from hotrain.train.distributed import Processes
-from hotrain.train.loop import Training
 from hotrain.train.record import read
+from hotrain.train.training import Training
 
 Make = Callable[..., TrainRun]
 

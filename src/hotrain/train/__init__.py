@@ -7,7 +7,8 @@ ensure_torchvision()
 from hotrain.train.checkpoint import saved_run  # noqa: E402 (timm must be importable first)
 from hotrain.train.compare import Comparison, compare, finished_cells  # noqa: E402
 from hotrain.train.data import load_data  # noqa: E402
-from hotrain.train.loop import Diverged, Interrupted, NotSaved, Result, train  # noqa: E402
+from hotrain.train.loop import train  # noqa: E402
+from hotrain.train.outcome import Diverged, Interrupted, NotSaved, Result  # noqa: E402
 from hotrain.train.progress import Progress, progress_bar, silent  # noqa: E402
 from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_settings  # noqa: E402
 from hotrain.train.setup import Setup, build, training_batches  # noqa: E402

@@ -14,8 +14,9 @@ from typing import Any
 from hotrain.method import Method
 from hotrain.tables import bytes_text, count_text, table
 from hotrain.train import checkpoint, record
-from hotrain.train.loop import Result, train
+from hotrain.train.loop import train
 from hotrain.train.optimization import create_optimizer
+from hotrain.train.outcome import Result
 from hotrain.train.progress import OnProgress
 from hotrain.train.run import TrainRun, parse_method, replace
 from hotrain.train.setup import build

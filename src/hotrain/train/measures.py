@@ -17,10 +17,11 @@ import hotrain
 from hotrain.analysis.fidelity import gradient_surface
 from hotrain.analysis.paper import PUBLISHED, flop_overhead, paper_memory
 from hotrain.train.distributed import Processes
-from hotrain.train.loop import Training
+from hotrain.train.evaluation import evaluate
 from hotrain.train.models import create_model, resolve_device
 from hotrain.train.run import TrainRun, replace
 from hotrain.train.setup import Setup, autocast, build, training_batches
+from hotrain.train.training import Training
 
 TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B": (197, 2304, 768)}
 """Layers (tokens, outputs, inputs): the one that HOT's Table 5 prints, and one of the model of its other figures."""
@@ -206,7 +207,7 @@ def gradients(
                 surfaces = drawn
             if training.update == training.updates:
                 break
-    _, accuracy = training.evaluate(training.model)
+    _, accuracy = evaluate(training.model, training.run, training.setup, training.ranks)
     return {"updates": training.updates, "accuracy": accuracy, "moments": found, "surfaces": surfaces}
 
 

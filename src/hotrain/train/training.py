@@ -1,0 +1,500 @@
+"""The state of a run, its updates, and how it is saved and restored.
+
+A resumed run equals an uninterrupted one bit for bit: batches are functions of (seed, epoch, batch); all other state is
+in :meth:`Training.state_dict`; and checkpoints are written only between updates. On CUDA this needs
+``deterministic=True``, because some CUDA kernels sum in a varying order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import shutil
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hotrain
+from hotrain import draws
+from hotrain.calibration import LayerChoice
+from hotrain.optim import GrokfastEMA
+from hotrain.train import checkpoint, contrastive, record, trackers
+from hotrain.train.batches import Batch
+from hotrain.train.distributed import Processes
+from hotrain.train.evaluation import evaluate, probe
+from hotrain.train.meters import DelayedRead, StepTimer, finite
+from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
+from hotrain.train.outcome import SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
+from hotrain.train.progress import Progress
+from hotrain.train.rng import rng_state, set_rng_state
+from hotrain.train.run import TrainRun
+from hotrain.train.setup import Setup, autocast, training_batches
+
+WATCH = 20  # updates between two checks of the loss on a GPU
+
+
+class Training:
+    """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
+
+    Args:
+        run: what to train.
+        setup: its parts.
+        ranks: the processes of the run.
+        saved: state of a checkpoint to continue; None: a new run.
+    """
+
+    def __init__(self, run: TrainRun, setup: Setup, ranks: Processes, saved: dict[str, Any] | None) -> None:
+        from timm.data import Mixup
+        from timm.data.random_erasing import RandomErasing
+        from timm.utils import ModelEmaV3
+
+        self.run, self.setup, self.ranks = run, setup, ranks
+        self.model, self.device = setup.model, setup.device
+        self.learner = self.model if isinstance(self.model, contrastive.TwoViews) else None
+        self.updates_per_epoch = setup.feed.updates_per_epoch
+        self.updates = run.steps if run.steps is not None else run.epochs * self.updates_per_epoch
+        if saved is not None:
+            checkpoint.check_same_weights(self.model, saved["model"])
+
+        self.mixup: Mixup | None = None
+        if run.mixup or run.cutmix:
+            self.mixup = Mixup(
+                mixup_alpha=run.mixup,
+                cutmix_alpha=run.cutmix,
+                prob=run.mix_prob,
+                switch_prob=run.mix_switch_prob,
+                label_smoothing=run.smoothing,
+                num_classes=len(setup.data.classes),
+            )
+        self.erase: RandomErasing | None = None
+        if run.random_erase:
+            self.erase = RandomErasing(run.random_erase, mode="pixel", device=self.device)
+        self.loss_function = nn.CrossEntropyLoss(label_smoothing=0.0 if self.mixup else run.smoothing)
+
+        self.optimizer = create_optimizer(run, self.model)
+        self.schedule = Schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.amp == "fp16")
+        self.grokfast: GrokfastEMA | None = None
+        if run.grokfast is not None:
+            self.grokfast = GrokfastEMA(self.model.named_parameters(), run.grokfast.alpha, run.grokfast.lamb)
+        self.ema: ModelEmaV3 | None = None
+        if run.ema is not None:
+            self.ema = ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
+        self.bit_schedule: hotrain.BitSchedule | None = None
+        self.method = run.resolve_method()
+        bits = self.method.grad_input.bits
+        if run.bit_warmup_epochs and bits is not None:
+            self.bit_schedule = hotrain.BitSchedule(bits, warmup=run.bit_warmup_epochs)
+        # LQS has something to choose only where g_y is quantized and its scale was left open.
+        self.wants_calibration = bits is not None and self.method.grad_input.scale == "auto"
+        self.calibration: hotrain.Calibration | None = None
+        if run.calibration_file is not None and self.wants_calibration:
+            self.calibration = hotrain.Calibration.load(run.calibration_file)
+            self.calibration.apply(self.model)
+
+        self.update = 0
+        self.history: list[dict[str, Any]] = []
+        self.loss_sum, self.loss_count = torch.zeros((), device=self.device), 0
+        self.saved_bytes: int | None = None
+        self.bit_ops: float | None = None
+        self.timer = StepTimer(self.device)
+        self.seconds_before = 0.0
+        self.between_updates = True
+        self.run_id = ranks.first(record.new_run_id(run.name, run.method_label, run.seed))
+        if saved is not None:
+            self.load_state_dict(saved)
+        self.folder = Path(run.out_dir) / self.run_id
+        self.saved_at = self.update
+        self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
+        self.watched, self.watched_at = DelayedRead(self.device), (0, 0)
+        self.track: trackers.Track = trackers.untracked
+        if run.audit and self.saved_bytes is None:
+            self._audit()
+
+        self.net: nn.Module = self.model
+        if run.compile:
+            graphs = run.plan != "speed" and self.device.type == "cuda"
+            self.net = torch.compile(self.model, mode="reduce-overhead" if graphs else None)  # type: ignore[assignment]
+        if ranks.world > 1:
+            self.net = nn.parallel.DistributedDataParallel(self.net)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.started, self.started_at = time.perf_counter(), self.update
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint file in the run's folder."""
+        return self.folder / checkpoint.FILE
+
+    def open_folder(self) -> None:
+        """Bring the files of the run's folder to this update. Only for the process that holds its lock."""
+        checkpoint.remove_temporaries(self.folder)
+        record.rewrite(self.folder / record.METRICS, self.history)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Apply the bit schedule and calibration of the epoch; also when a resume starts within an epoch."""
+        self.model.train()
+        if self.bit_schedule is not None:
+            self.bit_schedule.apply(self.model, epoch)
+        run = self.run
+        due = run.calibrate_batches and self.wants_calibration and epoch >= run.calibrate_at
+        if due and self.calibration is None:
+            batches = training_batches(self.setup, run.calibrate_batches)
+            with self._autocast():
+                found = hotrain.calibrate(self.model, batches, self.setup.loss, max_batches=run.calibrate_batches)
+            self.calibration = self.ranks.first(found)
+            self.calibration.apply(self.model)
+
+    def step(self, batches: list[Batch]) -> None:
+        """One update: forward and backward of each batch, Grokfast, clipping, optimizer, schedule and EMA."""
+        run = self.run
+        self.between_updates = False
+        self.timer.start()
+        with hotrain.accumulation() if len(batches) > 1 else contextlib.nullcontext():
+            for i, (x, y) in enumerate(batches):
+                x, target = self._augment(x, y)
+                wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
+                with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
+                    with self._autocast():
+                        output = self.net(x).float()
+                        loss = self.learner.loss(output, x) if self.learner else self.loss_function(output, target)
+                    self.scaler.scale(loss / len(batches)).backward()
+                self.loss_sum += loss.detach()
+                self.loss_count += 1
+        self.scaler.unscale_(self.optimizer)
+        if self.grokfast is not None:
+            self.grokfast.step()
+        if run.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.update += 1
+        self.schedule.step(self.update)
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.update)
+        if self.learner is not None:
+            self.learner.move_target(self.update / self.updates)
+        self.timer.stop()
+        self.between_updates = True
+
+    def _augment(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.erase is not None:
+            x = self.erase(x)
+        if self.mixup is not None:
+            even = len(x) // 2 * 2  # a batch that lost an unreadable image may be odd
+            x, y = self.mixup(x[:even], y[:even])
+        return x, y
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast(self.run, self.device)
+
+    def _audit(self) -> None:
+        x, _ = self.setup.example()
+        with self._autocast():
+            self.saved_bytes = hotrain.saved_bytes(self.model, x).total
+            self.bit_ops = hotrain.cost(self.model, x).bit_ops_total
+
+    def mean_loss(self) -> float:
+        """Return the mean training loss of this epoch so far; synchronizes with the device.
+
+        Raises:
+            Diverged: it is not finite (fp16 skips such updates, so only bf16 and fp32 stop here).
+        """
+        loss = float(self.loss_sum) / max(1, self.loss_count)
+        if not math.isfinite(loss) and self.run.amp != "fp16":
+            raise self._diverged(f"the training loss is {loss}")
+        return loss
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(
+            f"{what} by update {self.update} of {self.updates} "
+            f"(method {self.run.method_label}, lr {self.optimizer.param_groups[0]['lr']:g}): "
+            f"lower the rate, add warm-up or clip; {self._good_checkpoint()}"
+        )
+
+    def _good_checkpoint(self) -> str:
+        if self.good is None:
+            return "no checkpoint was written before"
+        return f"the checkpoint of update {self.good[0]} is good: {self.good[1]}"
+
+    def watch(self) -> None:
+        """Check for divergence without synchronizing with the device.
+
+        On a CPU the loss is read at every update; on a GPU every ``WATCH`` updates, as it was at the previous check.
+        Every ``WATCH`` updates it is tracked: the mean of the epoch so far.
+
+        Raises:
+            Diverged: the loss was not finite, or fp16's loss scale is below ``SCALE_FLOOR``.
+        """
+        if self.device.type == "cuda" and self.update % WATCH:
+            return
+        # The scale as a tensor: get_scale() would wait for it.
+        scale = self.scaler._scale if self.scaler.is_enabled() else None
+        seen = self.watched.look(self.loss_sum, self.loss_sum.new_ones(()) if scale is None else scale)
+        now = self.update, self.loss_count
+        (update, count), self.watched_at = (self.watched_at if self.device.type == "cuda" else now), now
+        if count and update % WATCH == 0:
+            self.track(update, {"loss": finite(seen[0] / count)})
+        if not math.isfinite(seen[0]) and self.run.amp != "fp16":
+            raise self._diverged(f"the training loss is {seen[0]}")
+        if seen[1] < SCALE_FLOOR:
+            raise self._diverged(f"fp16's loss scale fell to {seen[1]:.0e}, as update after update overflows,")
+
+    def finish_epoch(self, epoch: int) -> None:
+        """Evaluate and append a row to the history, in memory and on disk.
+
+        Raises:
+            Diverged: the losses are not finite.
+        """
+        totals = self.ranks.total(
+            torch.tensor([float(self.loss_sum), self.loss_count], dtype=torch.float64, device=self.device)
+        )
+        self.mean_loss()
+        model = self.model if self.ema is None else self.ema.module
+        row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
+        row["train_loss"] = finite(float(totals[0] / totals[1]))
+        if self.learner is None:
+            row["test_loss"], row["accuracy"] = evaluate(model, self.run, self.setup, self.ranks)
+        else:
+            row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.run, self.setup, self.ranks)
+        if row["train_loss"] is None and row["test_loss"] is None:
+            raise self._diverged("neither the training loss nor the test loss is finite")
+        if self.ema is not None:
+            _, row["raw_accuracy"] = evaluate(self.model, self.run, self.setup, self.ranks)
+        row["lr"] = self.optimizer.param_groups[0]["lr"]
+        row["step_ms"] = self.timer.median_ms()
+        row["skipped"] = self.setup.feed.skipped
+        row["seconds"] = self.seconds()
+        self.history.append(row)
+        self.loss_sum.zero_()
+        self.loss_count = 0
+        if self.ranks.is_main:
+            record.append(self.folder / record.METRICS, row)
+            costs = {"saved_bytes": self.saved_bytes, "bit_ops": self.bit_ops, "peak_bytes": self._peak_bytes()}
+            self.track(self.update, {**row, **costs})
+
+    def seconds(self) -> float:
+        """Return the wall time of the run over all its parts."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def progress(self, accuracy: float | None = None) -> Progress:
+        """Return what is reported after an update; synchronizes with the device to read the loss."""
+        loss = self.mean_loss() if accuracy is None else self.history[-1]["train_loss"] or math.nan
+        elapsed = time.perf_counter() - self.started
+        done = self.update - self.started_at
+        images = done * self.setup.feed.images_per_update
+        return Progress(
+            epoch=-(-self.update // self.updates_per_epoch),
+            epochs=-(-self.updates // self.updates_per_epoch),
+            update=self.update,
+            updates=self.updates,
+            loss=loss,
+            lr=self.optimizer.param_groups[0]["lr"],
+            images_per_second=images / elapsed,
+            eta_seconds=elapsed / max(1, done) * (self.updates - self.update),
+            peak_bytes=self._peak_bytes(),
+            accuracy=accuracy,
+        )
+
+    def _peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def save(self) -> None:
+        """Write the checkpoint (on process 0, with every process's generator states).
+
+        Raises:
+            Diverged: the loss or a weight is not finite; the previous checkpoint stays.
+            NotSaved: the file cannot be written; the previous checkpoint stays.
+        """
+        self.mean_loss()
+        if not torch.stack([p.detach().isfinite().all() for p in self.model.parameters()]).all():
+            raise self._diverged("a weight is not finite")
+        state = self.state_dict()
+        if self.ranks.is_main:
+            try:
+                checkpoint.save(state, self.checkpoint_path)
+            except OSError as error:
+                raise NotSaved(self._not_saved(error)) from error
+        self.ranks.wait()  # no process may look for a file that is still being written
+        self.saved_at, self.good = self.update, (self.update, self.checkpoint_path)
+
+    def _not_saved(self, error: OSError) -> str:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self.folder).free
+            reason = f"the disk is full ({reason}; {free / 2**20:.1f} MiB are free on it)"
+        return (
+            f"the checkpoint of update {self.update} could not be written to {self.checkpoint_path}: {reason}; "
+            f"{self._good_checkpoint()}"
+        )
+
+    def rescue(self, failure: Exception) -> None:
+        """After a ``failure`` other than `Diverged` and `NotSaved`, save what was trained since the last checkpoint.
+
+        Only in single-process runs: the other processes would not take part.
+        """
+        due = self.between_updates and self.update > self.saved_at and self.ranks.world == 1
+        if due and not isinstance(failure, (Diverged, NotSaved)):
+            try:
+                self.save()
+            except (Diverged, NotSaved) as second:
+                failure.add_note(str(second))
+
+    def stopped(self, number: int) -> Interrupted:
+        """Make the exception for signal ``number``, after the update is finished and its checkpoint written."""
+        return Interrupted(
+            f"stopped by {signal.Signals(number).name} after update {self.update}; nothing is lost. "
+            f"Continue with --resume {self.checkpoint_path}",
+            self.checkpoint_path,
+            number,
+        )
+
+    def stopped_at_once(self) -> Interrupted:
+        """Make the exception for a second Ctrl-C, which may come within an update."""
+        how = "nothing was kept" if self.good is None else f"continue after update {self.good[0]} with --resume"
+        path = None if self.good is None else self.good[1]
+        message = f"stopped at once, at update {self.update}; {how}" + (f" {path}" if path else "")
+        return Interrupted(message, path, signal.SIGINT)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that the rest of the run depends on, as tensors and plain values."""
+        return {
+            "run": self.run.to_dict(),
+            "run_id": self.run_id,
+            "update": self.update,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "grokfast": None if self.grokfast is None else self.grokfast.state_dict(),
+            "calibration": self.calibration and asdict(self.calibration),
+            "draws": draws.state_dict(self.model),
+            "rng": self.ranks.gather(rng_state()),
+            "loss": self.ranks.gather([float(self.loss_sum), self.loss_count]),
+            "history": self.history,
+            "measured": [self.saved_bytes, self.bit_ops],
+            "step_ms": self.timer.all_ms(),
+            "seconds": self.seconds(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the checkpoint is of another number of processes or of an update beyond the run's last, or a
+                part of it does not fit.
+        """
+        if state["update"] > self.updates:
+            raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
+        if len(state["rng"]) != self.ranks.world:
+            raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
+        self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
+        self.model.load_state_dict(state["model"])
+        restoring = checkpoint.restoring
+        with restoring("optimizer"):
+            begun = self.update > 0 and not self.scaler.is_enabled()  # fp16 may have skipped every update
+            check_optimizer_state(self.run, self.optimizer, state["optimizer"], begun)
+            self.optimizer.load_state_dict(state["optimizer"])
+        with restoring("schedule"):
+            self.schedule.load_state_dict(state["schedule"], self.update)
+        with restoring("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            with restoring("ema"):
+                self.ema.module.load_state_dict(state["ema"])
+        if self.grokfast is not None:
+            with restoring("grokfast"):
+                self.grokfast.load_state_dict(state["grokfast"])
+        if state["calibration"] is not None:
+            with restoring("calibration"):
+                fields = dict(state["calibration"])
+                layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
+                self.calibration = hotrain.Calibration(layers, **fields)
+                self.calibration.apply(self.model)
+        loss, count = checkpoint.loss_of(state["loss"], self.ranks.rank)
+        self.loss_sum, self.loss_count = torch.tensor(loss, dtype=torch.float32, device=self.device), count
+        self.saved_bytes, self.bit_ops = state["measured"]
+        self.timer.done_ms = list(state["step_ms"])
+        self.seconds_before = state["seconds"]
+        with restoring("draws"):
+            draws.load_state_dict(self.model, state["draws"])
+        with restoring("rng"):
+            set_rng_state(state["rng"][self.ranks.rank])
+
+    def result(self, finished: bool) -> Result:
+        """Return the result as of this update."""
+        accuracies = [row["accuracy"] for row in self.history]
+        step_ms = self.timer.median_ms()
+        images = self.setup.feed.images_per_update
+        return Result(
+            run=self.run,
+            run_id=self.run_id,
+            history=self.history,
+            accuracy=accuracies[-1] if accuracies else None,
+            best_accuracy=max(accuracies, default=None),
+            saved_bytes=self.saved_bytes,
+            bit_ops=self.bit_ops,
+            step_ms=step_ms,
+            images_per_second=images / step_ms * 1e3 if step_ms else None,
+            peak_bytes=self._peak_bytes(),
+            seconds=self.seconds(),
+            finished=finished,
+            record_path=Path(self.run.out_dir) / record.RUNS,
+            checkpoint_path=self.checkpoint_path,
+            layers=None if self.setup.report is None else self.setup.report.ran(),
+            updates=self.update - self.started_at,
+            model=self.model,
+        )
+
+    def write_record(self, status: str, error: str | None) -> None:
+        """Append a record of this part of the run to ``runs.jsonl``.
+
+        Args:
+            status: ``finished``, ``stopped``, ``interrupted`` or ``failed``.
+            error: the message of a failure.
+
+        Raises:
+            OSError: the record cannot be written.
+        """
+        if not self.ranks.is_main:
+            return
+        result = self.result(status == "finished")
+        row = {
+            "record": record.VERSION,
+            "run_id": self.run_id,
+            "status": status,
+            "error": error,
+            "model": self.run.model,
+            "method": self.run.method_label,
+            "seed": self.run.seed,
+            "updates": self.update,
+            "processes": self.ranks.world,
+            **{
+                name: getattr(result, name)
+                for name in ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
+            },
+            "peak_bytes": result.peak_bytes,
+            "layers": result.layers,
+            "seconds": result.seconds,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **record.environment(self.device),
+            "config": self.run.to_dict(),
+            "calibration": self.calibration and asdict(self.calibration),
+            "history": self.history,
+        }
+        record.append(result.record_path, record.signed(row))
+
+    def write_record_of(self, failure: BaseException, status: str) -> None:
+        """Write the record of a run that ends with ``failure``; an OSError of it becomes a note of the failure."""
+        try:
+            self.write_record(status, f"{type(failure).__name__}: {failure}" if status == "failed" else None)
+        except OSError as error:
+            failure.add_note(str(error))
