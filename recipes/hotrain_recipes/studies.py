@@ -10,7 +10,18 @@ from hotrain.train.run import Lora, TrainRun, replace
 from hotrain.train.study import Cell, Study, grid, with_method
 from hotrain_recipes.registry import load_recipe
 
-METHODS = ("exact", DEFAULT, "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4", f"{DEFAULT}@graphs")
+METHODS = (
+    "exact",
+    DEFAULT,
+    "hot",
+    "hot-unbiased",
+    "hot-importance",
+    "hla",
+    "lbp-wht",
+    "luq",
+    "int4",
+    f"{DEFAULT}@graphs",
+)
 """Of Table 4 of HOT. Every layer is converted, but for ``@graphs``: there the plan leaves exact what loses time."""
 PRETRAINED = {"ResNet-18": "short_resnet18", "small ViT": "short_vit"}
 LARGER = {"ResNet-50": "short_resnet50", "DeiT-Ti": "short_deit_tiny", "EfficientFormer-L1": "short_efficientformer_l1"}

@@ -84,6 +84,12 @@ def test_a_study_goes_on_where_its_records_end(tmp_path: Path, monkeypatch: pyte
     done = invoke(*ARGUMENTS, *where, "--set", "lr=1e-2", "--list")
     assert done.stdout.count("not run") == 2, "with other settings nothing is done"
     assert list((tmp_path / "work").glob("*/")) == [], "nothing is left of finished cells"
+    first = str(rows[0]["accuracy"])
+    other = first.replace(first[0], "1" if first[0] == "2" else "2", 1)
+    file.write_text(file.read_text().replace(first, other, 1))
+    with pytest.warns(UserWarning, match="line 1 is damaged"):
+        left = read_rows([file])
+    assert [row["method"] for row in left] == ["hq8", "exact", "hq8"], "a flipped digit is no result"
 
 
 def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_run_again(

@@ -291,7 +291,7 @@ class _Running:
         # The process ended without a row: it was killed, or could not start.
         tail = (each.folder / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         why = f"the process ended with status {each.process.returncode}" + "".join(f": {line[:200]}" for line in tail)
-        row = {"record": 2, **each.cell.names(), "options": dict(each.cell.options), "status": "failed", "error": why}
+        row = {**each.cell.names(), "options": dict(each.cell.options), "status": "failed", "error": why}
         config = replace(each.cell.run, data=Path(each.cell.run.data).stem).to_dict()
         self._write({**row, "accuracy": None, "config": config, **self.common})
 
@@ -313,7 +313,7 @@ class _Running:
     def _write(self, row: dict[str, Any]) -> None:
         if self.common["at_once"] > 1 and row.get("kind") == "train":
             row = {**row, "step_ms": None, "peak_bytes": row.get("peak_bytes")}  # others ran on the same device
-        self.record.append(self.records, row)
+        self.record.append(self.records, self.record.signed({"record": self.record.VERSION, **row}))
         result = row["error"] or ("" if row["accuracy"] is None else f"{row['accuracy']:.2f} %")
         seconds = f"  {row['seconds']:.0f} s" if row.get("seconds") else ""
         note(f"{row['group']}  {row['method']}  seed {row['seed']}  {row['status']}  {result}{seconds}")

@@ -71,7 +71,6 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
     run = TrainRun.from_dict(job["cell"]["run"])
     told = {
-        "record": 2,
         **job["names"],
         "options": job["cell"]["options"],
         "model": run.model,
