@@ -68,16 +68,21 @@ def ddp(compiled: bool = False) -> dict[str, Any]:
 
 
 def fsdp() -> dict[str, Any]:
-    """FSDP2 of each layer's weights, converted before sharding; exact, with nothing lost, and with hot."""
+    """FSDP2 of each layer's weights, converted before sharding and after it; exact, with nothing lost, and with hot."""
     from torch.distributed.fsdp import fully_shard
 
     grads: dict[str, Any] = {}
     lossless = hotrain.preset("hot", rank=16, grad_input_bits=None, grad_weight_bits=None, saved_bits=None)
-    for name, method in (("exact", "exact"), ("lossless", lossless), ("hot", "hot")):
+    methods = {"exact": "exact", "lossless": lossless, "lossless, sharded first": lossless, "hot": "hot"}
+    for name, method in methods.items():
         net = nn.Sequential(model(), nn.LayerNorm(64))
-        hotrain.convert(net, method)
+        first = "sharded first" in name
+        if not first:
+            hotrain.convert(net, method)
         fully_shard(net[0], mesh=_mesh())
         fully_shard(net, mesh=_mesh())
+        if first:
+            hotrain.convert(net, method)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(2):
             optimizer.zero_grad()
@@ -85,6 +90,9 @@ def fsdp() -> dict[str, Any]:
             grads[name] = [p.grad.full_tensor() for p in net.parameters()]
             optimizer.step()
         grads[f"{name} calls"] = [state.calls for _, _, state in hotrain.converted_layers(net)]
+    net = model()
+    fully_shard(net[0], mesh=_mesh())
+    grads["of a layer itself"] = str(hotrain.convert(net, "hot"))
     return grads
 
 
@@ -146,9 +154,11 @@ def test_fsdp2_shards_converted_layers(ranks: list[dict[str, Any]]) -> None:
     """Weights are gathered, freed and gathered again around the kept codes: two AdamW steps, equal to exact where
     the method loses nothing (float32 products in another order: 1e-4 of a gradient's size)."""
     for found in (rank["fsdp"] for rank in ranks):
-        assert found["lossless calls"] == found["hot calls"] == [2, 2]
-        for got, want in zip(found["lossless"], found["exact"], strict=True):
-            assert (got - want).norm() <= 1e-4 * want.norm()
+        assert found["lossless calls"] == found["lossless, sharded first calls"] == found["hot calls"] == [2, 2]
+        assert "convert before fully_shard" in found["of a layer itself"]
+        for order in ("lossless", "lossless, sharded first"):
+            for got, want in zip(found[order], found["exact"], strict=True):
+                assert (got - want).norm() <= 1e-4 * want.norm()
         assert all(g.isfinite().all() for g in found["hot"])
         assert not torch.equal(found["hot"][0], found["exact"][0])
     assert all(torch.equal(a, b) for a, b in zip(ranks[0]["fsdp"]["hot"], ranks[1]["fsdp"]["hot"], strict=True))

@@ -71,6 +71,8 @@ def _hindrance(
     if nn.utils.parametrize.is_parametrized(module):
         return "parametrized: its weight is computed anew in every forward; remove the parametrization, then convert"
     if layer_state(module) is None and target_of(module) is None:
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            return "fully_shard was called on this layer itself, which changes its class: convert before fully_shard"
         own = type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward)
         return f"{type(module).__name__} is a subclass" + (" with a forward of its own" if own else "")
     if "forward" in module.__dict__:
