@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from two_processes import found_by_each
@@ -175,6 +180,35 @@ def checkpoints(device: torch.device, folder: str) -> dict[str, bool]:
     return found
 
 
+def resumed(device: torch.device, folder: str) -> dict[str, Any]:
+    """Two AdamW steps; and one, saved with the optimizer's state, loaded into another model and optimizer, and the
+    second: a sharded converted one, and a sharded exact one, which need the same state."""
+
+    def made(method: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = sharded(converted(device, method))
+        return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        loss_of(net, halves(1)[dist.get_rank()].to(device), 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.full_tensor() for p in net.parameters()]  # type: ignore[union-attr]
+
+    first = made(METHOD)
+    step(*first)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(*first), strict=True))
+    dcp.save(saved, checkpoint_id=f"{folder}/resumed")
+    wanted, found = step(*first), {}
+    for method in (METHOD, "exact"):
+        other = made(method)
+        state = dict(zip(("model", "optimizer"), get_state_dict(*other), strict=True))
+        dcp.load(state, checkpoint_id=f"{folder}/resumed")
+        set_state_dict(*other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        moments = [value["exp_avg"].full_tensor() for value in other[1].state.values()]
+        found[method] = {"weights": step(*other), "moments": sum(float(m.abs().sum()) for m in moments)}
+    return {"wanted": wanted, **found}
+
+
 def of_the_example(folder: str) -> dict[str, Any]:
     from integrations.test_examples import example
 
@@ -205,6 +239,7 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
             found[name] = {"two": two, "one": on_one(device, METHOD, **case)}
         found["spread"] = spread(device)
         found["checkpoints"] = checkpoints(device, folder)
+        found["resumed"] = resumed(device, folder)
         with device:
             found["example"] = of_the_example(folder)
         torch.save(found, Path(folder) / f"{rank}.pt")
@@ -244,6 +279,17 @@ def test_a_method_that_draws_stays_within_its_spread(ranks: list[dict[str, Any]]
 def test_sharded_checkpoints_go_both_ways(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["checkpoints"] == dict.fromkeys(["keys", "to exact", "inference", "to sharded"], True)
+
+
+@pytest.mark.slow
+def test_the_optimizer_goes_on_from_a_sharded_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    """The next step of what was loaded is that of what was saved, to the bit; an exact model takes the same optimizer
+    state, and another step, since its gradients are others."""
+    for rank in ranks:
+        wanted, found, exact = (rank["resumed"][name] for name in ("wanted", METHOD, "exact"))
+        assert all(torch.equal(a, b) for a, b in zip(found["weights"], wanted, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(exact["weights"], wanted, strict=True))
+        assert found["moments"] == exact["moments"] > 0
 
 
 @pytest.mark.slow
