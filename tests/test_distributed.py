@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import found_by_each
+from two_processes import found_by_each, process_group
 
 import hotrain
 from hotrain import planning
@@ -30,15 +30,10 @@ def batch() -> Tensor:
 
 
 def _worker(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
+    with process_group(rank, port):
         hotrain.manual_seed(0)
         found = {"ddp": ddp(), "compiled ddp": ddp(compiled=True), "fsdp": fsdp(), "compiled fsdp": compiled_fsdp()}
         torch.save(found, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

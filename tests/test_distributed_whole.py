@@ -7,7 +7,6 @@ on two GPUs with NCCL.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from two_processes import found_by_each
+from two_processes import found_by_each, process_group
 
 import hotrain
 
@@ -225,14 +224,7 @@ def of_the_example(folder: str) -> dict[str, Any]:
 
 
 def _worker(rank: int, port: int, folder: str, kind: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0")
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(rank=rank, world_size=2, backend=None if kind == "cuda" else "gloo")
-    try:
+    with process_group(rank, port, kind) as device:
         found: dict[str, Any] = {}
         for name, case in CASES.items():
             two = on_two(name.split()[0], device, METHOD, **case)
@@ -243,8 +235,6 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
         with device:
             found["example"] = of_the_example(folder)
         torch.save(found, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=GPUS)])

@@ -7,9 +7,7 @@ on the same draws without DistributedDataParallel.
 
 from __future__ import annotations
 
-import os
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import found_by_each
+from two_processes import found_by_each, process_group
 
 import hotrain
 
@@ -142,16 +140,7 @@ def fsdp(device: torch.device, memory: str) -> dict[str, Any]:
 
 
 def _worker(rank: int, port: int, folder: str, kind: str) -> None:
-    # NVLink multicast is left alone: it is a resource of the host that not every lent GPU may use.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0")
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if kind == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    on_gpu = {"backend": "nccl", "device_id": device, "timeout": timedelta(seconds=120)}
-    dist.init_process_group(rank=rank, world_size=2, **(on_gpu if kind == "cuda" else {"backend": "gloo"}))
-    try:
+    with process_group(rank, port, kind) as device:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="hotrain")  # a kernel that does not support says so
             found: dict[str, Any] = {"exact": exact(device)}
@@ -160,8 +149,6 @@ def _worker(rank: int, port: int, folder: str, kind: str) -> None:
                     found[f"ddp {memory} {way}"] = ddp(device, memory, way == "compiled")
                 found[f"fsdp {memory}"] = fsdp(device, memory)
         torch.save(found, Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

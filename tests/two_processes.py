@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
@@ -20,6 +23,24 @@ def found_by_each(worker: Callable[..., None], folder: Path, *args: Any) -> list
         port = s.getsockname()[1]
     mp.spawn(_run, args=(worker, port, str(folder), *args), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@contextlib.contextmanager
+def process_group(rank: int, port: int, kind: str = "cpu") -> Iterator[torch.device]:
+    """The group of both processes: gloo on CPUs, or (kind "cuda") a GPU each; yields this one's device."""
+    # NVLink multicast is left alone: it is a resource of the host that not every lent GPU may use.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", NCCL_NVLS_ENABLE="0")
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    on_gpu = {"device_id": device, "timeout": timedelta(seconds=120)}
+    dist.init_process_group(rank=rank, world_size=2, **(on_gpu if kind == "cuda" else {"backend": "gloo"}))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def _run(rank: int, worker: Callable[..., None], *args: Any) -> None:
