@@ -23,25 +23,24 @@ from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS
 
 # A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
-# multiple of 8; bits are packed as in `saved.Bits`. Numbers of runs are powers of two: 9 runs are 8 and a REST of 1,
-# since of 16 in one tile 7 would be computed for nothing, and these kernels are bound by instructions.
+# multiple of 8; bits are packed as in `saved.Bits`.
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, BEFORE: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
-    """Of RUNS runs of a half, behind others: offsets in runs, the runs, the channels, masks of runs and channels."""
+def _columns(HALF: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr):
+    """Of a half of the channels: offsets in runs, the runs, the channels, and masks of runs and channels."""
     k = tl.arange(0, RUN)[None, None, :]
-    run = BEFORE + tl.arange(0, RUNS)
+    run = tl.arange(0, RUNS)
     whole = (run < HALF // RUN)[None, :]
     return k, run, (run * RUN)[None, :, None] + k, whole, whole[:, :, None] & (k >= 0)
 
 
 @triton.jit
-def _lines(block, rows, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Of a tile: its rows, their offsets in memory, and masks of rows in two and in three dimensions."""
+def _lines(block, rows, live, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Of a tile: its rows, their offsets in memory, and masks of rows and elements."""
     row = block * ROWS + tl.arange(0, ROWS)
     place = (row.to(tl.int64) if WIDE else row)[:, None, None]
-    return row, place, (row < rows)[:, None], (row < rows)[:, None, None]
+    return row, place, (row < rows)[:, None], (row < rows)[:, None, None] & live
 
 
 @triton.jit
@@ -72,82 +71,47 @@ def _open_bits(v, k, F: tl.constexpr):
 
 
 @triton.jit
-def _vectors(mean, r, w, b, at, live, HAS_W: tl.constexpr, HAS_B: tl.constexpr):
-    """μ, r, γ and β of a tile's channels."""
-    own = tl.load(mean + at, mask=live, other=0), tl.load(r + at, mask=live, other=0)
-    return own[0], own[1], _channels(w, at, live, HAS_W, 1.0), _channels(b, at, live, HAS_B, 0.0)
-
-
-@triton.jit
-def _write(
-    normal_l, normal_h, v_l, v_h, inverse, y, codes, marks, row, place, there, k, run, at, whole, inside,
-    C: tl.constexpr, RUN: tl.constexpr, F: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr,
-    PER_ONE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Codes of x̂, marks of f, and y, of a tile."""
-    HALF: tl.constexpr = C // 2
-    packed = pair(normal_l, normal_h, inverse[:, None, None])
-    tl.store(codes + place * HALF + at, packed, mask=inside)
-    if MARKS == 1:
-        byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + run[None, :]
-        if RUN == 8:
-            tl.store(marks + byte, _open_bits(v_l, k, F).to(tl.uint8), mask=there & whole)
-            tl.store(marks + byte + HALF // 8, _open_bits(v_h, k, F).to(tl.uint8), mask=there & whole)
-        else:
-            both = _open_bits(v_l, k, F) | (_open_bits(v_h, k, F) << 4)
-            tl.store(marks + byte, both.to(tl.uint8), mask=there & whole)
-    if MARKS == 4:
-        line = row[:, None, None]
-        v_l, slope_l = with_slope(v_l, F)
-        v_h, slope_h = with_slope(v_h, F)
-        slopes = slope_code(slope_l, line, at, FIRST, PER_ONE)
-        slopes = slopes | (slope_code(slope_h, line, at + HALF, FIRST, PER_ONE) << 4)
-        tl.store(marks + place * HALF + at, slopes.to(tl.uint8), mask=inside)
-    else:
-        v_l, v_h = apply(v_l, F), apply(v_h, F)
-    tl.store(y + place * C + at, v_l.to(y.dtype.element_ty), mask=inside)
-    tl.store(y + place * C + HALF + at, v_h.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _normalize_kernel(
     x, mean, r, w, b, shortcut, y, codes, scale, marks, rows, blocks, programs,
-    C: tl.constexpr, RUNS: tl.constexpr, REST: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr,
-    SHORTCUT: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr,
-    PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, SHORTCUT: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """MARKS is 0 for none, 1 for bits, 4 for derivatives."""
     HALF: tl.constexpr = C // 2
-    k, run, at, whole, live = _columns(HALF, 0, RUNS, RUN)
-    mean_l, r_l, w_l, b_l = _vectors(mean, r, w, b, at, live, HAS_W, HAS_B)
-    mean_h, r_h, w_h, b_h = _vectors(mean, r, w, b, at + HALF, live, HAS_W, HAS_B)
-    if REST > 0:
-        k2, run2, at2, whole2, live2 = _columns(HALF, RUNS, REST, RUN)
-        mean_l2, r_l2, w_l2, b_l2 = _vectors(mean, r, w, b, at2, live2, HAS_W, HAS_B)
-        mean_h2, r_h2, w_h2, b_h2 = _vectors(mean, r, w, b, at2 + HALF, live2, HAS_W, HAS_B)
+    k, run, at, whole, live = _columns(HALF, RUNS, RUN)
+    r_l, r_h = tl.load(r + at, mask=live, other=0), tl.load(r + HALF + at, mask=live, other=0)
+    mean_l, mean_h = tl.load(mean + at, mask=live, other=0), tl.load(mean + HALF + at, mask=live, other=0)
+    w_l, w_h = _channels(w, at, live, HAS_W, 1.0), _channels(w, at + HALF, live, HAS_W, 1.0)
+    b_l, b_h = _channels(b, at, live, HAS_B, 0.0), _channels(b, at + HALF, live, HAS_B, 0.0)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row, place, there, valid = _lines(block, rows, ROWS, WIDE)
-        inside = valid & live
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         normal_l, v_l = _normal_half(x, mean_l, r_l, w_l, b_l, shortcut, place * C, at, inside, SHORTCUT)
         normal_h, v_h = _normal_half(x, mean_h, r_h, w_h, b_h, shortcut, place * C, at + HALF, inside, SHORTCUT)
-        largest = tl.max(tl.max(magnitude_bits(larger(normal_l, normal_h)), axis=2), axis=1)
-        if REST > 0:
-            inside2, high = valid & live2, at2 + HALF
-            normal_l2, v_l2 = _normal_half(x, mean_l2, r_l2, w_l2, b_l2, shortcut, place * C, at2, inside2, SHORTCUT)
-            normal_h2, v_h2 = _normal_half(x, mean_h2, r_h2, w_h2, b_h2, shortcut, place * C, high, inside2, SHORTCUT)
-            others = tl.max(tl.max(magnitude_bits(larger(normal_l2, normal_h2)), axis=2), axis=1)
-            largest = tl.maximum(largest, others)
-        found, inverse = scale_of(largest, LIFT4)
+        largest = magnitude_bits(larger(normal_l, normal_h))
+        found, inverse = scale_of(tl.max(tl.max(largest, axis=2), axis=1), LIFT4)
         tl.store(scale + row, found, mask=row < rows)
-        _write(
-            normal_l, normal_h, v_l, v_h, inverse, y, codes, marks, row, place, there, k, run, at, whole, inside,
-            C, RUN, F, MARKS, FIRST, PER_ONE, WIDE,
-        )  # fmt: skip
-        if REST > 0:
-            _write(
-                normal_l2, normal_h2, v_l2, v_h2, inverse, y, codes, marks, row, place, there, k2, run2, at2, whole2,
-                inside2, C, RUN, F, MARKS, FIRST, PER_ONE, WIDE,
-            )  # fmt: skip
+        packed = pair(normal_l, normal_h, inverse[:, None, None])
+        tl.store(codes + place * HALF + at, packed, mask=inside)
+        if MARKS == 1:
+            byte = (row.to(tl.int64) if WIDE else row)[:, None] * (C // 8) + run[None, :]
+            if RUN == 8:
+                tl.store(marks + byte, _open_bits(v_l, k, F).to(tl.uint8), mask=there & whole)
+                tl.store(marks + byte + HALF // 8, _open_bits(v_h, k, F).to(tl.uint8), mask=there & whole)
+            else:
+                both = _open_bits(v_l, k, F) | (_open_bits(v_h, k, F) << 4)
+                tl.store(marks + byte, both.to(tl.uint8), mask=there & whole)
+        if MARKS == 4:
+            line = row[:, None, None]
+            v_l, slope_l = with_slope(v_l, F)
+            v_h, slope_h = with_slope(v_h, F)
+            slopes = slope_code(slope_l, line, at, FIRST, PER_ONE)
+            slopes = slopes | (slope_code(slope_h, line, at + HALF, FIRST, PER_ONE) << 4)
+            tl.store(marks + place * HALF + at, slopes.to(tl.uint8), mask=inside)
+        else:
+            v_l, v_h = apply(v_l, F), apply(v_h, F)
+        tl.store(y + place * C + at, v_l.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + place * C + HALF + at, v_h.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -173,78 +137,38 @@ def _behind(
 
 
 @triton.jit
-def _products(
-    g, codes, passed_on, step, marks, row, place, there, at, run, whole, inside,
-    C: tl.constexpr, RUN: tl.constexpr, MARKS: tl.constexpr, PASS_ON: tl.constexpr, FIRST: tl.constexpr,
-    PER_ONE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """g and g x̂ of both halves of a tile, with g = g_y f'."""
-    HALF: tl.constexpr = C // 2
-    packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-    low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-    high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-    if PASS_ON:
-        tl.store(passed_on + place * C + at, low.to(g.dtype.element_ty), mask=inside)
-        tl.store(passed_on + place * C + HALF + at, high.to(g.dtype.element_ty), mask=inside)
-    low, high = low.to(tl.float32), high.to(tl.float32)
-    return low, high, low * (low_codes(packed) * step), high * (high_codes(packed) * step)
-
-
-@triton.jit
-def _store_sums(own, g_l, g_h, gx_l, gx_h, run, C: tl.constexpr, RUN: tl.constexpr):
-    HALF: tl.constexpr = C // 2
-    at = own + (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
-    valid = (run < HALF // RUN)[:, None] & (tl.arange(0, RUN) >= 0)[None, :]
-    tl.store(at, tl.sum(g_l, axis=0), mask=valid)
-    tl.store(at + HALF, tl.sum(g_h, axis=0), mask=valid)
-    tl.store(at + C, tl.sum(gx_l, axis=0), mask=valid)
-    tl.store(at + C + HALF, tl.sum(gx_h, axis=0), mask=valid)
-
-
-@triton.jit
 def _sums_kernel(
     g, codes, scale, marks, passed_on, sums, rows, blocks, programs,
-    C: tl.constexpr, RUNS: tl.constexpr, REST: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr,
-    MARKS: tl.constexpr, PASS_ON: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
+    PASS_ON: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets g f', for the shortcut."""
     HALF: tl.constexpr = C // 2
-    _, run, at, whole, live = _columns(HALF, 0, RUNS, RUN)
+    _, run, at, whole, live = _columns(HALF, RUNS, RUN)
     g_l = tl.zeros((ROWS, RUNS, RUN), tl.float32)
     g_h = tl.zeros((ROWS, RUNS, RUN), tl.float32)
     gx_l = tl.zeros((ROWS, RUNS, RUN), tl.float32)
     gx_h = tl.zeros((ROWS, RUNS, RUN), tl.float32)
-    if REST > 0:
-        _, run2, at2, whole2, live2 = _columns(HALF, RUNS, REST, RUN)
-        g_l2 = tl.zeros((ROWS, REST, RUN), tl.float32)
-        g_h2 = tl.zeros((ROWS, REST, RUN), tl.float32)
-        gx_l2 = tl.zeros((ROWS, REST, RUN), tl.float32)
-        gx_h2 = tl.zeros((ROWS, REST, RUN), tl.float32)
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row, place, there, valid = _lines(block, rows, ROWS, WIDE)
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
-        low, high, low_x, high_x = _products(
-            g, codes, passed_on, step, marks, row, place, there, at, run, whole, valid & live,
-            C, RUN, MARKS, PASS_ON, FIRST, PER_ONE, WIDE,
-        )  # fmt: skip
+        packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
+        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        if PASS_ON:
+            tl.store(passed_on + place * C + at, low.to(g.dtype.element_ty), mask=inside)
+            tl.store(passed_on + place * C + HALF + at, high.to(g.dtype.element_ty), mask=inside)
+        low, high = low.to(tl.float32), high.to(tl.float32)
         g_l += low
         g_h += high
-        gx_l += low_x
-        gx_h += high_x
-        if REST > 0:
-            low2, high2, low_x2, high_x2 = _products(
-                g, codes, passed_on, step, marks, row, place, there, at2, run2, whole2, valid & live2,
-                C, RUN, MARKS, PASS_ON, FIRST, PER_ONE, WIDE,
-            )  # fmt: skip
-            g_l2 += low2
-            g_h2 += high2
-            gx_l2 += low_x2
-            gx_h2 += high_x2
-    own = sums + tl.program_id(0) * (2 * C)
-    _store_sums(own, g_l, g_h, gx_l, gx_h, run, C, RUN)
-    if REST > 0:
-        _store_sums(own, g_l2, g_h2, gx_l2, gx_h2, run2, C, RUN)
+        gx_l += low * (low_codes(packed) * step)
+        gx_h += high * (high_codes(packed) * step)
+    own = sums + tl.program_id(0) * (2 * C) + (run * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    valid = (run < HALF // RUN)[:, None] & (tl.arange(0, RUN) >= 0)[None, :]
+    tl.store(own, tl.sum(g_l, axis=0), mask=valid)
+    tl.store(own + HALF, tl.sum(g_h, axis=0), mask=valid)
+    tl.store(own + C, tl.sum(gx_l, axis=0), mask=valid)
+    tl.store(own + C + HALF, tl.sum(gx_h, axis=0), mask=valid)
 
 
 @triton.jit
@@ -260,57 +184,30 @@ def _total_kernel(parts, sums, count, N: tl.constexpr, COLUMNS: tl.constexpr, RO
 
 
 @triton.jit
-def _factors(sums, r, w, at, live, share, C: tl.constexpr, HAS_W: tl.constexpr):
-    """r γ, and what is subtracted of each row: r γ Σ g share, and r γ Σ g x̂ share."""
-    f = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
-    m = tl.load(sums + at, mask=live, other=0) * share * f
-    return f, m, tl.load(sums + C + at, mask=live, other=0) * share * f
-
-
-@triton.jit
-def _write_gradient(
-    g, codes, marks, g_x, step, f_l, f_h, m_l, m_h, s_l, s_h, row, place, there, at, run, whole, inside,
-    C: tl.constexpr, RUN: tl.constexpr, MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    HALF: tl.constexpr = C // 2
-    packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-    low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-    high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-    low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
-    high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
-    tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
-    tl.store(g_x + place * C + HALF + at, high.to(g_x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _gradient_kernel(
     g, codes, scale, marks, sums, r, w, g_x, rows, blocks, programs, share,
-    C: tl.constexpr, RUNS: tl.constexpr, REST: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr,
-    MARKS: tl.constexpr, HAS_W: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
+    HAS_W: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
     HALF: tl.constexpr = C // 2
-    _, run, at, whole, live = _columns(HALF, 0, RUNS, RUN)
-    f_l, m_l, s_l = _factors(sums, r, w, at, live, share, C, HAS_W)
-    f_h, m_h, s_h = _factors(sums, r, w, at + HALF, live, share, C, HAS_W)
-    if REST > 0:
-        _, run2, at2, whole2, live2 = _columns(HALF, RUNS, REST, RUN)
-        f_l2, m_l2, s_l2 = _factors(sums, r, w, at2, live2, share, C, HAS_W)
-        f_h2, m_h2, s_h2 = _factors(sums, r, w, at2 + HALF, live2, share, C, HAS_W)
+    _, run, at, whole, live = _columns(HALF, RUNS, RUN)
+    f_l = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
+    f_h = tl.load(r + HALF + at, mask=live, other=0) * _channels(w, at + HALF, live, HAS_W, 1.0)
+    m_l = tl.load(sums + at, mask=live, other=0) * share * f_l
+    m_h = tl.load(sums + HALF + at, mask=live, other=0) * share * f_h
+    s_l = tl.load(sums + C + at, mask=live, other=0) * share * f_l
+    s_h = tl.load(sums + C + HALF + at, mask=live, other=0) * share * f_h
     for block in tl.range(tl.program_id(0), blocks, programs, num_stages=STAGES):
-        row, place, there, valid = _lines(block, rows, ROWS, WIDE)
+        row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
-        _write_gradient(
-            g, codes, marks, g_x, step, f_l, f_h, m_l, m_h, s_l, s_h, row, place, there, at, run, whole, valid & live,
-            C, RUN, MARKS, FIRST, PER_ONE, WIDE,
-        )  # fmt: skip
-        if REST > 0:
-            _write_gradient(
-                g, codes, marks, g_x, step, f_l2, f_h2, m_l2, m_h2, s_l2, s_h2, row, place, there, at2, run2, whole2,
-                valid & live2, C, RUN, MARKS, FIRST, PER_ONE, WIDE,
-            )  # fmt: skip
+        packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
+        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
+        high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
+        tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
+        tl.store(g_x + place * C + HALF + at, high.to(g_x.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -325,13 +222,10 @@ class Tiling:
     def cut(self, channels: int, rows: int, device: torch.device) -> tuple[dict[str, int], int, int]:
         """The constants of a tile, the number of tiles, and that of programs."""
         run = 8 if channels % 16 == 0 else 4
-        needed = channels // (2 * run)
-        runs, rest = power_of_2(needed), 0
-        if runs // 2 + (behind := power_of_2(needed - runs // 2)) < runs:
-            runs, rest = runs // 2, behind
+        runs = power_of_2(channels // (2 * run))
         each = max(1, self.entries // (run * runs))
         blocks = cdiv(rows, each)
-        constants = {"RUNS": runs, "REST": rest, "RUN": run, "ROWS": each}
+        constants = {"RUNS": runs, "RUN": run, "ROWS": each}
         return constants, blocks, min(blocks, self.waves * multiprocessors(device))
 
 
