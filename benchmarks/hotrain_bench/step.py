@@ -34,7 +34,8 @@ BASELINE = "exact+compile"
 WARMUP = 5
 BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
 REDRAWN = 3  # first steps with other dropout masks, which measure the noise of dropout
-LEEWAY = 3  # allowed difference of the loss, in units of that noise
+ROUNDOFF = 2.0**-9  # relative error of a number rounded to bf16, at most
+LEEWAY = 3  # allowed difference of the loss, in units of the noise
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class FirstStep:
     Args:
         loss: the loss.
         gradients: gradients of the parameters in the model's order (bf16, on the host).
-        noise: the worst agreement with `REDRAWN` more first steps; perfect if the model draws nothing.
+        noise: the worst agreement with more first steps, whose weights are off by bf16's rounding and whose dropout
+            masks are drawn again: no program that rounds elsewhere agrees better.
     """
 
     loss: float
@@ -207,14 +209,31 @@ class FirstStep:
         loss = first_loss(task, task.model)
         gradients = [torch.zeros(()) if p.grad is None else p.grad.to("cpu", torch.bfloat16) for p in _trained(task)]
         first = cls(loss, gradients)
-        if torch.equal(before, _drawn(task)):
-            return first
+        steps = 1 if torch.equal(before, _drawn(task)) else REDRAWN
         others = []
-        for _ in range(REDRAWN):
+        for seed in range(steps):
             task.model.zero_grad()
-            others.append(agreement(task, first_loss(task, task.model), first))
+            with _rounded(task, seed):
+                others.append(agreement(task, first_loss(task, task.model), first))
         worst = Agreement(max(o.loss_difference for o in others), min(o.gradient_cosine for o in others))
         return cls(loss, gradients, worst)
+
+
+@contextlib.contextmanager
+def _rounded(task: Task, seed: int) -> Iterator[None]:
+    """Within, each weight is off by a random fraction of itself, at most `ROUNDOFF`."""
+    weights = _trained(task)
+    before = [w.detach().clone() for w in weights]
+    random = torch.Generator(weights[0].device).manual_seed(seed)
+    with torch.no_grad():
+        for w in weights:
+            w.mul_(1 + ROUNDOFF * (2 * torch.rand(w.shape, generator=random, device=w.device) - 1))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for w, old in zip(weights, before, strict=True):
+                w.copy_(old)
 
 
 def first_loss(task: Task, model: nn.Module) -> float:

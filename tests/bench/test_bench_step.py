@@ -144,7 +144,7 @@ def test_models_of_transformers_are_converted(subject: str) -> None:
     (row,) = step.run([subject], ["hotrain-default-eager"], CPU, 1, tiny=True)
     assert row["error"] is None
     assert row["agreement"]["gradient_cosine"] < 0.9999, "a method's gradients are not the exact ones"
-    assert (row["noise"]["loss_difference"] == 0) == (subject == "qwen2/b4x2048"), "the others have dropout"
+    assert (row["noise"]["gradient_cosine"] > 0.999) == (subject == "qwen2/b4x2048"), "the others have dropout"
 
 
 def test_a_subject_may_be_any_model_of_timm() -> None:
@@ -280,7 +280,6 @@ def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
     truth = FirstStep.of(task)
     assert truth.noise.loss_difference > 0
     assert 0.3 < truth.noise.gradient_cosine < 0.999
-    assert FirstStep.of(tasks.build(VIT, CPU, tiny=True)).noise == step.Agreement(0.0, 1.0)
     task.model.zero_grad()
     exact = Bounds(0.01, 0.98)
     step.compare(task, step.first_loss(task, task.model), truth, exact)
@@ -291,6 +290,18 @@ def test_dropout_widens_the_bounds_by_its_own_noise() -> None:
         step.compare(task, truth.loss, truth, exact)
     with pytest.raises(step.Wrong, match="the loss of the first step"):
         step.compare(task, truth.loss * 1.2, truth, exact)
+
+
+def test_the_noise_of_rounding_is_that_of_the_model() -> None:
+    """LayerNorm with its residual keeps bf16's 2⁻⁹ small; many batch norms in a row, each of few values, do not: exact
+    training, compiled, has a cosine of 0.88 with exact training in DenseNet-121 and is not wrong."""
+    vit, dense = (tasks.build(subject, CPU, tiny=True) for subject in (VIT, "densenet121/b128"))
+    before = [p.detach().clone() for p in dense.model.parameters()]
+    noise = FirstStep.of(dense).noise
+    assert all(torch.equal(a, b) for a, b in zip(before, dense.model.parameters(), strict=True))
+    assert FirstStep.of(vit).noise.gradient_cosine > 0.999
+    assert noise.gradient_cosine < 0.98, "what compiled exact training has there"
+    assert noise.loss_difference > 0
 
 
 def _wrong_sign(task: tasks.Task) -> None:
