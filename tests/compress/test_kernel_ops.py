@@ -70,7 +70,8 @@ def test_batch_norm(channels: int, name: str) -> None:
     for t in layouts(*shape):
         _as_promised(KERNELS.normalize, t, mean, r, w, b, None, name)
         for passes_on in (False, True):
-            _as_promised(KERNELS.norm_gradient, t, *kept, r, w, name, passes_on)
+            for other in (None, t):
+                _as_promised(KERNELS.norm_gradient, t, other, *kept, r, w, name, passes_on)
 
 
 class _Turned(nn.Module):

@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 import hotrain
 from hotrain import autograd, kernels
 from hotrain.compress import codes as packing
-from hotrain.compress import rematerialize, sharing
+from hotrain.compress import compiled, rematerialize, sharing
 from hotrain.compress.formats import GROUPED
 from hotrain.compress.operators.activation import Slope
 from hotrain.compress.slopes import ACTIVATIONS
@@ -234,7 +234,8 @@ def test_a_compiler_is_told_the_truth(name: str, which: str) -> None:
             arguments = _norm_arguments(name, shortcut, not shortcut)
             check(ops.normalize.default, arguments)
             y, *codes = ops.normalize(*arguments)
-            check(ops.norm_gradient.default, (y, *codes, arguments[2], arguments[3], name, shortcut))
+            for other in (None, y):
+                check(ops.norm_gradient.default, (y, other, *codes, arguments[2], arguments[3], name, shortcut))
 
 
 @pytest.mark.parametrize("name", kernels.FUNCTIONS)
@@ -343,6 +344,11 @@ def _added_norm(m: Any, x: Tensor) -> Tensor:
 def _block(m: Any, x: Tensor) -> Tensor:
     c = F.relu(m.norm(m.conv(x)), inplace=True)
     return m.out(F.relu(m.norm2(c * 1.5) + c))
+
+
+def _three(m: Any, x: Tensor) -> Tensor:
+    c = F.relu(m.norm(m.conv(x)))
+    return m.out(F.relu(m.norm2(c * 1.5) + c) + c * 0.5)
 
 
 def _scaled(t: Tensor) -> Tensor:
@@ -476,6 +482,35 @@ def test_a_norm_and_what_is_behind_are_one_operator(name: str) -> None:
     assert other.bytes > 0
     if not {"", "relu"} <= set(behind):
         assert step.bytes <= 1.01 * other.bytes
+
+
+class JointStep(Step):
+    """A step with our partitioner, which notes of each norm's gradient whether it adds another."""
+
+    def backend(self) -> Any:
+        self.added: list[bool] = []
+
+        def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            for node in graph.graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_gradient.default):
+                self.added.append(node.args[1] is not None)
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+
+
+@pytest.mark.parametrize(
+    ("call", "added"),
+    # The first norm's result has two readers, then three, of which two are added before, then one.
+    [(_block, [False, True]), (_three, [False, True]), (_behind(F.relu), [False])],
+    ids=["a block", "three readers", "no joint"],
+)
+def test_the_gradients_of_two_readers_are_added_in_the_kernel(
+    call: Callable[[Any, Tensor], Tensor], added: list[bool]
+) -> None:
+    build = functools.partial(Net, call)
+    step = JointStep(converted(build), kernels)
+    assert step.added == added
+    assert_same(step, eager(build), build)
 
 
 @pytest.mark.parametrize("name", INTO_THE_SHORTCUT)

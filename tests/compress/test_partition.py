@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -636,3 +637,47 @@ def _forms(buffers: Buffers) -> set[str]:
 def test_every_row_that_rounds_is_among_them() -> None:
     assert [rule for rule in rules.RULES if rule.rounds] == [rule for rule, _, _ in ROWS]
     assert len({rule.name for rule in rules.RULES}) == len(rules.RULES)
+
+
+class Statistics(nn.Module):
+    """A norm's input that a compiler could compute within its statistics."""
+
+    def __init__(self, norm: nn.Module, concatenated: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm, self.concatenated = nn.Conv2d(4, 16, 3, padding=1), norm, concatenated
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        pooled = F.avg_pool2d(y, 3, 1, 1) - y
+        return (self.norm(torch.cat([y, pooled], 1) if self.concatenated else pooled) * 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("norm", "concatenated", "written"),
+    [
+        (lambda: nn.BatchNorm2d(16), False, {torch.ops.aten.sub.Tensor}),
+        (lambda: nn.BatchNorm2d(32), True, {torch.ops.aten.cat.default}),
+        (lambda: nn.GroupNorm(1, 16), False, {torch.ops.aten.sub.Tensor}),
+        # One pass over a row, in which a compiler has all of it.
+        (lambda: nn.LayerNorm(8), False, set()),
+        (nn.Identity, False, set()),
+    ],
+    ids=["batch norm", "of a concatenation", "group norm", "layer norm", "none"],
+)
+def test_the_input_of_statistics_over_several_axes_is_written_before(
+    norm: Callable[[], nn.Module], concatenated: bool, written: set[Any]
+) -> None:
+    """As exact training, which saves it, has it in memory; a reduction would compute it again in each of its passes."""
+    found = set()
+
+    def look(gm: torch.fx.GraphModule, _: Any) -> Any:
+        found.update(n.target for n in gm.graph.nodes if n.meta.get("inductor_realize_to_strides"))
+        return make_boxed_func(gm.forward)
+
+    model = Statistics(norm(), concatenated).train()
+    hotrain.convert(model, "exact", memory="block")
+    backend = aot_autograd(
+        fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition, decompositions=select_decomp_table()
+    )
+    torch.compile(model, backend=backend, fullgraph=True)(torch.randn(8, 4, 8, 8)).backward()
+    assert found == written

@@ -57,7 +57,8 @@ def calls() -> None:
     for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
         kept = batch_norm.normalize(x, vector, vector, vector, vector, x, "relu", None)
-        batch_norm.gradient(*kept, vector, vector, "relu", None, True)
+        for other in (None, x):
+            batch_norm.gradient(kept[0], other, *kept[1:], vector, vector, "relu", None, True)
     heads = [torch.empty(64, 8, 64, dtype=torch.bfloat16) for _ in range(4)]
     attention.unpack(attention.pack(heads, 64, (8, 4)), (8, 4), torch.bfloat16)
 

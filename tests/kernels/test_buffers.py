@@ -531,7 +531,7 @@ def test_a_norm_of_equal_rows(value: float, device: torch.device) -> None:
     y, codes, scale, marks = normalize(x, mean, r, None, None, None, "relu", None)
     for t in (y, scale, marks):
         assert (t == 0).all()
-    g_x, sums, _ = norm_gradient(torch.ones_like(x), codes, scale, marks, r, None, "relu", None, False)
+    g_x, sums, _ = norm_gradient(torch.ones_like(x), None, codes, scale, marks, r, None, "relu", None, False)
     assert (g_x == 0).all()
     assert (sums == 0).all()
 
@@ -581,7 +581,7 @@ def test_a_norms_gradients(
     norm = Norm(rows, columns, dtype, device, passes_on)
     _, *kept = normalize(*norm.tensors(), name, levels_of(name))
     g = torch.randn(rows, columns, device=device).to(dtype)
-    g_x, sums, behind = norm_gradient(g, *kept, norm.r, norm.w, name, levels_of(name), passes_on)
+    g_x, sums, behind = norm_gradient(g, None, *kept, norm.r, norm.w, name, levels_of(name), passes_on)
     (want, g_b, g_w, g_shortcut), sizes = exact_gradient(g, kept, norm, name)
     assert g_x.dtype == dtype
     assert sums.dtype == torch.float32
@@ -596,6 +596,29 @@ def test_a_norms_gradients(
         assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()}"
 
 
+@pytest.mark.parametrize("passes_on", [False, True], ids=["", "shortcut"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["", "relu", "silu"])
+def test_a_norms_gradients_of_two_branches(
+    name: str, dtype: torch.dtype, passes_on: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum in the kernel is PyTorch's sum before it, rounded to its dtype: to the bit; and the definition's.
+
+    In bfloat16 the sums need no rounding, since Triton's interpreter truncates."""
+    norm = Norm(49, 72, dtype, device, passes_on)
+    _, *kept = normalize(*norm.tensors(), name, levels_of(name))
+    g, other = torch.randn(2, 49, 72, device=device).to(dtype).unbind()
+    if dtype == torch.bfloat16:
+        g, other = torch.randint(-64, 64, (2, 49, 72), device=device).to(dtype).unbind()
+    rest = (*kept, norm.r, norm.w, name, levels_of(name), passes_on)
+    got, want = norm_gradient(g, other, *rest), norm_gradient(g + other, None, *rest)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    rest = (*kept, norm.r, norm.w, name, passes_on)
+    got = defined(monkeypatch, _norm_gradient, image(g), image(other), *rest)
+    want = defined(monkeypatch, _norm_gradient, image(g + other), None, *rest)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("w", [False, True], ids=["no γ", "γ in bfloat16"])
 def test_a_norms_gradients_without_parameters_and_of_lower_ones(
     w: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -604,8 +627,8 @@ def test_a_norms_gradients_without_parameters_and_of_lower_ones(
     norm = Norm(37, 48, torch.float32, device, False, w, w, torch.bfloat16)
     _, *kept = normalize(*norm.tensors(), "relu", None)
     g = torch.randn(37, 48, device=device)
-    got = norm_gradient(g, *kept, norm.r, norm.w, "relu", None, True)
-    want = defined(monkeypatch, _norm_gradient, image(g), *kept, norm.r, norm.w, "relu", True)
+    got = norm_gradient(g, None, *kept, norm.r, norm.w, "relu", None, True)
+    want = defined(monkeypatch, _norm_gradient, image(g), None, *kept, norm.r, norm.w, "relu", True)
     _, (size, *sums, _) = exact_gradient(g, kept, norm, "relu")
     assert ((got[0] - want[0].flatten(1)).abs() <= CLOSE * size).all()
     assert ((got[1] - want[1]).abs() <= CLOSE * torch.stack(sums)).all()
@@ -620,12 +643,12 @@ def test_what_is_not_finite_ends_behind_a_closed_entry(bad: float, passes_on: bo
     _, *kept = normalize(*norm.tensors(), "relu", None)
     passed = BITS.restore((kept[2],), (9, 32))
     g = torch.randn(9, 32, device=device)
-    clean = norm_gradient(g, *kept, norm.r, norm.w, "relu", None, passes_on)
-    got = norm_gradient(torch.where(passed, g, bad), *kept, norm.r, norm.w, "relu", None, passes_on)
+    clean = norm_gradient(g, None, *kept, norm.r, norm.w, "relu", None, passes_on)
+    got = norm_gradient(torch.where(passed, g, bad), None, *kept, norm.r, norm.w, "relu", None, passes_on)
     assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
     row, channel = passed.nonzero()[0].tolist()
     g[row, channel] = bad
-    g_x, sums, _ = norm_gradient(g, *kept, norm.r, norm.w, "relu", None, passes_on)
+    g_x, sums, _ = norm_gradient(g, None, *kept, norm.r, norm.w, "relu", None, passes_on)
     others = torch.arange(32, device=device) != channel
     assert not g_x[:, channel].isfinite().any()
     assert not sums[0, channel].isfinite()
@@ -648,7 +671,7 @@ def test_wide_places_are_the_same_places(
         found += activate(norm.x, "gelu", levels_of("gelu"))
         for name in ("relu", "silu"):
             y, *kept = normalize(*norm.tensors(), name, levels_of(name))
-            gradient = norm_gradient(norm.x, *kept, norm.r, norm.w, name, levels_of(name), True)
+            gradient = norm_gradient(norm.x, norm.x, *kept, norm.r, norm.w, name, levels_of(name), True)
             found += [y, *kept, *gradient]
         return found
 

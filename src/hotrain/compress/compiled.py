@@ -37,6 +37,7 @@ from .nodes import VIEWS, base_of, is_alias, same_order
 _inductor = inductor()
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
@@ -109,12 +110,14 @@ def partition(
         The graphs of forward and backward.
     """
     inner = inner or _inductor.cut
+    fusing.add_gradients(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
         compress(forward, backward, num_fwd_outputs, kwargs.get("static_lifetime_input_indices") or (), left)
         for half in (forward, backward):
             _write_as_matrices(half.graph)
+            _write_before_statistics(half.graph)
             if fusing.fuse(half.graph):
                 half.graph.lint()
                 half.recompile()
@@ -236,6 +239,26 @@ def _write_as_matrices(half: Graph) -> None:
             source = node.args[0]
             if source.op == "call_function" and not is_alias(source) and _is_no_image(source):
                 source.meta["inductor_realize_to_strides"] = True
+
+
+def _write_before_statistics(half: Graph) -> None:
+    """Let Inductor write a tensor before its mean and variance are taken over more than the last axis.
+
+    Exact training saves that tensor, so it is in memory when the statistics are computed. Where its codes are saved,
+    Inductor would compute it within the reduction: a concatenation or a pooling, once for each pass.
+    """
+    for node in half.find_nodes(op="call_function", target=_STATISTICS):
+        axes: Any = node.args[1] if len(node.args) > 1 else None
+        source = base_of(node.args[0])  # type: ignore[arg-type]
+        while source.target in fusing.CASTS:
+            source = base_of(source.args[0])  # type: ignore[arg-type]
+        if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
+            source.meta["inductor_realize_to_strides"] = True
+
+
+def _is_last_axis(axes: Any, of: Any) -> bool:
+    dims = of.meta["val"].dim()
+    return axes is not None and [axis % dims for axis in axes] == [dims - 1]
 
 
 def _has_rows(node: Node, columns: int, depth: int) -> bool:

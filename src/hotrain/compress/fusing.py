@@ -39,6 +39,14 @@ def fuse(graph: Graph) -> bool:
     return _merge(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 
 
+def add_gradients(graph: Graph) -> None:
+    """Let the backward of batch norm add the two gradients whose sum it reads, in place.
+
+    On the joint graph, before `choosing` asks for its time: exact training has no pass of its own for this sum either.
+    """
+    _merge(graph, {torch.ops.hotrain.norm_gradient: _Joint})
+
+
 def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
     changed = False
     for packet, merging in by.items():
@@ -205,6 +213,26 @@ class _Slope(_Merging):
                 cast = self.call(old, CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
                 self.replace(old, cast, old)
         return self.changed
+
+
+class _Joint(_Merging):
+    """The gradient of batch norm's result where two branches begin at it."""
+
+    def merge(self) -> bool:
+        args: Any = self.node.args
+        g, other, *rest = args
+        operands = g.args if g.target is _aten.add.Tensor and not g.kwargs and len(g.users) == 1 else ()
+        if other is None and len(operands) == 2 and all(_is_alike(t, g) for t in operands):
+            self.again(self.node, (*operands, *rest))
+        return self.changed
+
+
+def _is_alike(node: Any, other: Node) -> bool:
+    """Whether a node is a tensor of the same shape, dtype and memory layout."""
+    value, wanted = value_of(node), value_of(other)
+    if value is None or wanted is None or not (is_static(value) and is_static(wanted)):
+        return False
+    return value.shape == wanted.shape and value.dtype == wanted.dtype and value.stride() == wanted.stride()
 
 
 class _Bias(_Merging):

@@ -3,7 +3,7 @@
 ::
 
     normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f
-    gradient   g_y             ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x
+    gradient   g_y [+ other]   ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x
 """
 
 from __future__ import annotations
@@ -116,12 +116,16 @@ def _normalize_kernel(
 
 @triton.jit
 def _behind(
-    g, marks, row, place, at, run, there, whole, inside, half: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
-    MARKS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
+    g, other, marks, row, place, at, run, there, whole, inside, half: tl.constexpr, C: tl.constexpr,
+    RUN: tl.constexpr, MARKS: tl.constexpr, ADDS: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the argument of f, of one half of the channels."""
     HALF: tl.constexpr = C // 2
     found = tl.load(g + place * C + half * HALF + at, mask=inside, other=0)
+    if ADDS:
+        second = tl.load(other + place * C + half * HALF + at, mask=inside, other=0).to(tl.float32)
+        found = (found.to(tl.float32) + second).to(g.dtype.element_ty)
     if MARKS == 1:
         before: tl.constexpr = half * (HALF // 8) if RUN == 8 else 0
         lowest: tl.constexpr = 0 if RUN == 8 else 4 * half
@@ -138,11 +142,12 @@ def _behind(
 
 @triton.jit
 def _sums_kernel(
-    g, codes, scale, marks, passed_on, sums, rows, blocks, programs,
+    g, other, codes, scale, marks, passed_on, sums, rows, blocks, programs,
     C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
-    PASS_ON: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    ADDS: tl.constexpr, PASS_ON: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets g f', for the shortcut."""
+    """Σ g and Σ g x̂ of each program, (programs, 2, C) float32; `passed_on` gets (g + other) f'."""
     HALF: tl.constexpr = C // 2
     _, run, at, whole, live = _columns(HALF, RUNS, RUN)
     g_l = tl.zeros((ROWS, RUNS, RUN), tl.float32)
@@ -153,8 +158,12 @@ def _sums_kernel(
         row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        low = _behind(
+            g, other, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, ADDS, FIRST, PER_ONE, WIDE
+        )  # fmt: skip
+        high = _behind(
+            g, other, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, ADDS, FIRST, PER_ONE, WIDE
+        )  # fmt: skip
         if PASS_ON:
             tl.store(passed_on + place * C + at, low.to(g.dtype.element_ty), mask=inside)
             tl.store(passed_on + place * C + HALF + at, high.to(g.dtype.element_ty), mask=inside)
@@ -202,8 +211,12 @@ def _gradient_kernel(
         row, place, there, inside = _lines(block, rows, live, ROWS, WIDE)
         step = tl.load(scale + row, mask=row < rows, other=0).to(tl.float32)[:, None, None]
         packed = tl.load(codes + place * HALF + at, mask=inside, other=0).to(tl.int32)
-        low = _behind(g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
-        high = _behind(g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, FIRST, PER_ONE, WIDE)
+        low = _behind(
+            g, g, marks, row, place, at, run, there, whole, inside, 0, C, RUN, MARKS, False, FIRST, PER_ONE, WIDE
+        )  # fmt: skip
+        high = _behind(
+            g, g, marks, row, place, at, run, there, whole, inside, 1, C, RUN, MARKS, False, FIRST, PER_ONE, WIDE
+        )  # fmt: skip
         low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
         high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
         tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
@@ -290,13 +303,15 @@ def normalize(
 
 
 def gradient(
-    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str,
-    levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None, tiling: Tiling | None = None,
+    g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
+    name: str, levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None,
+    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `normalize`.
 
     Args:
         g: (rows, C), contiguous.
+        other: added to g, as g, or None.
         codes, scale, marks: of `normalize`.
         r, w, name, levels: as given to `normalize`.
         passes_on: whether the shortcut needs a gradient.
@@ -307,26 +322,26 @@ def gradient(
     """
     rows, channels = g.shape
     sums_tiling, tiling = sums_tiling or _sums_tiling(channels), tiling or _gradient_tiling(channels)
-    passed_on = torch.empty_like(g) if passes_on else g.new_empty(0)
+    writes = passes_on or other is not None  # the gradient of f's argument, which is then read instead of g
+    passed_on = torch.empty_like(g) if writes else g.new_empty(0)
     tile, blocks, programs = sums_tiling.cut(channels, rows, g.device)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)
     constants = _marks(name, levels) | tile | {"C": channels, "WIDE": is_wide(g.numel()), "STAGES": sums_tiling.stages}
-    tensors = (g, codes, scale, marks, passed_on, parts)
+    tensors = (g, g if other is None else other, codes, scale, marks, passed_on, parts)
+    adds = other is not None
     case = (
-        g.device, rows, programs, passes_on, tuple(t.dtype for t in tensors), aligned(*tensors),
+        g.device, rows, programs, adds, writes, tuple(t.dtype for t in tensors), aligned(*tensors),
         tuple(constants.items()),
     )  # fmt: skip
-    launch(
-        _sums_kernel, programs, case, (*tensors, rows, blocks, programs), {**constants, "PASS_ON": passes_on},
-        num_warps=sums_tiling.warps,
-    )  # fmt: skip
+    summing = {**constants, "ADDS": adds, "PASS_ON": writes}
+    launch(_sums_kernel, programs, case, (*tensors, rows, blocks, programs), summing, num_warps=sums_tiling.warps)
     sums = torch.empty(2, channels, dtype=torch.float32, device=g.device)
     launch(
-        _total_kernel, cdiv(2 * channels, 16), (g.device, programs, channels), (parts, sums, programs),
-        {"N": 2 * channels, "COLUMNS": 16, "ROWS": 128}, num_warps=4,
+        _total_kernel, cdiv(2 * channels, 8), (g.device, programs, channels), (parts, sums, programs),
+        {"N": 2 * channels, "COLUMNS": 8, "ROWS": 1024}, num_warps=8,
     )  # fmt: skip
     # Behind f already, where it is there.
-    source, marked = (passed_on, 0) if passes_on else (g, constants["MARKS"])
+    source, marked = (passed_on, 0) if writes else (g, constants["MARKS"])
     tile, blocks, programs = tiling.cut(channels, rows, g.device)
     constants |= tile | {"MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
     g_x = torch.empty_like(g)
@@ -336,4 +351,4 @@ def gradient(
         _gradient_kernel, programs, found, (*read, rows, blocks, programs, 1.0 / rows), constants,
         num_warps=tiling.warps,
     )  # fmt: skip
-    return g_x, sums, passed_on
+    return g_x, sums, passed_on if passes_on else g.new_empty(0)

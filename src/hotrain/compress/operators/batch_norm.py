@@ -145,22 +145,23 @@ def _norm_gradient_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @opaque(
-    "norm_gradient(Tensor g, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, str name, "
+    "norm_gradient(Tensor g, Tensor? other, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, str name, "
     "bool passes_on) -> (Tensor, Tensor, Tensor)",
     _norm_gradient_fake,
 )
 def _norm_gradient(
-    g: Tensor, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None, name: str, passes_on: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed."""
-    rows = _rows(g)
+    g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
+    name: str, passes_on: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed; of y's gradient g + other."""
+    rows, added = _rows(g), None if other is None else _rows(other)
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
-        kind, behind = ACTIVATIONS[name] if name else None, rows
+        kind, behind = ACTIVATIONS[name] if name else None, rows if added is None else rows + added
         if kind is not None and kind.levels is None:
-            behind = torch.where(_BITS.restore((marks,), rows.shape), rows, 0.0)
+            behind = torch.where(_BITS.restore((marks,), rows.shape), behind, 0.0)
         elif kind is not None and kind.levels is not None:
-            behind = rows * kind.levels.restore((marks,), rows.shape, rows.dtype)
+            behind = behind * kind.levels.restore((marks,), rows.shape, rows.dtype)
         lifted = wide(behind)
         normal = GROUPED[saved_format()].restore((codes, scale), rows.shape, lifted.dtype)
         sums = torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
@@ -168,7 +169,7 @@ def _norm_gradient(
         g_x = ((lifted - sums[0] / len(rows) - normal * (sums[1] / len(rows))) * factor).to(g.dtype)
         return g_x, sums, behind if passes_on else g.new_empty(0)
 
-    args = (rows, codes, scale, marks, r, w, name, _levels(name), passes_on)
+    args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on)
     g_x, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
     if passes_on:
         behind = _image(behind if behind.data_ptr() != rows.data_ptr() else behind.clone(), g)
@@ -206,7 +207,9 @@ class BatchNorm(torch.autograd.Function):
         in_eager = ctx.form == KERNEL_FORMAT and supported_in_eager(g_y)
         if needs[0] and in_eager and g_y.dim() == 4 and is_fused(g_y):
             no_marks = g_y.new_empty(0, dtype=torch.uint8)
-            g_x, (g_b, g_w), _ = operator_for(g_y, "norm_gradient")(g_y, *kept, no_marks, r.reshape(-1), w, "", False)
+            g_x, (g_b, g_w), _ = operator_for(g_y, "norm_gradient")(
+                g_y, None, *kept, no_marks, r.reshape(-1), w, "", False
+            )
             g_x = g_x.to(ctx.dtype)
         else:
             g_x, (g_b, g_w) = _gradients(g_y, kept, w, r, ctx.form, ctx.dtype, needs[0])
@@ -233,7 +236,7 @@ class FusedBatchNorm(torch.autograd.Function):
         w, r, codes, scale, marks = ctx.saved_tensors
         _, _, _, needs_w, needs_b, passes_on, _ = ctx.needs_input_grad
         g = g_y.contiguous(memory_format=torch.channels_last)
-        g_x, sums, behind = torch.ops.hotrain.norm_gradient(g, codes, scale, marks, r, w, ctx.name, passes_on)
+        g_x, sums, behind = torch.ops.hotrain.norm_gradient(g, None, codes, scale, marks, r, w, ctx.name, passes_on)
         g_w = sums[1].to(w.dtype) if needs_w else None
         g_b = sums[0].to(ctx.b_dtype) if needs_b else None
         grads = autograd.once("batch norm", (g_x, g_w, g_b, behind if passes_on else None), g_y, w)
