@@ -356,6 +356,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "shared-inputs": records.shared_inputs,
     "noise": records.noise,
     "variance": records.variance,
+    "low-rank": records.low_rank,
     "compatibility": records.compatibility,
     "campaign": records.campaign,
     "example": example,

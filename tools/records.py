@@ -397,6 +397,25 @@ def variance(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/variance.py` measures it.*"
 
 
+def low_rank(folder: Path = RESULTS) -> str:
+    """Test accuracy of every method by seed and the mean gap to exact training of the same seeds, a table a run."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("low-rank", folder)):
+        found: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["accuracy"] is not None:
+                found.setdefault(row["variant"], {})[row["seed"]] = row["accuracy"]
+        exact = found.get("exact", {})
+        lines = []
+        for variant, by_seed in sorted(found.items(), key=lambda item: -statistics.mean(item[1].values())):
+            gaps = [value - exact[seed] for seed, value in by_seed.items() if seed in exact]
+            gap = f"{statistics.mean(gaps):+.2f}" if gaps and variant != "exact" else "–"
+            lines.append([variant, ", ".join(f"{by_seed[seed]:.2f}" for seed in sorted(by_seed)), gap])
+        headers = ["method", "test accuracy by seed, %", "mean gap to exact, same seeds"]
+        tables.append(f"{rows[0]['subject']}. {_conditions(run[0])}\n\n{_markdown(headers, lines)}")
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/low_rank.py` measures it.*"
+
+
 def _share(value: float | None) -> str:
     return "–" if value is None else f"{max(value, 0.0):.4f}" if value < 0.1 else f"{value:.3f}"
 
