@@ -232,6 +232,7 @@ def test_a_compiler_is_told_the_truth(name: str, which: str) -> None:
             check(ops.restore_codes.default, (given, recipe, list(shape), torch.float32))
         for shortcut in (False, True):
             arguments = _norm_arguments(name, shortcut, not shortcut)
+            check(ops.channel_statistics.default, arguments[:1])
             check(ops.normalize.default, arguments)
             y, *codes = ops.normalize(*arguments)
             for other in (None, y):

@@ -56,6 +56,7 @@ def calls() -> None:
     activation.bits_gradient(*activation.bits(x, "relu"))
     for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
+        batch_norm.statistics(x)
         kept = batch_norm.normalize(x, vector, vector, vector, vector, x, "relu", None)
         for other in (None, x):
             batch_norm.gradient(kept[0], other, *kept[1:], vector, vector, "relu", None, True)

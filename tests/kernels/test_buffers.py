@@ -536,6 +536,43 @@ def test_a_norm_of_equal_rows(value: float, device: torch.device) -> None:
     assert (sums == 0).all()
 
 
+# ---- its statistics ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "channels", "tile"),
+    [
+        # One row and one program; parts of a tile; several programs of different numbers of rows; channels that several
+        # programs share, and with a part left.
+        (1, 8, {}), (7, 24, {}), (300, 64, {"entries": 256}), (1000, 16, {"entries": 64}),
+        (130, 256, {"entries": 512}), (61, 200, {"entries": 1024}),
+    ],
+)  # fmt: skip
+def test_statistics(rows: int, channels: int, tile: dict[str, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Of channels far from zero, against float64: float32's rounding of the sums, not of the squares of x."""
+    x = (torch.randn(rows, channels, device=device) + 100 * torch.randn(channels, device=device)).to(dtype)
+    mean, var = batch_norm.statistics(x, **tile)
+    assert mean.dtype == var.dtype == torch.float32
+    wide = x.double()
+    apart = (wide - wide.mean(0)).square()
+    size = apart.mean(0) + apart.amax(0)  # the terms' sizes, whose differences the variance is of, are at most twice it
+    assert ((mean - wide.mean(0)).abs() <= rounding(torch.float32, wide.mean(0)) + CLOSE * size.sqrt()).all()
+    assert ((var - wide.var(0, correction=0)).abs() <= CLOSE * size).all()
+
+
+def test_statistics_of_one_value(device: torch.device) -> None:
+    """No variance, and not less; a NaN spoils its channel alone."""
+    x = torch.full((100, 16), 3.3, device=device)
+    x[50, 5] = float("nan")
+    mean, var = batch_norm.statistics(x, entries=64)
+    others = torch.arange(16, device=device) != 5
+    assert (mean[others] == x[0, 0]).all()
+    assert (var[others] == 0).all()
+    assert mean[5].isnan()
+    assert var[5].isnan()
+
+
 # ---- its gradients ----
 
 

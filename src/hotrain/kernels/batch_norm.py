@@ -2,6 +2,7 @@
 
 ::
 
+    statistics  x              ──►  μ and σ² per channel
     normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f
     gradient   g_y [+ other]   ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x
 """
@@ -51,6 +52,69 @@ def _channels(t, at, live, HAS: tl.constexpr, ELSE: tl.constexpr):
     else:
         found = tl.zeros_like(at).to(tl.float32) + ELSE
     return found
+
+
+@triton.jit
+def _moments_kernel(
+    x, parts, rows, blocks, programs, columns,
+    C: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Mean less row 0, and Σ (x − mean)², of the rows of each program, (programs, 2, C) float32."""
+    program, column = tl.program_id(0) // columns, (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
+    live = column < C
+    # Sums of differences from a row: where the mean is far from zero, x² would leave few bits for the variance.
+    first = (program * ROWS).to(tl.int64) if WIDE else program * ROWS
+    shift = tl.load(x + first * C + column, mask=live, other=0).to(tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.range(program, blocks, programs, num_stages=STAGES):
+        row = block * ROWS + tl.arange(0, ROWS)
+        place = (row.to(tl.int64) if WIDE else row)[:, None] * C + column[None, :]
+        inside = (row < rows)[:, None] & live[None, :]
+        d = tl.where(inside, tl.load(x + place, mask=inside, other=0).to(tl.float32) - shift[None, :], 0.0)
+        sums += d
+        squares += d * d
+    count = _rows_of(program, rows, blocks, programs, ROWS)
+    mean = tl.sum(sums, axis=0) / count
+    own = parts + program * (2 * C) + column
+    tl.store(own, shift - tl.load(x + column, mask=live, other=0).to(tl.float32) + mean, mask=live)
+    tl.store(own + C, tl.sum(squares, axis=0) - mean * mean * count, mask=live)
+
+
+@triton.jit
+def _rows_of(program, rows, blocks, programs, ROWS: tl.constexpr):
+    """How many rows a program has read, in float32; the last block may be a part."""
+    own = (blocks - program + programs - 1) // programs
+    missing = tl.where((blocks - 1) % programs == program, blocks * ROWS - rows, 0)
+    return (own * ROWS - missing).to(tl.float32)
+
+
+@triton.jit
+def _statistics_kernel(
+    x, parts, mean, var, rows, blocks, programs,
+    C: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of all rows, of those of each program (Chan, Golub & LeVeque 1983)."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    live = column < C
+    shift = tl.load(parts + column, mask=live, other=0)[None, :]
+    sums = tl.zeros((PARTS, COLUMNS), tl.float32)
+    squares = tl.zeros((PARTS, COLUMNS), tl.float32)
+    for start in tl.range(0, programs, PARTS):
+        program = start + tl.arange(0, PARTS)[:, None]
+        inside = (program < programs) & live[None, :]
+        count = tl.where(program < programs, _rows_of(program, rows, blocks, programs, ROWS), 0.0)
+        own = parts + program * (2 * C) + column[None, :]
+        d = tl.where(inside, tl.load(own, mask=inside, other=0) - shift, 0.0)
+        sums += d * count
+        squares += d * d * count + tl.load(own + C, mask=inside, other=0)
+    total = rows * 1.0
+    offset = tl.sum(sums, axis=0) / total
+    first = tl.load(x + column, mask=live, other=0).to(tl.float32)
+    tl.store(mean + column, first + (tl.sum(shift, axis=0) + offset), mask=live)
+    found = tl.sum(squares, axis=0) / total - offset * offset
+    # A NaN must stay one.
+    tl.store(var + column, tl.where(found < 0, 0.0, found), mask=live)
 
 
 @triton.jit
@@ -264,6 +328,37 @@ def _marks(name: str, levels: tuple[int, int] | None) -> dict[str, Any]:
     """Bits per element that f's gradient needs, 0, 1 or 4, and the levels of 4."""
     first, per_one = levels or (0, 1)
     return {"MARKS": 0 if not name else 4 if levels else 1, "FIRST": float(first), "PER_ONE": float(per_one)}
+
+
+_COLUMNS = 128  # of x, that a program of the statistics reads
+
+
+def statistics(x: Tensor, entries: int = 4096, waves: int = 8) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel.
+
+    Args:
+        x: (rows, C), contiguous.
+        entries, waves: elements of a tile, and programs per multiprocessor.
+
+    Returns:
+        Both (C,) in float32; the variance is Σ (x − mean)² / rows.
+    """
+    rows, channels = x.shape
+    wide = min(power_of_2(channels), _COLUMNS)
+    columns, each = cdiv(channels, wide), max(1, entries // wide)
+    blocks = cdiv(rows, each)
+    programs = min(blocks, max(1, waves * multiprocessors(x.device) // columns))
+    parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
+    constants = {"C": channels, "COLUMNS": wide, "ROWS": each, "WIDE": is_wide(x.numel()), "STAGES": 1}
+    case = (x.device, rows, programs, x.dtype, aligned(x), tuple(constants.items()))
+    launch(_moments_kernel, programs * columns, case, (x, parts, rows, blocks, programs, columns), constants)
+    mean, var = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
+    launch(
+        _statistics_kernel, cdiv(channels, 8), (x.device, x.dtype, aligned(x), rows, programs, channels, each),
+        (x, parts, mean, var, rows, blocks, programs), {"C": channels, "COLUMNS": 8, "PARTS": 512, "ROWS": each},
+        num_warps=8,
+    )  # fmt: skip
+    return mean, var
 
 
 def normalize(

@@ -93,6 +93,22 @@ def _image(rows: Tensor, like: Tensor) -> Tensor:
     return rows.view(channels_last_shape(like.shape)).permute(0, 3, 1, 2)
 
 
+@opaque(
+    "channel_statistics(Tensor x) -> (Tensor, Tensor)",
+    lambda x: tuple(x.new_empty(x.shape[1], dtype=torch.float32) for _ in range(2)),
+)
+def _channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel, (C,) in float32."""
+    rows = _rows(x)
+
+    def reference() -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(wide(rows), 0, correction=0)
+        return mean.to(torch.float32), var.to(torch.float32)
+
+    mean, var = launch(x.device, "batch_norm.statistics", reference, rows)
+    return mean, var
+
+
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -263,8 +279,13 @@ def _batch_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and 1/σ of each channel, (C,) in float32; the running statistics are updated in place."""
     with torch.no_grad():
-        _, mean, r = torch.native_batch_norm(x, None, None, running_mean, running_var, True, momentum, eps)
-        return mean.to(torch.float32), r.to(torch.float32)
+        mean, var = torch.ops.hotrain.channel_statistics(x)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            count = x.numel() // x.shape[1]
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        return mean, torch.rsqrt(var + eps)
 
 
 batch_statistics = custom_op(
