@@ -137,6 +137,14 @@ def _random(node: Node) -> Any:
     return t.expand(value.shape)
 
 
+def _copies(nbytes: int, device: torch.device) -> int:
+    """How many tensors to take in turns, so that a call does not find in the cache what the one before has read.
+
+    In a step other operators run between two that are alike.
+    """
+    return _CALLS if nbytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size else 1
+
+
 def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     """ms of the operator, and of a copy that reads and writes so many bytes; None where that cannot be measured."""
     if torch.cuda.is_current_stream_capturing():
@@ -145,18 +153,22 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     state = torch.cuda.get_rng_state(device)
     try:
         with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
-            args = map_arg(node.args, _random)
             target: Any = node.target
-            source = torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device=device).random_()
-            place = torch.empty_like(source)
+            own = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
+            given = [map_arg(node.args, _random) for _ in range(_copies(own, device))]
+            source = [
+                torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device=device).random_()
+                for _ in range(_copies(nbytes, device))
+            ]
+            place = [torch.empty_like(t) for t in source]
             works: list[Callable[[], object]] = [
-                lambda: [target(*args) for _ in range(_CALLS)],
-                lambda: [place.copy_(source) for _ in range(_CALLS)],
+                lambda: [target(*given[call % len(given)]) for call in range(_CALLS)],
+                lambda: [place[call % len(place)].copy_(source[call % len(source)]) for call in range(_CALLS)],
             ]
             for work in works:
                 work()
-            own, copy = (captured(work) for work in works)
-            pairs = [(timed(own), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
+            ours, copy = (captured(work) for work in works)
+            pairs = [(timed(ours), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
     except RuntimeError:  # out of memory, or an operator that does not run alone: training goes on without it
         return None
     finally:

@@ -1,0 +1,68 @@
+"""How long an operator takes, measured in turns with a copy: what runs, with the device's clock replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from hotrain.compress import costs
+
+
+def node_of(run: Any, *tensors: Tensor) -> Node:
+    graph = Graph()
+    inputs = []
+    for number, t in enumerate(tensors):
+        inputs.append(graph.placeholder(f"t{number}"))
+        inputs[-1].meta["val"] = t
+    node = graph.call_function(run, (*inputs, "word"))
+    node.meta["val"] = tensors[0]
+    return node
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times that are read, the operator's and the copy's by turns."""
+    times: list[float] = []
+    monkeypatch.setattr(costs, "captured", lambda work: work)
+    monkeypatch.setattr(costs, "timed", lambda work: times.pop(0))
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return times
+
+
+@pytest.mark.parametrize(("cache", "different"), [(10_000, 4), (10, 1)], ids=["fits the cache", "does not"])
+def test_a_call_does_not_find_the_last_ones_tensors_in_the_cache(
+    cache: int, different: int, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four calls read four tensors of 4 KiB where two would fit a cache of 10 KB; one where none does."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=cache))
+    seen: list[Any] = []
+
+    def run(t: Tensor, word: str) -> Tensor:
+        seen.append((t.data_ptr(), (t.shape, t.dtype, word, bool(t.any()))))
+        return t
+
+    # The fastest of each counts, of four calls.
+    clock += [8.0, 5.0, 4.0, 6.0, 9.0, 2.0, 8.0, 5.0, 8.0, 5.0]
+    assert costs._in_turns(node_of(run, torch.empty(32, 32)), 4096) == (1.0, 0.5)
+    assert len(seen) == 4
+    assert len({where for where, _ in seen}) == different
+    assert {rest for _, rest in seen} == {(torch.Size([32, 32]), torch.float32, "word", True)}
+
+
+def test_what_does_not_run_alone_has_no_time(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on, with bytes in the place of times."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
+
+    def run(t: Tensor, word: str) -> Tensor:
+        raise RuntimeError(word)
+
+    assert costs._in_turns(node_of(run, torch.empty(4)), 16) is None
