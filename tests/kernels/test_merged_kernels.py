@@ -399,6 +399,71 @@ def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
     hotrain.revert(model)
 
 
+class Activated(nn.Module):
+    """Batch norms with a function behind, with a shortcut, and alone."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], affine: bool) -> None:
+        super().__init__()
+        self.f = f
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32, affine=affine) for _ in range(3))
+        for norm in self.norms:
+            if affine:
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.normal_(norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.convs[0](x))
+        y = self.f(self.norms[1](self.convs[1](x)))
+        return self.f(self.norms[2](self.convs[2](y)) + x)
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["", "no parameters"])
+@pytest.mark.parametrize("f", [F.relu, F.silu, F.gelu, F.hardswish], ids=lambda f: f.__name__)
+def test_batch_norms_can_be_kept_exact(
+    f: Callable[[Tensor], Tensor], affine: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every operator costs time: the gradients of exact training, in float32's rounding."""
+    torch.manual_seed(0)
+    model = Activated(f, affine).to(device, memory_format=torch.channels_last).train()
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
+
+    def gradients(call: Any) -> list[Tensor]:
+        model.zero_grad()
+        call(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = gradients(model)
+    hotrain.convert(model, "exact", memory="block")
+    monkeypatch.setattr(costs, "excess", lambda node, roofs: 1.0)
+    monkeypatch.setattr(compiled, "SMALL", math.inf)  # what is saved then is not packed by formulas
+    kept = no_time_left(monkeypatch)
+    step = Traced(model)
+    got = gradients(step.call)
+    assert kept["batch_norm"] == (3, 3)
+    for name in ("normalize", "norm_gradient", "keep_codes", "restore_codes"):
+        target = getattr(torch.ops.hotrain, name).default
+        assert step.calls("forward", target) + step.calls("backward", target) == []
+    assert difference(got, want) < 1e-5
+
+
+def test_a_batch_norm_whose_codes_a_layer_reads_is_not_kept_exact(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else costs time here: the layers make their inputs of two norms' codes, the last is read by none."""
+    torch.manual_seed(0)
+    model = Activated(F.relu, True).to(device, memory_format=torch.channels_last).train()
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
+    hotrain.convert(model, "exact", memory="block")
+    ours = (torch.ops.hotrain.normalize.default, torch.ops.hotrain.norm_gradient.default)
+    monkeypatch.setattr(costs, "excess", lambda node, roofs: 1.0 if node.target in ours else 0.0)
+    kept = no_time_left(monkeypatch)
+    step = Traced(model)
+    step.call(x).square().mean().backward()
+    assert kept == {"batch_norm": (1, 3)}
+    assert len(step.calls("forward", ours[0])) == len(step.calls("backward", ours[1])) == 2
+
+
 class Response(nn.Module):
     """A linear layer over images' channels, and a response normalization, which reads its result three times."""
 

@@ -13,6 +13,7 @@ are fitted to profiles of ViT-B, DeiT-S and GPT-2 on an H200.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import operator
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
-from . import costs
+from . import costs, exact_norms
 from .formats import is_static
 from .nodes import MOVES, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
@@ -46,6 +47,7 @@ _NAMES = {
     _aten.addmm.default: "linear (exact product)",
     _aten.bmm.default: "matmul",
 }
+_BATCH_NORM = "batch_norm"
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
 _MARGIN = 1.15  # of costs, since alone on the device operators are faster than in a step
@@ -106,16 +108,40 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
     spent = [*(c.ms for c in found), *fixed]
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
     late -= _interpolation(graph, roofs)
-    counts = {c.what: (0, sum(other.what == c.what for other in found)) for c in found}
-    for candidate in sorted(found, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
+    all_of = collections.Counter(c.what for c in found)
+    all_of[_BATCH_NORM] = len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default))
+    kept: collections.Counter[str] = collections.Counter()
+    late = _keep_exact(found, late, kept)
+    graph.eliminate_dead_code()
+    if late > 0:
+        # Behind the others: codes that no layer reads any more are batch norm's alone.
+        late = _keep_exact(_batch_norms(graph, roofs), late, kept)
+        graph.eliminate_dead_code()
+    return {what: (count, all_of[what]) for what, count in kept.items()}, -late
+
+
+def _keep_exact(candidates: list[Candidate], late: float, kept: collections.Counter[str]) -> float:
+    """Keep exact those that save most time for their bytes until a step is not late any more; returns the ms left."""
+    for candidate in sorted(candidates, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
         if late <= 0 or candidate.ms <= 0:
             break
         candidate.apply()
         late -= _MARGIN * candidate.ms
-        exact, of = counts[candidate.what]
-        counts[candidate.what] = exact + 1, of
-    graph.eliminate_dead_code()
-    return {what: count for what, count in counts.items() if count[0]}, -late
+        kept[candidate.what] += 1
+    return late
+
+
+def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
+    """Batch norms whose codes nothing but their own backward reads."""
+    found = []
+    for norm, gradient in exact_norms.pairs(graph):
+        x: Any = norm.args[0]
+        parts = sum(numel(part) for part in norm.users if part.args[1] != 0)  # codes, scales and marks, of a byte
+        ms = costs.excess(norm, roofs) + costs.excess(gradient, roofs)
+        nbytes = numel(x) * x.meta["val"].dtype.itemsize - parts
+        apply = functools.partial(exact_norms.put_back, graph, norm, gradient)
+        found.append(Candidate(_BATCH_NORM, ms, nbytes, apply))
+    return found
 
 
 def _interpolation(graph: Graph, roofs: Roofs) -> float:

@@ -104,7 +104,7 @@ class Halves:
         """Pack `source` in forward and unpack it in backward in place of `target`, after arguments before `place`."""
         keep, restore = packer(source.meta["val"], form)
         # Right after it: codes made at the end of forward would keep the tensor alive until then.
-        codes = _inline(self.forward, source.next, keep, [source]) if form else [source]
+        codes = inlined(self.forward, source.next, keep, [source]) if form else [source]
         taken = []
         for number, part in enumerate(codes):
             if form or part.name not in self.arguments:
@@ -116,12 +116,12 @@ class Halves:
         self.taken += taken
         order = {n: number for number, n in enumerate(self.backward.nodes)}
         first = min(target.users, key=order.__getitem__)
-        (made,) = _inline(self.backward, first, restore, taken) if form else taken
+        (made,) = inlined(self.backward, first, restore, taken) if form else taken
         target.replace_all_uses_with(made)
         return codes
 
 
-def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+def inlined(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
     """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
     values = [node.meta["val"] for node in inputs]
     mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
@@ -136,7 +136,7 @@ def _inline(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[
                 return [env[result] for result in results]
             if step.op == "get_attr":
                 raise RuntimeError(
-                    f"hotrain: packing a saved tensor traced the constant {step.target}; please report this"
+                    f"hotrain: a formula for the joint graph traced the constant {step.target}; please report this"
                 )
             if step.op != "placeholder":
                 env[step] = half.node_copy(step, env.__getitem__)

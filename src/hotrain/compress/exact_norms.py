@@ -1,0 +1,77 @@
+"""Batch norm as in exact training, put back into a joint graph in the place of the operators that pack x̂.
+
+Forward is y = f(γ x̂ + β + shortcut) in PyTorch's formulas, which Inductor fuses; backward is that of
+`operators.batch_norm` with x̂ = (x − μ) r computed from x, and f's exact derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .halves import inlined
+from .operators.batch_norm import along_channels
+from .rematerialize import wide
+from .slopes import ACTIVATIONS
+
+_NORMALIZE = torch.ops.hotrain.normalize.default
+_GRADIENT = torch.ops.hotrain.norm_gradient.default
+
+
+def pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Each batch norm and its gradient, where nothing else reads the codes of x̂."""
+    for norm in graph.find_nodes(op="call_function", target=_NORMALIZE):
+        readers = {reader for part in norm.users if part.args[1] != 0 for reader in part.users}
+        if len(readers) == 1 and next(iter(readers)).target is _GRADIENT:
+            yield norm, readers.pop()
+
+
+def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
+    """Compute both exactly, in place; the operators are dead code then."""
+    x, mean, r, w, b, shortcut, name = norm.args
+    g, other, *_, passes_on = gradient.args
+    given = [t for t in (w, b, shortcut) if t is not None]
+
+    def forward(x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        terms = iter(rest)
+        y = _normal(x, mean, r)
+        y = y if w is None else y * along_channels(wide(next(terms)), x.dim())
+        y = (y if b is None else y + along_channels(wide(next(terms)), x.dim())).to(x.dtype)
+        y = y if shortcut is None else y + next(terms)
+        return y, ACTIVATIONS[name].f(y) if name else y  # type: ignore[index]
+
+    before, y = inlined(graph, norm, forward, [x, mean, r, *given])  # type: ignore[list-item]
+    _replace(graph, norm, [y])
+
+    def backward(g: Tensor, before: Tensor, x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        terms = iter(rest)
+        behind = g if other is None else g + next(terms)
+        if name:
+            with torch.enable_grad():
+                leaf = before.detach().requires_grad_()
+                (behind,) = torch.autograd.grad(ACTIVATIONS[name].f(leaf), leaf, behind)  # type: ignore[index]
+        normal, lifted, axes = _normal(x, mean, r), wide(behind), (0, *range(2, x.dim()))
+        g_b, g_w = lifted.sum(axes), (lifted * normal).sum(axes)
+        mean_g, slope = (along_channels(t * (x.shape[1] / x.numel()), x.dim()) for t in (g_b, g_w))
+        factor = r if w is None else r * wide(next(terms))
+        g_x = ((lifted - mean_g - normal * slope) * along_channels(factor, x.dim())).to(g.dtype)
+        return g_x, torch.stack([g_b, g_w]), behind
+
+    inputs = [g, before, x, mean, r, *(t for t in (other, w) if t is not None)]
+    _replace(graph, gradient, inlined(graph, gradient, backward, inputs)[: 3 if passes_on else 2])  # type: ignore[arg-type]
+
+
+def _normal(x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
+    return (wide(x) - along_channels(mean, x.dim())) * along_channels(r, x.dim())
+
+
+def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
+    """Put these in the places of an operator's first results."""
+    for part in list(node.users):
+        place = part.args[1]
+        if isinstance(place, int) and place < len(results):
+            part.replace_all_uses_with(results[place])
+            graph.erase_node(part)
