@@ -13,5 +13,6 @@ eager                     saved-tensor hooks for functions without an operator o
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
 nodes                     values, views and calls of the nodes of such graphs
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
+exact_norms               batch norm of exact training, put back into such a step
 fusing                    kernels of a compiled step merged with what is around them
 """

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .halves import inlined
-from .operators.batch_norm import along_channels
 from .rematerialize import wide
 from .slopes import ACTIVATIONS
 
@@ -38,8 +37,8 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
     def forward(x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         terms = iter(rest)
         y = _normal(x, mean, r)
-        y = y if w is None else y * along_channels(wide(next(terms)), x.dim())
-        y = (y if b is None else y + along_channels(wide(next(terms)), x.dim())).to(x.dtype)
+        y = y if w is None else y * _along(wide(next(terms)))
+        y = (y if b is None else y + _along(wide(next(terms)))).to(x.dtype)
         y = y if shortcut is None else y + next(terms)
         return y, ACTIVATIONS[name].f(y) if name else y  # type: ignore[index]
 
@@ -53,19 +52,24 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
             with torch.enable_grad():
                 leaf = before.detach().requires_grad_()
                 (behind,) = torch.autograd.grad(ACTIVATIONS[name].f(leaf), leaf, behind)  # type: ignore[index]
-        normal, lifted, axes = _normal(x, mean, r), wide(behind), (0, *range(2, x.dim()))
+        normal, lifted, axes = _normal(x, mean, r), wide(behind), (0, 2, 3)
         g_b, g_w = lifted.sum(axes), (lifted * normal).sum(axes)
-        mean_g, slope = (along_channels(t * (x.shape[1] / x.numel()), x.dim()) for t in (g_b, g_w))
+        mean_g, slope = (_along(t * (x.shape[1] / x.numel())) for t in (g_b, g_w))
         factor = r if w is None else r * wide(next(terms))
-        g_x = ((lifted - mean_g - normal * slope) * along_channels(factor, x.dim())).to(g.dtype)
+        g_x = ((lifted - mean_g - normal * slope) * _along(factor)).to(g.dtype)
         return g_x, torch.stack([g_b, g_w]), behind
 
     inputs = [g, before, x, mean, r, *(t for t in (other, w) if t is not None)]
     _replace(graph, gradient, inlined(graph, gradient, backward, inputs)[: 3 if passes_on else 2])  # type: ignore[arg-type]
 
 
+def _along(t: Tensor) -> Tensor:
+    """(C,) along the channels of (N, C, H, W)."""
+    return t.view(-1, 1, 1)
+
+
 def _normal(x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-    return (wide(x) - along_channels(mean, x.dim())) * along_channels(r, x.dim())
+    return (wide(x) - _along(mean)) * _along(r)
 
 
 def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
