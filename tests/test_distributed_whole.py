@@ -7,6 +7,7 @@ on two GPUs with NCCL.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,34 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp bf16": {"dtype": torch.bfloat16},
     "fsdp frozen": {"frozen": True},
 }
+if importlib.util.find_spec("peft") is not None:
+    CASES |= {"ddp lora": {"lora": True}, "fsdp lora": {"lora": True}}
 
 
-def converted(device: torch.device, method: Any, recomputed: bool = False, frozen: bool = False) -> nn.Module:
-    net = model().to(device)
-    for block in net:
-        block.recomputed = recomputed  # type: ignore[assignment]
+def with_adapters(net: nn.Module) -> nn.Module:
+    """LoRA on both layers of each block, as PEFT puts it."""
+    from hotrain.train.torchvision_shim import ensure_torchvision
+
+    ensure_torchvision()
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(net, LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False))
+
+
+def blocks_of(net: nn.Module) -> Any:
+    return net.get_base_model() if hasattr(net, "get_base_model") else net  # type: ignore[operator]
+
+
+def converted(
+    device: torch.device, method: Any, recomputed: bool = False, frozen: bool = False, lora: bool = False
+) -> nn.Module:
+    net: nn.Module = model().to(device)
+    net = with_adapters(net).to(device) if lora else net
+    for block in blocks_of(net):
+        block.recomputed = recomputed
         if frozen:  # as under LoRA: the layers pass gradients on, and have none
-            for layer in (block.up, block.down):  # type: ignore[union-attr]
-                layer.requires_grad_(False)  # type: ignore[operator]
+            for layer in (block.up, block.down):
+                layer.requires_grad_(False)
     hotrain.convert(net, method, memory="linear", plan="memory", filter_fn=lambda name, layer: True)
     return net
 
@@ -94,7 +114,7 @@ def sharded(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    for part in (*net, net):  # type: ignore[misc]
+    for part in (*blocks_of(net), net):
         fully_shard(part, mp_policy=policy)
     return net
 

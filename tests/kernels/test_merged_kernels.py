@@ -418,8 +418,11 @@ class Activated(nn.Module):
         return self.f(self.norms[2](self.convs[2](y)) + x)
 
 
-@pytest.mark.parametrize("affine", [True, False], ids=["", "no parameters"])
-@pytest.mark.parametrize("f", [F.relu, F.silu, F.gelu, F.hardswish], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("f", "affine"),
+    [(F.relu, True), (F.relu, False), (F.silu, True), (F.gelu, True)],
+    ids=["relu", "relu, no parameters", "silu", "gelu"],
+)
 def test_batch_norms_can_be_kept_exact(
     f: Callable[[Tensor], Tensor], affine: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
