@@ -360,6 +360,13 @@ def test_attention_with_a_mask_can_be_kept_exact(device: torch.device, monkeypat
     assert difference(got, want) < 0.1
 
 
+def gradients(call: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Of the parameters."""
+    model.zero_grad()
+    call(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -378,21 +385,16 @@ def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
     model = nn.Sequential(Residual(), Residual()).to(device, memory_format=torch.channels_last).train()
     x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
 
-    def gradients(call: Any) -> list[Tensor]:
-        model.zero_grad()
-        call(x).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    want = gradients(model)
+    want = gradients(model, model, x)
     hotrain.convert(model, "exact", memory="block")
     made = torch.ops.hotrain.restore_codes.default
     all_codes = Traced(model)
-    approximate = difference(gradients(all_codes.call), want)
+    approximate = difference(gradients(all_codes.call, model, x), want)
     assert len(all_codes.calls("backward", made)) == 4
     torch._dynamo.reset()
     kept = no_time_left(monkeypatch)
     exact_inputs = Traced(model)
-    got = gradients(exact_inputs.call)
+    got = gradients(exact_inputs.call, model, x)
     assert kept == {"conv2d (exact product)": (4, 4)}
     assert not exact_inputs.calls("backward", made)
     assert difference(got, want) < approximate
@@ -431,18 +433,13 @@ def test_batch_norms_can_be_kept_exact(
     model = Activated(f, affine).to(device, memory_format=torch.channels_last).train()
     x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
 
-    def gradients(call: Any) -> list[Tensor]:
-        model.zero_grad()
-        call(x).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    want = gradients(model)
+    want = gradients(model, model, x)
     hotrain.convert(model, "exact", memory="block")
     monkeypatch.setattr(costs, "excess", lambda node, roofs: 1.0)
     monkeypatch.setattr(compiled, "SMALL", math.inf)  # what is saved then is not packed by formulas
     kept = no_time_left(monkeypatch)
     step = Traced(model)
-    got = gradients(step.call)
+    got = gradients(step.call, model, x)
     assert kept["batch_norm"] == (3, 3)
     for name in ("normalize", "norm_gradient", "keep_codes", "restore_codes"):
         target = getattr(torch.ops.hotrain, name).default

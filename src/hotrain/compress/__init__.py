@@ -11,7 +11,7 @@ checkpointing, offload    activation checkpointing of blocks, and offloading to 
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
 eager                     saved-tensor hooks for functions without an operator of their own
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
-nodes                     values, views and calls of the nodes of such graphs
+nodes                     values, views and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
 exact_norms               batch norm of exact training, put back into such a step
 fusing                    kernels of a compiled step merged with what is around them

@@ -137,12 +137,13 @@ def _random(node: Node) -> Any:
     return t.expand(value.shape)
 
 
-def _copies(nbytes: int, device: torch.device) -> int:
-    """How many tensors to take in turns, so that a call does not find in the cache what the one before has read.
+def _sets(make: Callable[[], Any], nbytes: int, device: torch.device) -> list[Any]:
+    """What each of `_CALLS` calls takes: their own of so many bytes, or the same where it does not fit the cache.
 
-    In a step other operators run between two that are alike.
+    In a step other operators run between two calls, so that none finds in the cache what the one before has read.
     """
-    return _CALLS if nbytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size else 1
+    count = _CALLS if nbytes < 2 * torch.cuda.get_device_properties(device).L2_cache_size else 1
+    return [make() for _ in range(count)] * (_CALLS // count)
 
 
 def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
@@ -154,21 +155,18 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     try:
         with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
             target: Any = node.target
-            own = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
-            given = [map_arg(node.args, _random) for _ in range(_copies(own, device))]
-            source = [
-                torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device=device).random_()
-                for _ in range(_copies(nbytes, device))
-            ]
-            place = [torch.empty_like(t) for t in source]
+            read = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
+            given = _sets(lambda: map_arg(node.args, _random), read, device)
+            half = max(nbytes // 2, 1)
+            copied = _sets(lambda: torch.empty(2, half, dtype=torch.uint8, device=device).random_(), nbytes, device)
             works: list[Callable[[], object]] = [
-                lambda: [target(*given[call % len(given)]) for call in range(_CALLS)],
-                lambda: [place[call % len(place)].copy_(source[call % len(source)]) for call in range(_CALLS)],
+                lambda: [target(*args) for args in given],
+                lambda: [place.copy_(source) for place, source in copied],
             ]
             for work in works:
                 work()
-            ours, copy = (captured(work) for work in works)
-            pairs = [(timed(ours), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
+            own, copy = (captured(work) for work in works)
+            pairs = [(timed(own), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
     except RuntimeError:  # out of memory, or an operator that does not run alone: training goes on without it
         return None
     finally:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .halves import inlined
+from .nodes import inlined
 from .rematerialize import wide
 from .slopes import ACTIVATIONS
 

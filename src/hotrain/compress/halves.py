@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..private import fakes, inductor
 from . import graph
 from .formats import packer
 from .graph import entries
-from .nodes import base_of
+from .nodes import base_of, inlined
 
 
 class Halves:
@@ -119,28 +116,6 @@ class Halves:
         (made,) = inlined(self.backward, first, restore, taken) if form else taken
         target.replace_all_uses_with(made)
         return codes
-
-
-def inlined(half: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
-    """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
-    values = [node.meta["val"] for node in inputs]
-    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
-    with mode, torch.no_grad():
-        traced = make_fx(fn, decomposition_table=inductor().decompositions())(*values)
-    places = traced.graph.find_nodes(op="placeholder")
-    env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
-    with half.inserting_before(before):
-        for step in traced.graph.nodes:
-            if step.op == "output":
-                results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
-                return [env[result] for result in results]
-            if step.op == "get_attr":
-                raise RuntimeError(
-                    f"hotrain: a formula for the joint graph traced the constant {step.target}; please report this"
-                )
-            if step.op != "placeholder":
-                env[step] = half.node_copy(step, env.__getitem__)
-    raise AssertionError("a graph without an output")
 
 
 def _free(name: str, *halves: Graph) -> str:

@@ -1,16 +1,18 @@
-"""Nodes of a traced graph, as the passes over compiled graphs read and make them: values, views, calls."""
+"""Nodes of a traced graph, as the passes over compiled graphs read and make them: values, views, calls, formulas."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from ..private import fakes, schema_of
+from ..private import fakes, inductor, schema_of
 
 _aten = torch.ops.aten
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -70,3 +72,25 @@ def computed(node: Node) -> Any:
     modes = [t.fake_mode for n in node.all_input_nodes if isinstance(t := n.meta["val"], fakes.tensor)]
     with modes[0] if modes else contextlib.nullcontext(), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def inlined(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
+    """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
+    values = [node.meta["val"] for node in inputs]
+    mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
+    with mode, torch.no_grad():
+        traced = make_fx(fn, decomposition_table=inductor().decompositions())(*values)
+    places = traced.graph.find_nodes(op="placeholder")
+    env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
+    with graph.inserting_before(before):
+        for step in traced.graph.nodes:
+            if step.op == "output":
+                results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
+                return [env[result] for result in results]
+            if step.op == "get_attr":
+                raise RuntimeError(
+                    f"hotrain: a formula for a graph traced the constant {step.target}; please report this"
+                )
+            if step.op != "placeholder":
+                env[step] = graph.node_copy(step, env.__getitem__)
+    raise AssertionError("a graph without an output")
