@@ -362,13 +362,14 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHis
 def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
     from .quantize_kernels import compress_weight
 
-    w, key = _contiguous_rows(w), _key(key, w.device)
+    key, history = _key(key, w.device), history or _without_layer(w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
+    if w.stride(0) == 1 < w.stride(1) and not output.stochastic:
+        return _codes_as_stored(w.T, method, output, key, history)
+    w = _contiguous_rows(w)
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(
-            w, key, output, history or _without_layer(w.device), rotates, _tilings(w.dtype, False)[2]
-        )
+        return compress_weight(w, key, output, history, rotates, _tilings(w.dtype, False)[2])
 
     def reference() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
@@ -376,6 +377,34 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
         return compress_weight(w, key, output, rotates)
 
     return or_reference("weight", kernel, reference)
+
+
+def _codes_as_stored(
+    w: Tensor, method: Method, output: Output, key: Tensor, history: AmaxHistory
+) -> tuple[Tensor, Tensor]:
+    """Codes of a weight that is stored as (I, O), as the codes are; `compress_weight` would read a transposed copy."""
+    from .quantize_kernels import WEIGHT, X, compress, padded, whole
+
+    w, rotates = _contiguous_rows(w), method.grad_input.transform == "hadamard"
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        return compress(
+            w, whole(len(w), False), None, key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
+            tiling=_tilings(w.dtype, output.is_fp8)[1],
+        )  # fmt: skip
+
+    def reference() -> tuple[Tensor | None, ...]:
+        from .reference import compress
+
+        return compress(w, whole(len(w), False), key, output, rotate=rotates)
+
+    codes, scale = or_reference("weight", kernel, reference)[:2]
+    assert codes is not None
+    assert scale is not None
+    if padded(len(w)) > len(w):
+        pad = (0, 0, 0, padded(len(w)) - len(w))
+        codes = torch.nn.functional.pad(codes.view(torch.int8), pad).view(codes.dtype)
+    return codes, scale
 
 
 def gradients(
@@ -428,12 +457,14 @@ def gradients(
         assert proj is not None
         assert codes is not None
         assert side is not None
-        proj, dtype = proj[: g_y.shape[1]], g_y.dtype if dtype is None else dtype
+        outputs, dtype = g_y.shape[1], g_y.dtype if dtype is None else dtype
         if proj_scale is None:
-            g_w = (proj @ codes[:columns].T).to(dtype)
+            a, b = (codes[:columns], proj[:outputs]) if transposed else (proj[:outputs], codes[:columns])
+            g_w = (a @ b.T).to(dtype)
+        elif transposed:
+            g_w = product(codes[:columns], proj, proj_scale, side[0], dtype, outputs)
         else:
-            g_w = product(proj, codes, side[0], proj_scale, dtype, columns)
-        g_w = g_w.T if transposed else g_w
+            g_w = product(proj[:outputs], codes, side[0], proj_scale, dtype, columns)
     return g_x, g_w, g_b
 
 
