@@ -29,9 +29,12 @@ WIDTH = 128  # of rows: 2 × 96 of them are worth compressing
 
 @pytest.fixture(autouse=True)
 def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
-    """The kernels in the interpreter, where there is no GPU."""
+    """The kernels in the interpreter, where there is no GPU; on a GPU, too, choices by bytes, and no TF32."""
     if device.type == "cpu":
         monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
+    monkeypatch.setattr(costs, "_measured", {})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -495,8 +498,6 @@ def test_what_is_no_image_crosses_the_cut_as_a_matrix(device: torch.device) -> N
 
 def test_a_cost_without_a_measurement_is_bytes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one pack and one unpack: 16 bits read and 4 written, and a scale of 16 bits a group, then the reverse."""
-    monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
-    monkeypatch.setattr(costs, "_measured", {})
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(device).train()
     hotrain.convert(model, "exact", memory="block")
     x = torch.randn(2, 96, WIDTH, device=device)
