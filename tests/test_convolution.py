@@ -9,14 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import conv_gradients, projection, sqnr_db, unfolding
-from oracle import unfold as unfold_oracle
+from oracle import conv_gradients, projection, sqnr_db
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import hotrain
 from hotrain import autograd, convolution, functional
-from hotrain.geometry import Geometry, fold, patches, patches_transposed, unfold
+from hotrain.geometry import Geometry, patches, patches_transposed
 from hotrain.layer import Config
 
 # PyTorch's own remark on even kernels, once a process
@@ -62,7 +60,7 @@ CASES: list[tuple[str, tuple[int, int, Any, int, int, dict[str, Any]]]] = [
     ("one pixel", (4, 6, 3, 1, 1, {"padding": 1})),
 ]  # fmt: skip
 E4M3 = hotrain.GradWeight(bits=8, number="e4m3", rounding="nearest")
-# No transform: what is kept is x in codes, which are unfolded as they are, and small groups are rounded.
+# No transform: what is kept is x in codes, which are multiplied as they are, and small groups are rounded.
 PLAIN = hotrain.Method(
     "plain",
     hotrain.GradInput(None, bits=8, number="e4m3", rounding="nearest"),
@@ -232,19 +230,29 @@ def test_depthwise_rounds_no_g_y(name: str) -> None:
     assert not torch.allclose(g_w, exact.weight.grad, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "case", [CASE["3x3"], CASE["circular"], CASE["groups of 16 channels"]], ids=["3x3", "circular", "groups"]
-)
-def test_a_few_samples_at_a_time_is_the_same(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unfolded matrix is made in pieces; the pieces must not show."""
-    x, w, g_y = problem(case, batch=5)
-    methods = ("hot-unbiased", hotrain.preset("hot-unbiased", number="e4m3"))
-    whole = [gradients(x, w, g_y, method, case[5]) for method in methods]
-    monkeypatch.setitem(convolution._UNFOLDED, "cpu", 1)
-    pieces = [gradients(x, w, g_y, method, case[5]) for method in methods]
-    for got, want in zip((*pieces[0], *pieces[1]), (*whole[0], *whole[1]), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
-    assert torch.equal(pieces[0][1], whole[0][1])  # sums of integers
+def test_codes_of_eight_bits_are_exact_in_bf16() -> None:
+    """Each of them: that is what a GPU multiplies."""
+    integers = torch.arange(-127, 128)
+    assert torch.equal(integers.to(torch.bfloat16).double(), integers.double())
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256).to(torch.uint8).view(dtype).double()
+        codes = codes[codes.isfinite()]
+        assert torch.equal(codes.to(torch.bfloat16).double(), codes)
+
+
+@pytest.mark.parametrize("name", ["hot", "hot-unbiased", "hq8", *FP8], ids=str)
+@pytest.mark.parametrize("kind", ["3x3", "circular", "groups of 16 channels"])
+def test_products_in_bf16_are_those_of_codes(
+    kind: str, name: str | hotrain.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a rounding of each operand that has scales of its own, and one of the result, 2⁻⁹ at most each."""
+    case = CASE[kind]
+    x, w, g_y = problem(case, dtype=torch.bfloat16)
+    want = gradients(x, w, g_y, name, case[5])
+    monkeypatch.setattr(convolution, "_of_products", lambda g_y: torch.bfloat16)
+    for got, wanted in zip(gradients(x, w, g_y, name, case[5]), want, strict=True):
+        difference = (got.double() - wanted.double()).norm()
+        assert difference <= 4 * 2**-9 * wanted.double().norm()
 
 
 # --- bias and noise --------------------------------------------------------------------------------------------------
@@ -378,21 +386,14 @@ def geometries(draw: st.DrawFn) -> tuple[Geometry, int, int]:
 @settings(max_examples=120, deadline=None)
 @given(geometries(), st.integers(1, 2), st.integers(1, 3))
 def test_any_geometry(case: tuple[Geometry, int, int], batch: int, channels: int) -> None:
-    """Output size, unfolding, padding's transpose and both gradients of whatever Conv2d accepts."""
+    """Output size, padding and its transpose, and both gradients of whatever Conv2d accepts."""
     geometry, height, width = case
     x = torch.randn(batch, channels, height, width, dtype=F64, requires_grad=True)
     w = torch.randn(2, channels, *geometry.kernel, dtype=F64, requires_grad=True)
     y = geometry.forward(x, w, None)
     assert tuple(y.shape[2:]) == geometry.output_size(height, width)
-    table = unfolding(geometry, height, width, geometry.output_size(height, width))
     padded = geometry.pad(x)
-    image = padded.detach().permute(0, 2, 3, 1)
-    windows = unfold(image, geometry, geometry.output_size(height, width))
-    flat = windows.flatten(0, 2).transpose(1, 2).flatten(1)
-    assert torch.equal(flat[None], unfold_oracle(x.detach().flatten(2), table, 1))
-    z = torch.randn_like(windows)
-    back = fold(z, geometry, (image.shape[1], image.shape[2]))
-    torch.testing.assert_close((windows * z).sum(), (image * back).sum(), rtol=1e-10, atol=1e-10)
+    assert tuple(padded.shape) == geometry.padded((batch, channels, height, width))
     g = torch.randn_like(padded)
     (want,) = torch.autograd.grad(padded, x, g) if padded is not x else (g,)
     torch.testing.assert_close(geometry.pad_transposed(g, height, width), want, rtol=0, atol=1e-12)
@@ -402,17 +403,6 @@ def test_any_geometry(case: tuple[Geometry, int, int], batch: int, channels: int
     got_x, got_w = torch.autograd.grad(autograd.apply(x, w, None, call, KEY), (x, w), g_y)
     torch.testing.assert_close(got_x, want_x, rtol=0, atol=1e-10)
     torch.testing.assert_close(got_w, want_w, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float32], ids=str)
-def test_unfold_is_pytorchs(dtype: torch.dtype) -> None:
-    """Of codes too, which PyTorch's own cannot."""
-    x = torch.randint(-100, 100, (2, 4, 7, 8)).to(dtype)
-    geometry = Geometry((3, 2), (2, 1), (0, 0), (1, 2))
-    want = F.unfold(x.float(), (3, 2), (1, 2), 0, (2, 1)).transpose(1, 2).flatten(0, 1)
-    got = unfold(x.permute(0, 2, 3, 1), geometry, geometry.output_size(7, 8))
-    assert got.dtype == dtype
-    assert torch.equal(got.flatten(0, 2).transpose(1, 2).flatten(1).float(), want)
 
 
 @pytest.mark.parametrize("kind", ["1x1", "1x1 strided", "patchify", "patchify, sizes it does not divide"])

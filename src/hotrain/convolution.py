@@ -4,9 +4,11 @@ Tokens are positions of an image, and channels the columns. Two cases:
 
 * Patches that do not overlap (1×1 kernels, patch embeddings): the convolution *is* a Linear layer on its `patches`, and
   its gradients are exactly those of `hotrain.backward`.
-* k×k kernels: P x is saved on x's own grid, never the unfolded matrix, which is k² times as large. Backward
-  computes x̂ = PᵀP x and unfolds it a few samples at a time: ``g_w = Q8(g_y)ᵀ Q8(U(x̂))``. For 1×1 kernels this is the
-  formula of Linear, since g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before.
+* k×k kernels: P x is saved on x's own grid, never the unfolded matrix U(x), which is k² times as large. Backward
+  computes x̂ = PᵀP x, and ``g_w = Q8(g_y)ᵀ U(Q8(x̂))``. For 1×1 kernels this is the formula of Linear, since
+  g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before. Both products are PyTorch's convolutions *of
+  codes*: what bf16 holds exactly, summed in float32. 8-bit units would need kernels that unfold as they read; none is
+  here, so that such a layer gains memory and no time.
 
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
 operations: the two products stay in floating point, of unrounded g_y and w where the method rotates. The saved x is
@@ -15,24 +17,19 @@ compressed all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
-from .geometry import Geometry, Shape, channels_last, fold, unfold
+from .geometry import Geometry, Shape, channels_last
 from .method import GradInput, Method, partner
-from .products import code_matmul
 from .quantize import encode
-from .quantize.integer import Quantized, largest_code
+from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import TILE
 from .transform.tokens import Layout, lift, project
-
-_UNFOLDED = {"cpu": 1 << 20, "cuda": 1 << 28}  # elements of the unfolded matrix made at a time
 
 
 def grad_input(
@@ -63,24 +60,26 @@ def grad_input(
 
 
 def _coded_grad_input(g_y: Tensor, w: Tensor, padded: Shape, geometry: Geometry, path: GradInput, key: int) -> Tensor:
-    """Q(g_y H) Q(Hᵀ w) as patches, a few samples at a time, folded back into the padded image."""
-    groups = geometry.groups
+    """The transposed convolution of Q(g_y H) with Q(Hᵀ w), for the padded image; H is along each group's channels."""
+    groups, dtype = geometry.groups, _of_products(g_y)
     batch, outputs, down, across = g_y.shape
-    positions, inputs, taps = down * across, w.shape[1], w[0, 0].numel()
-    out = torch.empty(padded[0], *padded[2:], padded[1], dtype=g_y.dtype, device=g_y.device)
-    matrix = channels_last(g_y).reshape(batch * positions, groups, outputs // groups)
-    kernels = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, taps * inputs)
-    for group in range(groups):
-        own = draws.mix(key, group)
-        grad, weight = rotated_grad(matrix[:, group], path, own), rotated_weight(kernels[group], path, own)
-        limit = largest_code(grad.bits) * largest_code(weight.bits)
-        for samples, rows in _blocks(batch, positions, taps * inputs, g_y.device):
-            scale = grad.scale[rows] if grad.scale.dim() else grad.scale
-            product = code_matmul(grad.codes[rows], weight.codes, limit, wide(g_y.dtype))
-            columns = (product * (scale * weight.scale)).view(-1, down, across, taps, inputs)
-            image = fold(columns, geometry, (padded[2], padded[3]))
-            out[samples, :, :, group * inputs : (group + 1) * inputs] = image
-    return out.permute(0, 3, 1, 2)
+    tokens = channels_last(g_y).reshape(-1, groups, outputs // groups)
+    kernels = channels_last(w).reshape(groups, outputs // groups, -1)
+    keys = [draws.mix(key, group) for group in range(groups)]
+    grads = [rotated_grad(tokens[:, group], path, own) for group, own in enumerate(keys)]
+    weights = [rotated_weight(kernels[group], path, own) for group, own in enumerate(keys)]
+    if groups == 1 and grads[0].scale.dim() == weights[0].scale.dim() == 0:
+        scale = grads[0].scale * weights[0].scale
+        g, k = grads[0].unpacked().to(dtype), weights[0].unpacked().to(dtype)
+    else:  # scales within the sums, which codes are multiplied with before
+        scale = None
+        g = torch.cat([grad.dequantize(dtype) for grad in grads], 1)
+        k = torch.cat([weight.dequantize(dtype) for weight in weights])
+    g = g.view(batch, down, across, g.shape[1]).permute(0, 3, 1, 2)
+    k = k.view(len(k), *w.shape[2:], w.shape[1]).permute(0, 3, 1, 2)
+    x = g.new_empty(1).expand(padded)  # only its shape is used
+    g_x = _exact(g, x, k, geometry, of_input=True)
+    return (g_x if scale is None else g_x * scale).to(g_y.dtype)
 
 
 def _float_operands(
@@ -148,8 +147,8 @@ def _coded_grad_weight(
     method: Method,
     key: int,
 ) -> Tensor:
-    """Q(g_y)ᵀ U(Q(x̂)): codes are unfolded, a few samples at a time, and multiplied as codes."""
-    path, groups = method.grad_weight, geometry.groups
+    """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
+    path, dtype = method.grad_weight, _of_products(g_y)
     batch, outputs, down, across = g_y.shape
     matrix = channels_last(g_y).reshape(-1, outputs).to(wide(g_y.dtype))
     grad = projected_grad(matrix, path, key)
@@ -159,34 +158,19 @@ def _coded_grad_weight(
         x = lift(values(kept, matrix.dtype), lay, key)
         bits, rounding = max(8, grad.bits), method.saved.rounding
         codes = encode(x, partner(path.number), bits, "tensor", rounding, key, draws.LIFTED)
-    kept_codes = codes.unpacked()
-    dtype = kept_codes.dtype
-    # fp8 codes are unfolded as their bits: PyTorch does not pad float8, and code 0 is bits 0.
-    image = kept_codes.view(torch.int8).view(batch, shape[2], shape[3], shape[1])
-    limit = largest_code(grad.bits) * largest_code(codes.bits)
-    inputs, taps, own = w.shape[1], w[0, 0].numel(), outputs // groups
-    summed = matrix.dtype if dtype.is_floating_point else torch.int64
-    total = torch.zeros(groups, own, taps * inputs, dtype=summed, device=g_y.device)
-    for samples, rows in _blocks(batch, down * across, taps * shape[1], g_y.device):
-        columns = unfold(geometry.pad_codes(image[samples]), geometry, (down, across))
-        for group in range(groups):
-            g = grad.codes[rows, group * own : (group + 1) * own]
-            x_codes = columns[..., group * inputs : (group + 1) * inputs].reshape(-1, taps * inputs)
-            total[group] += code_matmul(g.T, x_codes.view(dtype), limit, matrix.dtype)
-    g_w = total.to(matrix.dtype) * (grad.scale * codes.scale)
-    return g_w.view(outputs, *w.shape[2:], inputs).permute(0, 3, 1, 2)
+    g = grad.unpacked().to(dtype).view(batch, down, across, outputs).permute(0, 3, 1, 2)
+    image = codes.unpacked().to(dtype).view(batch, shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    g_w = _exact(g, geometry.pad(image), torch.empty_like(w, dtype=dtype), geometry, of_input=False)
+    return g_w.to(matrix.dtype) * (grad.scale * codes.scale)
+
+
+def _of_products(g_y: Tensor) -> torch.dtype:
+    """The dtype in which codes of g_y are multiplied: integers up to 127 and fp8 codes are exact in bf16."""
+    return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide(g_y.dtype)
 
 
 def _has_small_groups(w: Tensor, geometry: Geometry) -> bool:
     return w.shape[0] // geometry.groups < TILE and geometry.groups > 1
-
-
-def _blocks(batch: int, positions: int, columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Slices of a few samples, and of their rows of a matrix (batch·positions, columns), so that memory is bounded."""
-    size = max(1, _UNFOLDED.get(device.type, 1 << 24) // max(1, positions * columns))
-    for first in range(0, batch, size):
-        last = min(first + size, batch)
-        yield slice(first, last), slice(first * positions, last * positions)
 
 
 def _exact(g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, of_input: bool) -> Tensor:

@@ -1,8 +1,7 @@
-"""The geometry of convolutions: sizes, padding, patches, unfolding and its transpose, memory layout. No arithmetic."""
+"""The geometry of convolutions: sizes, padding, patches, memory layout. No arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +71,6 @@ class Geometry:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, self.pads, mode=mode) if any(self.pads) else x
 
-    def pad_codes(self, codes: Tensor) -> Tensor:
-        """`pad` of an image of int8 codes, channels last, (B, H, W, C)."""
-        if not any(self.pads):
-            return codes
-        if self.padding_mode == "zeros":
-            return F.pad(codes, (0, 0, *self.pads))
-        # PyTorch's other modes support neither int8 nor channels-last; codes are exact in float32.
-        return channels_last(self.pad(codes.permute(0, 3, 1, 2).to(torch.float32)).to(torch.int8))
-
     def padded(self, shape: Shape) -> Shape:
         """The shape of a padded image."""
         left, right, top, bottom = self.pads
@@ -121,31 +111,6 @@ def patches_transposed(g: Tensor, shape: Shape, geometry: Geometry) -> Tensor:
         blocks = g.view(batch, down, across, shape[1], kh, kw).permute(0, 3, 1, 4, 2, 5)
         out[:, :, : down * kh, : across * kw] = blocks.reshape(batch, shape[1], down * kh, across * kw)
     return out
-
-
-def _taps(geometry: Geometry, down: int, across: int) -> Iterator[tuple[slice, slice]]:
-    """For every element of the kernel, row by row, the pixels of a padded image that it is multiplied with."""
-    (kh, kw), (sh, sw), (dh, dw) = geometry.kernel, geometry.stride, geometry.dilation
-    for i in range(kh):
-        for j in range(kw):
-            top, left = i * dh, j * dw
-            yield slice(top, top + (down - 1) * sh + 1, sh), slice(left, left + (across - 1) * sw + 1, sw)
-
-
-def unfold(image: Tensor, geometry: Geometry, size: Pair) -> Tensor:
-    """Patches of a padded image of any dtype: (B, H, W, C) to (B, H', W', kh·kw, C), `size` = (H', W')."""
-    columns = image.new_empty(image.shape[0], *size, geometry.kernel[0] * geometry.kernel[1], image.shape[3])
-    for tap, (rows, cols) in enumerate(_taps(geometry, *size)):
-        columns[..., tap, :] = image[:, rows, cols]
-    return columns
-
-
-def fold(columns: Tensor, geometry: Geometry, size: Pair) -> Tensor:
-    """The transpose of `unfold`: (B, H', W', kh·kw, C) to a padded image (B, H, W, C), `size` = (H, W)."""
-    image = columns.new_zeros(columns.shape[0], *size, columns.shape[4])
-    for tap, (rows, cols) in enumerate(_taps(geometry, *columns.shape[1:3])):
-        image[:, rows, cols] += columns[..., tap, :]
-    return image
 
 
 def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -10,8 +10,8 @@ exact product costs 1024 per multiply-accumulate; give 16 for training in bf16.
 included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
 products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that
 is not needed (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
-computes them: where patches overlap, x is transformed back and unfolded, so the rank reduces the saved bytes and not
-the product.
+computes them: where patches overlap, x is transformed back and its codes are convolved, so the rank reduces the saved bytes and
+not the product.
 
 Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
 and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).
@@ -265,7 +265,7 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
     overhead = (
         count.floats(tokens * outputs * (rotation + quantize))
         + count.floats(outputs * shape.inputs * (rotation + QUANTIZE))
-        + count.floats(tokens * shape.columns * (DEQUANTIZE + shape.unfolds))  # folding adds the columns up
+        + count.floats(math.prod(shape.input_lead if shape.unfolds else shape.lead) * shape.channels * DEQUANTIZE)
     )
     return count.product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
 
