@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hotrain.kernels import activation, attention, batch_norm, codes, norm
+from hotrain.kernels import activation, attention, batch_norm, codes, gated, norm
 
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
@@ -53,6 +53,7 @@ def calls() -> None:
         activation.slope_gradient(y, marks, (-2, 11), 1.0, sums=True)
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
+        gated.gradient(x, [*codes.pack(x, 128), *codes.pack(x, 128)], "silu")
     activation.bits_gradient(*activation.bits(x, "relu"))
     for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
@@ -65,7 +66,7 @@ def calls() -> None:
 
 
 if __name__ == "__main__":
-    for module in (activation, attention, batch_norm, codes, norm):
+    for module in (activation, attention, batch_norm, codes, gated, norm):
         module.launch = _recorded  # type: ignore[attr-defined]
     calls()
     for capability in map(int, sys.argv[1:]):

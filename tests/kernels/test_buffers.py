@@ -18,7 +18,7 @@ from hotrain import autograd
 from hotrain.compress.operators.activation import _activate
 from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
-from hotrain.kernels import FUNCTIONS, activation, batch_norm, rows_in_memory
+from hotrain.kernels import FUNCTIONS, activation, batch_norm, gated, rows_in_memory
 from hotrain.kernels import codes as B
 from hotrain.kernels.launch import is_wide
 from hotrain.quantize.packing import unpack_parts
@@ -253,6 +253,37 @@ def test_a_norms_result_is_made_again(
 def test_every_function_of_values_and_of_a_norm(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check_restore([factor(19, 96, False, device, name=name)], dtype, device)
     check_restore([factor(19, 192, False, device, True, True, True, name)], dtype, device)
+
+
+@pytest.mark.parametrize("name", ["silu", "hardswish"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES + ODD_EIGHTS)
+def test_gradients_of_a_gated_activation(
+    rows: int, columns: int, dtype: torch.dtype, name: str, device: torch.device
+) -> None:
+    """g b f'(x) and g f(x) in float64, of the codes of x and of b."""
+    gate, other = factor(rows, columns, False, device), factor(rows, columns, False, device)
+    g = torch.randn(rows, columns, device=device).to(dtype)
+    got = gated.gradient(g, [*gate[:2], *other[:2]], name)
+    x, b, wide = value(gate)[0], value(other)[0], g.double()
+    kind = ACTIVATIONS[name]
+    wants = (wide * b * kind.slope(x), b.abs() + 1), (wide * kind.f(x), x.abs() + 1)
+    for found, (want, size) in zip(got, wants, strict=True):
+        assert (found.dtype, found.shape) == (dtype, g.shape)
+        assert found.is_contiguous()
+        assert ((found.double() - want).abs() <= rounding(dtype, want) + 2 * CLOSE * size * wide.abs()).all()
+
+
+def test_a_gated_activation_passes_what_is_not_finite(device: torch.device) -> None:
+    """Of a group's scale to both gradients of its own elements, and of g to its place alone."""
+    gate, other = factor(2, 64, False, device), factor(2, 64, False, device)
+    g = torch.randn(2, 64, device=device)
+    g[0, 5] = math.nan
+    other.scale[1] = math.inf
+    g_x, g_b = gated.gradient(g, [*gate[:2], *other[:2]], "silu")
+    assert g_x[0].isnan().nonzero().tolist() == g_b[0].isnan().nonzero().tolist() == [[5]]
+    assert not g_x[1].isfinite().any()
+    assert g_b[1].isfinite().all()
 
 
 @pytest.mark.parametrize(("w", "b"), [(False, False), (True, False), (False, True)], ids=["plain", "no β", "no γ"])
@@ -706,6 +737,7 @@ def test_wide_places_are_the_same_places(
     def everything() -> list[Tensor]:
         found = [*B.pack(x, 64, 4), *B.pack(x, 64, 8), B.make(two, torch.float32)]
         found += activate(norm.x, "gelu", levels_of("gelu"))
+        found += gated.gradient(torch.ones(37, 256, device=device), [*two[0][:2], *two[1][:2]], "silu")
         for name in ("relu", "silu"):
             y, *kept = normalize(*norm.tensors(), name, levels_of(name))
             gradient = norm_gradient(norm.x, norm.x, *kept, norm.r, norm.w, name, levels_of(name), True)

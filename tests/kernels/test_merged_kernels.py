@@ -21,6 +21,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 import hotrain
 from hotrain import autograd, kernels
 from hotrain.compress import choosing, compiled, costs, fusing
+from hotrain.compress.operators import gated
 from hotrain.planning import Roofs
 
 ROOFS = Roofs(copy=4e12, product=7e14)
@@ -559,3 +560,85 @@ def test_interpolation_leaves_time(device: torch.device, monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled, "_choose", choose)
     y = Traced(model).call(torch.randn(2, 16, 32, 32, device=device))
     assert found == [pytest.approx(1e3 * 100 * y.numel() / ROOFS.copy)]
+
+
+class Gate(nn.Module):
+    """A gated feed-forward layer, as of Llama, with what is between the activation and the product."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], between: str = "") -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.f, self.between = f, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.up(x)
+        y = self.f(self.gate(x))
+        if self.between == "written":
+            y = y.mul_(0.5)
+        elif self.between == "shifted":
+            y = y + 1
+        elif self.between == "rows":
+            u = u.mean(-1, keepdim=True)
+        elif self.between == "frozen":
+            return self.down(y * u.detach()) + self.down(u)
+        elif self.between == "other order":
+            return self.down(u * y)
+        elif self.between == "also read":
+            return self.down(y * u) + self.down(y)
+        return self.down(y * u)
+
+
+GATED: dict[str, Callable[[], nn.Module]] = {"silu": nn.SiLU, "hardswish": nn.Hardswish}
+
+
+def both_ways(
+    model: nn.Module, x: Tensor, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor], int, int]:
+    """The step with the operator and without it, how often it runs, and the bytes saved more than without."""
+    merged = Traced(model)
+    got = step(merged.call, model, x, autocast)
+    torch._dynamo.reset()
+    monkeypatch.setattr(gated, "_has_kernel", lambda *args: False)
+    plain = Traced(model)
+    want = step(plain.call, model, x, autocast)
+    target = torch.ops.hotrain.gated_gradient.default
+    assert plain.calls("backward", target) == []
+    return got, want, len(merged.calls("backward", target)), merged.saved() - plain.saved()
+
+
+@pytest.mark.parametrize("between", ["", "other order", "also read"])
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_a_gated_activation_has_one_operator_in_backward(
+    autocast: bool, name: str, between: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are those of the two formulas, which round once more; forward is the same to the bit."""
+    torch.manual_seed(0)
+    model, x = Gate(GATED[name](), between).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    hotrain.convert(model, "exact", memory="block")
+    got, want, calls, bytes_more = both_ways(model, x, autocast, monkeypatch)
+    assert calls == 1
+    assert bytes_more == 0
+    assert torch.equal(got[0], want[0])
+    assert difference(got[1:], want[1:]) < (2**-7 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("f", "between"),
+    [
+        (F.silu, "written"), (F.silu, "shifted"), (F.silu, "rows"), (F.silu, "frozen"), (F.gelu, ""), (F.relu, ""),
+        (torch.tanh, ""),
+    ],
+    ids=["written to", "shifted", "broadcast", "no gradient", "gelu", "relu", "tanh"],
+)  # fmt: skip
+def test_what_is_no_gated_activation_keeps_its_two_formulas(
+    f: Callable[[Tensor], Tensor], between: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factor that is not the activation's result any more, another shape, no gradient, no saved input."""
+    torch.manual_seed(0)
+    model, x = Gate(f, between).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    hotrain.convert(model, "exact", memory="block")
+    got, want, calls, _ = both_ways(model, x, False, monkeypatch)
+    assert calls == 0
+    assert difference(got, want) < 1e-6

@@ -10,8 +10,8 @@ exact product costs 1024 per multiply-accumulate; give 16 for training in bf16.
 included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
 products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that
 is not needed (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
-computes them: where patches overlap, x is transformed back and its codes are convolved, so the rank reduces the saved bytes and
-not the product.
+computes them: where patches overlap, x is transformed back and its codes are convolved, so the rank reduces the saved
+bytes and not the product.
 
 Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
 and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).

@@ -74,7 +74,7 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     first = tensors[0]
     # γ and β of a norm over several axes are a matrix.
     in_a_row = all(t is None or t.dim() != 2 for t in tensors)
-    if first is None or not in_a_row or not supported(first.device, dtype) or _factors(recipe) is None:
+    if first is None or not in_a_row or not supported(first.device, dtype) or factors_of(recipe) is None:
         return make(recipe, tensors, shape, dtype)
     run = operator_for(first, "restore_codes")
     if run is _restore_codes:
@@ -84,7 +84,7 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
 
 
 @cache
-def _factors(recipe: str) -> tuple[tuple[bool, str], ...] | None:
+def factors_of(recipe: str) -> tuple[tuple[bool, str], ...] | None:
     """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
     recipes = parsed(recipe)
     found = [_factor(part) for part in ((recipes.a, recipes.b) if isinstance(recipes, Product) else (recipes,))]
@@ -129,7 +129,7 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
 
     factors: list[tuple[Any, ...]] = []
     at = 0
-    for normed, name in _factors(recipe) or ():
+    for normed, name in factors_of(recipe) or ():
         mine = given[at : at + 4] if normed else (*given[at : at + 2], None, None)
         factors.append((*mine, normed, name))
         at += 4 if normed else 2

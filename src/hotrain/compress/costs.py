@@ -51,6 +51,11 @@ def _slope_gradient(node: Node) -> int:
     return (3 + _is_summed(node)) * _size(node.args[0])
 
 
+def _gated_gradient(node: Node) -> int:
+    """g_y, x and b are read, both gradients written."""
+    return 5 * _size(node.args[0])
+
+
 def _is_summed(node: Node) -> bool:
     """Whether an operator's first result is summed, as it is or as a matrix."""
     waiting = [user for user in node.users if user.args[1] == 0]
@@ -83,6 +88,7 @@ _EXACT: dict[Any, Callable[[Node], int]] = {
     _ops.norm_backward.default: _norm_backward,
     _ops.activate.default: _activate,
     _ops.slope_gradient.default: _slope_gradient,
+    _ops.gated_gradient.default: _gated_gradient,
     _ops.normalize.default: _normalize,
     _ops.norm_gradient.default: _norm_gradient,
     _ops.keep_codes.default: lambda node: 0,

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,17 @@ class Unfinished:
     w: Tensor | None
     b: Tensor | None
     shortcut: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The argument and the name of an activation whose input is saved, so that a product after it is fused with it."""
+
+    x: Tensor
+    name: str
+
+
+_Kind = TypeVar("_Kind", Unfinished, Gate)
 
 
 @constant_in_graphs
@@ -146,12 +157,12 @@ class Origins:
 
     Attributes:
         recent: (tensor and its version, origin), the latest first.
-        unfinished: (tensor and its version, batch norm), under Dynamo.
+        unfinished: (tensor and its version, batch norm or activation), under Dynamo.
         checkpoint: `current_checkpoint` of the running forward.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
-    unfinished: tuple[tuple[Any, Unfinished], ...] = field(default=(), repr=False)
+    unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
     checkpoint: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,18 +198,18 @@ class Origins:
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
         self.recent = ((known, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
 
-    def note_unfinished(self, t: Tensor, what: Unfinished) -> None:
-        """Record, under Dynamo, that t is the result of this batch norm."""
+    def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
+        """Record, under Dynamo, that t is the result of this batch norm or activation."""
         self.unfinished = (((t, _traced_writes()), what), *self.unfinished[: _RECENT - 1])
 
-    def unfinished_of(self, t: Tensor) -> Unfinished | None:
-        """The batch norm whose result t is, unchanged since; None in eager mode, or for another tensor."""
+    def unfinished_of(self, t: Tensor, kind: type[_Kind]) -> _Kind | None:
+        """What t is the result of, unchanged since; None in eager mode, for another tensor, or another kind."""
         if not self.unfinished or not torch.compiler.is_dynamo_compiling():
             return None
-        found = None
+        found: _Kind | None = None
         for known, what in self.unfinished:
             # Counting writes reads the whole graph: it is done for this tensor alone.
-            if found is None and known[0] is t and known[1] == _traced_writes():
+            if found is None and isinstance(what, kind) and known[0] is t and known[1] == _traced_writes():
                 found = what
         return found
 

@@ -23,6 +23,7 @@ from ..codes import pack, unpack
 from ..formats import BITS, FORMATS
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import restore, wide
+from ..sharing import Gate, Unfinished
 from ..slopes import ACTIVATIONS, ELSE, FACTOR
 from .base import (
     Handlers,
@@ -205,7 +206,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
     def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
         if not (is_large(input) and input.requires_grad):
             return None
-        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input)
+        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
         form = _DERIVATIVE if kind.levels else _BIT
         if before is not None and is_fused(before.x, name):
             scope.buffers.record(name, form)
@@ -224,6 +225,8 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             y = written(input, y)
         if recipe:
             scope.origins.note(y, recipe, *codes)
+        if kind.by_input and not inplace and torch.compiler.is_dynamo_compiling():
+            scope.origins.note_unfinished(y, Gate(input, name))
         return y
 
     return run

@@ -349,7 +349,7 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
         in_place = func in (Tensor.add_, operator.iadd)
         # An in-place sum overwrites its operand, and what shares memory with it.
         for normed, shortcut in pairs[:1] if in_place else pairs:
-            what = scope.origins.unfinished_of(normed)
+            what = scope.origins.unfinished_of(normed, Unfinished)
             if what is not None and what.shortcut is None and _same_layout(what.x, shortcut):
                 y = func(input, other)
                 if not in_place or sharing.read_apart():

@@ -21,6 +21,7 @@ from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, source
+from . import gated
 from .base import Handlers, Scope, custom_op, lower, not_a_view, with_codes, without_autocast
 from .factor import Given, Kept, Made, forms_of, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
@@ -102,7 +103,8 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
         return None
     scope.buffers.record("mul", saved_format)
     saved = [shared(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
-    y, made = product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1])
+    found = gated.of_pair(scope, (a, b), saved)
+    y, made = product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1]) if found is None else found
     # Both are saved and of one shape: the next layer can share them and compute the product again.
     if "exact" not in forms and a.shape == b.shape:
         parts, begin = [], 0
