@@ -16,7 +16,7 @@ def resnet(model: str, data: str) -> TrainRun:
     Source: the usual short schedule for CIFAR: SGD with Nesterov's momentum, one rise and one fall of the rate,
     batches of 512 with the rate that belongs to them (0.4, four times that of 128), weight decay 5e-4, smoothing 0.1,
     crops and flips. Exact training is expected at 94 % or more on all 50,000 images of CIFAR-10.
-    Measured: not yet measured here.
+    Measured: 92.30 % for resnet18 on CIFAR-10 (exact, one seed, commit b1ead4e, docs/results.md): below that.
     """
     return TrainRun(
         model=f"small_{model}",

@@ -58,6 +58,23 @@ def test_a_call_does_not_find_the_last_ones_tensors_in_the_cache(
     assert {rest for _, rest in seen} == {(torch.Size([32, 32]), torch.float32, "word", True)}
 
 
+def test_a_large_copy_is_timed_in_part(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """6,000 bytes are 3,000 read and 3,000 written, of which 1,000 are copied: three times as long."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))
+    monkeypatch.setattr(costs, "_MOST_COPIED", 1000)
+    sizes: list[int] = []
+    copy = Tensor.copy_
+
+    def copied(place: Tensor, source: Tensor) -> Tensor:
+        sizes.append(source.nbytes)
+        return copy(place, source)
+
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    clock += [8.0, 4.0] * 5
+    assert costs._in_turns(node_of(lambda t, word: t, torch.empty(32, 32)), 6000) == (2.0, 3.0)
+    assert sizes == [1000] * 4
+
+
 def test_what_does_not_run_alone_has_no_time(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on, with bytes in the place of times."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1))

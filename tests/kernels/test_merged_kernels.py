@@ -468,6 +468,42 @@ def test_a_batch_norm_whose_codes_a_layer_reads_is_not_kept_exact(
     assert len(step.calls("forward", ours[0])) == len(step.calls("backward", ours[1])) == 2
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_statistics_are_the_compilers_where_the_kernel_is_slower(
+    faster: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is packed less for it; the gradients are those of the kernel's statistics but for their rounding."""
+    torch.manual_seed(0)
+    model = Activated(F.relu, True).to(device, memory_format=torch.channels_last).train()
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
+    hotrain.convert(model, "exact", memory="block")
+    plain = Traced(model)
+    want = gradients(plain.call, model, x)
+    torch._dynamo.reset()
+    target = torch.ops.hotrain.channel_statistics.default
+    assert len(plain.calls("forward", target)) == 3
+    cost = -1.0 if faster else 1.0
+    monkeypatch.setattr(costs, "excess", lambda node, roofs: cost if node.target is target else 0.0)
+    late: list[float] = []
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        kept, left = choosing.choose(gm.graph, ROOFS, 0.0)
+        assert kept == {}
+        late.append(-left)
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    chosen = Traced(model)
+    got = gradients(chosen.call, model, x)
+    assert late == [-3.0 if faster else 0.0]
+    assert len(chosen.calls("forward", target)) == (3 if faster else 0)
+    assert len(chosen.calls("forward", torch.ops.aten.var_mean.correction)) == (0 if faster else 3)
+    assert difference(got, want) < 0.01  # some codes move
+    hotrain.revert(model)
+
+
 class Response(nn.Module):
     """A linear layer over images' channels, and a response normalization, which reads its result three times."""
 

@@ -63,6 +63,16 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
     _replace(graph, gradient, inlined(graph, gradient, backward, inputs)[: 3 if passes_on else 2])  # type: ignore[arg-type]
 
 
+def put_statistics_back(graph: Graph, statistics: Node) -> None:
+    """Let the compiler compute mean and variance of each channel, in place."""
+
+    def formula(x: Tensor) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
+        return mean, var
+
+    _replace(graph, statistics, inlined(graph, statistics, formula, [statistics.args[0]]))  # type: ignore[list-item]
+
+
 def _along(t: Tensor) -> Tensor:
     """(C,) along the channels of (N, C, H, W)."""
     return t.view(-1, 1, 1)
