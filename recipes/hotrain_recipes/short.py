@@ -9,26 +9,28 @@ FAMILY = "studies, from scratch"
 
 @recipe("short_{model}_{data}", FAMILY, model=("resnet18", "resnet50"), data=tuple(CIFAR))
 def resnet(model: str, data: str) -> TrainRun:
-    """{model} with a 3×3 stem on {data} at 32 pixels, 24 epochs.
+    """{model} with a 3×3 stem on {data} at 32 pixels, 48 epochs.
 
     Command: ``hotrain train short_resnet18_cifar10 --data cifar10.npz``
 
     Source: the usual short schedule for CIFAR: SGD with Nesterov's momentum, one rise and one fall of the rate,
-    batches of 512 with the rate that belongs to them (0.4, four times that of 128), weight decay 5e-4, smoothing 0.1,
-    crops and flips. Exact training is expected at 94 % or more on all 50,000 images of CIFAR-10.
-    Measured: 92.30 % for resnet18 on CIFAR-10 (exact, one seed, commit b1ead4e, docs/results.md): below that.
+    batches of 512 with the rate that belongs to them (0.4, four times that of 128), smoothing 0.1, crops, flips and
+    erased rectangles. Exact training is expected at 94 % or more on all 50,000 images of CIFAR-10.
+    Measured: with 24 to 28 epochs exact training of resnet18 stays at 92.3 to 93.1 % on an H200, whatever the rate
+    (0.2 to 0.8), the batch (128 to 512) and the weight decay (5e-4 to 2e-3), and a loop written by hand does too.
     """
     return TrainRun(
         model=f"small_{model}",
         data=data,
         method=DEFAULT,
-        epochs=24,
+        epochs=48,
         batch_size=512,
         optimizer="sgd",  # timm's, with Nesterov's momentum
         lr=0.4,
-        weight_decay=5e-4,
+        weight_decay=1e-3,
         warmup_epochs=4,
         smoothing=0.1,
+        random_erase=0.5,
         amp="bf16",
     )
 
