@@ -17,12 +17,14 @@ compressed all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
-from .geometry import Geometry, Shape, channels_last
+from .geometry import Geometry, Pair, Shape, channels_last
 from .method import GradInput, Method, partner
 from .quantize import encode
 from .quantize.integer import Quantized
@@ -50,36 +52,33 @@ def grad_input(
     """
     path = method.grad_input
     if path.multiplies_codes and not _has_small_groups(w, geometry):
-        g_x = _coded_grad_input(g_y, w, geometry.padded(shape), geometry, path, key)
-    else:
-        g, weight, scale = _float_operands(g_y, w, path, key, lay)
-        x = g.new_empty(1).expand(geometry.padded(shape))  # only its shape is used
-        g_x = _exact(g, x, weight, geometry, of_input=True)
-        g_x = g_x if scale is None else (g_x * scale).to(g_y.dtype)
-    return geometry.pad_transposed(g_x, *shape[2:])
+        return _coded_grad_input(g_y, w, shape, geometry, path, key)
+    g, weight, scale = _float_operands(g_y, w, path, key, lay)
+    g_x = product_for_input(g, weight, shape, geometry)
+    return g_x if scale is None else (g_x * scale).to(g_y.dtype)
 
 
-def _coded_grad_input(g_y: Tensor, w: Tensor, padded: Shape, geometry: Geometry, path: GradInput, key: int) -> Tensor:
-    """The transposed convolution of Q(g_y H) with Q(Hᵀ w), for the padded image; H is along each group's channels."""
-    groups, dtype = geometry.groups, _of_products(g_y)
+def _coded_grad_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, path: GradInput, key: int) -> Tensor:
+    """The transposed convolution of Q(g_y H) with Q(Hᵀ w); H is along each group's channels.
+
+    Scales multiply what they are of before the sum: those of tokens g_y's codes, all others the few codes of w.
+    """
+    groups, dtype = geometry.groups, of_products(g_y)
     batch, outputs, down, across = g_y.shape
     tokens = channels_last(g_y).reshape(-1, groups, outputs // groups)
     kernels = channels_last(w).reshape(groups, outputs // groups, -1)
-    keys = [draws.mix(key, group) for group in range(groups)]
-    grads = [rotated_grad(tokens[:, group], path, own) for group, own in enumerate(keys)]
-    weights = [rotated_weight(kernels[group], path, own) for group, own in enumerate(keys)]
-    if groups == 1 and grads[0].scale.dim() == weights[0].scale.dim() == 0:
-        scale = grads[0].scale * weights[0].scale
-        g, k = grads[0].unpacked().to(dtype), weights[0].unpacked().to(dtype)
-    else:  # scales within the sums, which codes are multiplied with before
-        scale = None
-        g = torch.cat([grad.dequantize(dtype) for grad in grads], 1)
-        k = torch.cat([weight.dequantize(dtype) for weight in weights])
+    grads, weights = [], []
+    for group in range(groups):
+        own = draws.mix(key, group)
+        grad, weight = rotated_grad(tokens[:, group], path, own), rotated_weight(kernels[group], path, own)
+        by_token = grad.scale.dim() > 0
+        grads.append(grad.dequantize(dtype) if by_token else grad.unpacked().to(dtype))
+        k = weight.dequantize()
+        weights.append((k if by_token else k * grad.scale).to(dtype))
+    g, k = torch.cat(grads, 1), torch.cat(weights)
     g = g.view(batch, down, across, g.shape[1]).permute(0, 3, 1, 2)
     k = k.view(len(k), *w.shape[2:], w.shape[1]).permute(0, 3, 1, 2)
-    x = g.new_empty(1).expand(padded)  # only its shape is used
-    g_x = _exact(g, x, k, geometry, of_input=True)
-    return (g_x if scale is None else g_x * scale).to(g_y.dtype)
+    return product_for_input(g, k, shape, geometry).to(g_y.dtype)
 
 
 def _float_operands(
@@ -133,7 +132,7 @@ def grad_weight(
         g_y = projected_grad(g_y.flatten(1), path, key).dequantize(g_y.dtype).view(g_y.shape)
     batch, channels, height, width = shape
     x = lift(values(kept, g_y.dtype), lay, key).view(batch, height, width, channels).permute(0, 3, 1, 2)
-    g_w = _exact(g_y, geometry.pad(x), w.to(g_y.dtype), geometry, of_input=False)
+    g_w = product_for_weight(g_y, x, w.shape, geometry)
     return g_w if alpha is None else g_w * alpha
 
 
@@ -148,7 +147,7 @@ def _coded_grad_weight(
     key: int,
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
-    path, dtype = method.grad_weight, _of_products(g_y)
+    path, dtype = method.grad_weight, of_products(g_y)
     batch, outputs, down, across = g_y.shape
     matrix = channels_last(g_y).reshape(-1, outputs).to(wide(g_y.dtype))
     grad = projected_grad(matrix, path, key)
@@ -160,11 +159,11 @@ def _coded_grad_weight(
         codes = encode(x, partner(path.number), bits, "tensor", rounding, key, draws.LIFTED)
     g = grad.unpacked().to(dtype).view(batch, down, across, outputs).permute(0, 3, 1, 2)
     image = codes.unpacked().to(dtype).view(batch, shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-    g_w = _exact(g, geometry.pad(image), torch.empty_like(w, dtype=dtype), geometry, of_input=False)
+    g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(matrix.dtype) * (grad.scale * codes.scale)
 
 
-def _of_products(g_y: Tensor) -> torch.dtype:
+def of_products(g_y: Tensor) -> torch.dtype:
     """The dtype in which codes of g_y are multiplied: integers up to 127 and fp8 codes are exact in bf16."""
     return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide(g_y.dtype)
 
@@ -173,10 +172,30 @@ def _has_small_groups(w: Tensor, geometry: Geometry) -> bool:
     return w.shape[0] // geometry.groups < TILE and geometry.groups > 1
 
 
-def _exact(g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, of_input: bool) -> Tensor:
-    """A gradient of the convolution of an already padded x, by PyTorch's own kernels."""
+def product_for_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry) -> Tensor:
+    """The transposed convolution, (B, C, H, W), of g_y, (B, O, H', W'), by PyTorch's own kernels."""
+    pads = geometry.equal_pads
+    padded = geometry.padded(shape) if pads is None else shape
+    if g_y.is_contiguous(memory_format=torch.channels_last):
+        w = w.contiguous(memory_format=torch.channels_last)  # else g_y would be copied into w's layout
+    x = g_y.new_empty(1).expand(padded)  # only its shape is used
+    g_x = _convolution_backward(g_y, x, w, geometry, pads or (0, 0), of_input=True)
+    return g_x if pads is not None else geometry.pad_transposed(g_x, *shape[2:])
+
+
+def product_for_weight(g_y: Tensor, x: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """g_yᵀ U(x), of w's shape, by PyTorch's own kernels."""
+    pads = geometry.equal_pads
+    x = geometry.pad(x) if pads is None else x
+    w = g_y.new_empty(1).expand(tuple(shape))  # only its shape is used
+    return _convolution_backward(g_y, x, w, geometry, pads or (0, 0), of_input=False)
+
+
+def _convolution_backward(
+    g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, pads: Pair, of_input: bool
+) -> Tensor:
     grads = torch.ops.aten.convolution_backward(
-        g_y, x, w, None, geometry.stride, (0, 0), geometry.dilation, False, (0, 0), geometry.groups,
+        g_y, x, w, None, geometry.stride, pads, geometry.dilation, False, (0, 0), geometry.groups,
         [of_input, not of_input, False],
     )  # fmt: skip
     return grads[0] if of_input else grads[1]

@@ -44,6 +44,12 @@ class Geometry:
         return horizontal, horizontal, vertical, vertical
 
     @property
+    def equal_pads(self) -> Pair | None:
+        """(vertical, horizontal) zeros on both sides, which PyTorch's kernels pad with themselves; None for others."""
+        left, right, top, bottom = self.pads
+        return (top, left) if self.padding_mode == "zeros" and (left, top) == (right, bottom) else None
+
+    @property
     def is_patches(self) -> bool:
         """Whether every pixel belongs to at most one patch: the convolution is a Linear layer on patches."""
         return (
