@@ -445,9 +445,8 @@ def conv_gradients(
     else:
         # Codes of the kernel are stored tap by tap, channels last: the noise of an entry is that of its place there.
         taps_first = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, -1)
-        columns = [
-            grad_input(g, v, method, mix(key, i)) for i, (g, v) in enumerate(zip(split, taps_first, strict=True))
-        ]
+        keys = [mix(key, i) if i else key for i in range(groups)]
+        columns = [grad_input(g, v, method, own) for g, v, own in zip(split, taps_first, keys, strict=True)]
         columns = [c.unflatten(1, (table.shape[1], -1)).transpose(1, 2).flatten(1) for c in columns]
     g_x = fold(torch.stack(columns), table, groups, shape).view(shape)
 

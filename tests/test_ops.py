@@ -79,7 +79,8 @@ def test_fakes_promise_what_convolution_operators_return(method: Method) -> None
     draw, spec = key if method.draws else None, Config(method, geometry=geometry).word
     x, w, g_y = torch.randn(2, 32, 9, 9), torch.randn(48, 16, 3, 3), torch.randn(2, 48, 5, 5)
     codes, scale = torch.ops.hotrain.keep(x.permute(0, 2, 3, 1).clone(), draw, words, spec)
-    args = (g_y, w, codes, scale, draw, words, spec, "", torch.float32, list(x.shape), [True, True, True])
+    positions = g_y.permute(0, 2, 3, 1).contiguous()
+    args = (positions, w, codes, scale, draw, words, spec, "", torch.float32, list(x.shape), [True, True, True])
     torch.library.opcheck(torch.ops.hotrain.conv2d_gradients, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -127,9 +128,21 @@ class StandIn:
         history: AmaxHistory | None, needs: tuple[bool, bool, bool], transposed: bool, dtype: torch.dtype, columns: int,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         self.calls.append(("gradients", history))
-        rows = (kept[0].T[: lay.rows].contiguous(), kept[1]) if needs[1] else (None, None)
         config = Config(method, transposed=transposed)
-        return autograd.linear_gradients(g_y, w, rows, key, config, lay, None, columns, dtype, needs)
+        return autograd.linear_gradients(g_y, w, self._rows(kept, lay), key, config, lay, None, columns, dtype, needs)
+
+    def conv2d_gradients(
+        self, g_y: Tensor, w: Tensor | None, kept: tuple[Tensor, Tensor], method: Method, lay: Layout, key: Tensor,
+        history: AmaxHistory | None, needs: tuple[bool, bool, bool], shape: tuple[int, ...], geometry: Geometry,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        self.calls.append(("conv2d_gradients", history))
+        config = Config(method, geometry=geometry)
+        rows = self._rows(kept, lay)
+        return autograd.conv2d_gradients(g_y, w, rows, key, config, lay, None, shape, g_y.dtype, needs)
+
+    @staticmethod
+    def _rows(kept: tuple[Tensor, Tensor], lay: Layout) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if kept[0] is None else (kept[0].T[: lay.rows].contiguous(), kept[1])
 
 
 @pytest.fixture
@@ -157,6 +170,7 @@ CASES = {
         (2, 3, 16, 16),
         (48, 3, 4, 4),
     ),
+    "3×3": (lambda x, w: functional.conv2d(x, w, padding=1, key=7, method=LOW), (2, 32, 6, 6), (48, 32, 3, 3)),
 }
 
 
@@ -164,13 +178,13 @@ CASES = {
 def test_kernels_take_matrices(
     run: Any, x: tuple[int, ...], w: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linear layers and convolutions whose patches do not overlap; the stand-in's numbers are the definition's."""
+    """Linear layers and convolutions; the stand-in's numbers are the definition's."""
     tensors = torch.randn(x, requires_grad=True), torch.randn(w, requires_grad=True)
     want = grads(run, *tensors)
     found = StandIn()
     monkeypatch.setattr(autograd, "kernels_for", lambda device: found)
     got = grads(run, *tensors)
-    assert [name for name, _ in found.calls] == ["keep", "gradients"]
+    assert [name for name, _ in found.calls] == ["keep", "conv2d_gradients" if w[2:] == (3, 3) else "gradients"]
     assert found.inputs[0].dim() == 2
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -183,11 +197,11 @@ def test_channels_last_images_are_tokens_without_a_copy(kernels: StandIn) -> Non
 
 
 def test_the_reference_takes_the_rest(kernels: StandIn) -> None:
-    """A method that the kernels give a reason against, and every k×k convolution."""
+    """A method that the kernels give a reason against, and k×k convolutions in groups."""
     x, w = torch.randn(2, 50, 64), torch.randn(48, 64, requires_grad=True)
     functional.linear(x, w, method="hq4").sum().backward()
-    image, k = torch.randn(2, 32, 6, 6), torch.randn(48, 32, 3, 3, requires_grad=True)
-    functional.conv2d(image, k, key=7).sum().backward()
+    image, k = torch.randn(2, 32, 6, 6), torch.randn(48, 16, 3, 3, requires_grad=True)
+    functional.conv2d(image, k, groups=2, key=7, method=LOW).sum().backward()
     assert kernels.calls == []
 
 

@@ -156,10 +156,10 @@ def linear_gradients(
 
 
 def conv2d_gradients(
-    g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout, shape: tuple[int, ...],
-    w_dtype: torch.dtype, needs: Needs,
+    g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout, history: AmaxHistory | None,
+    shape: tuple[int, ...], w_dtype: torch.dtype, needs: Needs,
 ) -> Grads:  # fmt: skip
-    """The gradients of a convolution whose patches overlap, always by the reference.
+    """The gradients of a convolution whose patches overlap.
 
     Args:
         g_y: (B, O, H', W').
@@ -170,11 +170,16 @@ def conv2d_gradients(
     Returns:
         (g_x, g_w, g_b), None where not needed: as x, as w in `w_dtype`, and (O,).
     """
-    method, geometry, word = config.method, config.geometry, host_key(key)
+    method, geometry = config.method, config.geometry
     assert geometry is not None
     batch, channels, height, width = shape
     image = (batch, channels, height, width)
-    g_x = g_w = g_b = None
+    if config.kernels:
+        found: Grads = kernels_for(g_y.device).conv2d_gradients(
+            g_y, w, packed, method, lay, key, history, needs, image, geometry
+        )
+        return found[0], None if found[1] is None else found[1].to(w_dtype), found[2]
+    word, g_x, g_w, g_b = host_key(key), None, None, None
     if needs[0]:
         assert w is not None
         positions = config.layout((batch, *g_y.shape[2:]))
@@ -243,15 +248,15 @@ class Call:
     ) -> Grads:  # fmt: skip
         """The gradients; `shape`: of x, or of its patches as tokens; `source`: the recipe of x, for the record."""
         if self.traced is not None:
-            args = (g_y, w, *packed, key, self.traced, self.config.word, source, w_dtype)
-            if self.config.overlaps:
-                found = torch.ops.hotrain.conv2d_gradients(*args, list(shape), list(needs))
-            else:
-                found = torch.ops.hotrain.linear_gradients(*args, shape[-1], list(needs))
-            return tuple(g if need else None for g, need in zip(found, needs, strict=True))  # type: ignore[return-value]
+            op = torch.ops.hotrain.conv2d_gradients if self.config.overlaps else torch.ops.hotrain.linear_gradients
+            tokens, place = (channels_last(g_y), list(shape)) if self.config.overlaps else (g_y, shape[-1])
+            given = (tokens, w, *packed, key, self.traced, self.config.word, source, w_dtype, place, list(needs))
+            g_x, g_w, g_b = (g if need else None for g, need in zip(op(*given), needs, strict=True))
+            return g_x.permute(0, 3, 1, 2) if self.config.overlaps and g_x is not None else g_x, g_w, g_b
+        args = (g_y, w, packed, key, self.config, self.layout, self.history)
         if self.config.overlaps:
-            return conv2d_gradients(g_y, w, packed, key, self.config, self.layout, shape, w_dtype, needs)
-        return linear_gradients(g_y, w, packed, key, self.config, self.layout, self.history, shape[-1], w_dtype, needs)
+            return conv2d_gradients(*args, shape, w_dtype, needs)
+        return linear_gradients(*args, shape[-1], w_dtype, needs)
 
     def note(self, x: Tensor, packed: Packed, source: str, trained: bool) -> None:
         """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
@@ -276,8 +281,8 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
     kernels = kernels_for(device)
     if kernels is None:
         return "not a GPU"
-    if config.overlaps:
-        return "its patches overlap"
+    if config.overlaps and config.geometry is not None and config.geometry.groups > 1:
+        return "its patches overlap, and its channels are in groups"
     why: str | None = kernels.reason(config.method, lay, dtype, device)
     return why
 

@@ -8,7 +8,7 @@ Tokens are positions of an image, and channels the columns. Two cases:
   computes x̂ = PᵀP x, and ``g_w = Q8(g_y)ᵀ U(Q8(x̂))``. For 1×1 kernels this is the formula of Linear, since
   g_yᵀ PᵀP x = (P g_y)ᵀ(P x); E[x̂] = x holds for drawn rows as before. Both products are PyTorch's convolutions *of
   codes*: what bf16 holds exactly, summed in float32. 8-bit units would need kernels that unfold as they read; none is
-  here, so that such a layer gains memory and no time.
+  here, so that such a layer gains memory and no time. `hotrain.kernels.convolution` makes the codes on a GPU.
 
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
 operations: the two products stay in floating point, of unrounded g_y and w where the method rotates. The saved x is
@@ -69,7 +69,7 @@ def _coded_grad_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, 
     kernels = channels_last(w).reshape(groups, outputs // groups, -1)
     grads, weights = [], []
     for group in range(groups):
-        own = draws.mix(key, group)
+        own = draws.mix(key, group) if group else key
         grad, weight = rotated_grad(tokens[:, group], path, own), rotated_weight(kernels[group], path, own)
         by_token = grad.scale.dim() > 0
         grads.append(grad.dequantize(dtype) if by_token else grad.unpacked().to(dtype))
@@ -191,9 +191,7 @@ def product_for_weight(g_y: Tensor, x: Tensor, shape: Sequence[int], geometry: G
     return _convolution_backward(g_y, x, w, geometry, pads or (0, 0), of_input=False)
 
 
-def _convolution_backward(
-    g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, pads: Pair, of_input: bool
-) -> Tensor:
+def _convolution_backward(g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, pads: Pair, of_input: bool) -> Tensor:
     grads = torch.ops.aten.convolution_backward(
         g_y, x, w, None, geometry.stride, pads, geometry.dilation, False, (0, 0), geometry.groups,
         [of_input, not of_input, False],

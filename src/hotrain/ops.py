@@ -25,6 +25,7 @@ from .autograd import Call, Grads, Needs, Packed
 from .backward import wide
 from .compress.sharing import Origin
 from .draws import in_backward, layer_of, next_key
+from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
 
@@ -155,13 +156,14 @@ def _conv2d_gradients(
     g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, history: Tensor,
     config: str, source: str, w_dtype: torch.dtype, shape: list[int], needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found, (_, ran) = Config.of(config), _layer_with(history)
+    """With g_y and g_x channels-last, (B, H', W', O) and (B, H, W, C)."""
+    found, (amax, ran) = Config.of(config), _layer_with(history)
     _note(ran, found, codes, source, needs)
     lay = found.layout_of(tuple(shape))
-    grads = autograd.conv2d_gradients(
-        g_y, w, (codes, scale), key, found, lay, tuple(shape), w_dtype, _three(needs)
-    )  # fmt: skip
-    return _out(grads, g_y, w_dtype)
+    g_x, g_w, g_b = autograd.conv2d_gradients(
+        g_y.permute(0, 3, 1, 2), w, (codes, scale), key, found, lay, amax, tuple(shape), w_dtype, _three(needs)
+    )
+    return _out((None if g_x is None else channels_last(g_x), g_w, g_b), g_y, w_dtype)
 
 
 def _gradients_fake(
@@ -171,8 +173,8 @@ def _gradients_fake(
     found = Config.of(config)
     if isinstance(place, list):  # a convolution's: the shape of x
         assert found.geometry is not None
-        outputs = g_y.shape[1]
-        g_x = g_y.new_empty(place)
+        outputs = g_y.shape[-1]
+        g_x = g_y.new_empty(place[0], *place[2:], place[1])
         g_w = g_y.new_empty(outputs, place[1] // found.geometry.groups, *found.geometry.kernel)
     else:  # a Linear's: its columns
         outputs = g_y.shape[-1]

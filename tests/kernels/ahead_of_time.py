@@ -6,6 +6,7 @@ python ahead_of_time.py 80 90      capability, kernel, bytes of shared memory
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hotrain.kernels import activation, attention, batch_norm, codes, gated, norm
+import hotrain
+from hotrain.kernels import (
+    activation,
+    attention,
+    batch_norm,
+    codes,
+    dispatch,
+    gated,
+    lift,
+    norm,
+    quantize_kernels,
+)
+from hotrain.transform.tokens import layout
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int32: "i32",
-    torch.int64: "i64",
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 _launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
 
@@ -65,11 +78,37 @@ def calls() -> None:
     attention.unpack(attention.pack(heads, 64, (8, 4)), (8, 4), torch.bfloat16)
 
 
+def layers(fp8: bool) -> None:
+    """The kernels of layers: codes of x, g_y and w, for products of codes and for convolutions, and x restored."""
+    place, key = torch.device("cpu"), torch.zeros((), dtype=torch.int64)
+    history = dispatch._without_layer(place)
+    for name in ("hq8", "hot-unbiased", "hla"):
+        numbers = {"number": "e4m3" if fp8 else "int"} if name != "hla" else {}
+        method = hotrain.preset(name, **numbers)
+        rows = method.grad_weight
+        lay = layout((8, 16, 16), 16, rows.rank, rows.sampled, "auto", None, True)
+        x, g_y, w = (torch.empty(size, 64, dtype=torch.bfloat16) for size in (2048, 2048, 96))
+        kept, side = dispatch.keep(x, method, lay, key, history)
+        lift.lift(kept, side[:1], dispatch._rows(lay, side), lay, 64, torch.bfloat16)
+        dispatch.grad_codes(g_y, side, method, lay, key, history, (True, True, True))
+        if method.grad_input.bits is None:
+            continue
+        dispatch._weight_codes(w, method, key, history)
+        for output in dispatch._outputs(method)[1:3]:
+            wide = replace(output, dtype=torch.bfloat16)
+            own = quantize_kernels.whole(2048, False)
+            quantize_kernels.compress(g_y, own, None, key, wide, history=history)
+
+
 if __name__ == "__main__":
-    for module in (activation, attention, batch_norm, codes, gated, norm):
+    for module in (activation, attention, batch_norm, codes, gated, lift, norm, quantize_kernels):
         module.launch = _recorded  # type: ignore[attr-defined]
-    calls()
     for capability in map(int, sys.argv[1:]):
+        _launches.clear()
+        # Not those of this machine: dependent launches are of compute capability 9 on.
+        quantize_kernels.overlaps = lambda _, own=capability: own >= 90
+        calls()
+        layers(fp8=capability >= 89)
         for kernel, *rest in _launches:
             found = _compiled(capability, kernel, *rest)
             print(capability, f"{kernel.__module__}.{kernel.__name__}", found.metadata.shared, flush=True)

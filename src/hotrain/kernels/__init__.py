@@ -1,14 +1,15 @@
 """Triton kernels: the two gradients of layers, and packing and unpacking of saved activations.
 
-For layers, `reason` says what is supported, `keep` is forward's part, `gradients` backward's, with the values of
-`hotrain.backward`: `quantize_kernels` has the kernel that reads x, g_y or w, `gemm` the products of codes, `rows` and
-`noise` the draws. For saved activations, `codes` packs and unpacks, and operators have a file each, of the name of that
-in `compress.operators`; `run` calls them. Triton is imported when a kernel first runs, so that importing this package
-needs only torch.
+For layers, `reason` says what is supported, `keep` is forward's part, `gradients` and `conv2d_gradients` backward's,
+with the values of `hotrain.backward` and `hotrain.convolution`: `quantize_kernels` has the kernel that reads x, g_y or
+w, `gemm` the products of codes, `lift` restores x, `rows` and `noise` draw. For saved activations, `codes` packs and
+unpacks, and operators have a file each, of the name of that in `compress.operators`; `run` calls them. Triton is
+imported when a kernel first runs, so that importing this package needs only torch.
 """
 
 from __future__ import annotations
 
+from .convolution import conv2d_gradients
 from .dispatch import (
     accumulation,
     forward,
@@ -26,6 +27,7 @@ __all__ = [
     "FUNCTIONS",
     "accumulation",
     "buffers_reason",
+    "conv2d_gradients",
     "disabled",
     "forward",
     "grad_codes",

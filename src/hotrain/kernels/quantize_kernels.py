@@ -170,7 +170,7 @@ def _block(
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
     DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
-    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
     SLOTS: tl.constexpr = TILES * 16
@@ -239,6 +239,11 @@ def _block(
                 if ROT_NOISE:
                     noise = noise16(row[:, None], c0, CP, r0, r1, BC, True)
                 codes = encode(v, noise, ROT, ROT_LIMIT, ROT_NOISE, UPCAST)
+                if ROT_FLOAT:
+                    codes = codes.to(tl.float32)
+                    if ROT_EACH:
+                        codes = codes * scale[:, None]
+                    codes = codes.to(rot.dtype.element_ty)
                 to = rot + row[:, None] * rot_pitch + c[None, :]
                 if MASKED:
                     tl.store(to, codes, mask=inside[:, None] & (c < CP)[None, :])
@@ -316,8 +321,8 @@ def _compress_kernel(
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
     DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
-    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
+    GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -350,7 +355,7 @@ def _compress_kernel(
         dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
-        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST,
+        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST, ROT_FLOAT,
     )  # fmt: skip
 
 
@@ -405,7 +410,8 @@ def _correct_kernel(
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
     TILES: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, FIXED: tl.constexpr, GAIN: tl.constexpr,
     SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
-    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+    BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
     if OVERLAP:
@@ -446,7 +452,7 @@ def _correct_kernel(
                 tile_blocks, dense_rows, chunks,
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
                 FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
-                SQUARE, LINE, BC, LOOP, 1, UPCAST,
+                SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT,
             )  # fmt: skip
 
 
@@ -460,6 +466,8 @@ class Output:
         stochastic: whether to round stochastically.
         stream: of the draws.
         each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
+        dtype: of the rotated output, for a product that takes no codes: the codes, which are exact in bfloat16, or the
+            codes times the scale of their token. None is the codes' own.
     """
 
     number: int
@@ -467,6 +475,7 @@ class Output:
     stochastic: bool = False
     stream: int = 0
     each: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -572,7 +581,8 @@ def _plan(
         "ALIGNED": total * rank % 16 == 0 and tiling.tiles * rank % 16 == 0,
         "DERIVED": derived, "WIDE": max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
         "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "GAIN": rows_of.gain, **of_layout(lay), "BC": bc,
-        "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED, "OVERLAP": overlaps(device),
+        "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED, "ROT_FLOAT": rotated.dtype is not None,
+        "OVERLAP": overlaps(device),
     }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
@@ -659,7 +669,7 @@ def compress(
     plan = found[0]
     rot = proj = None
     if rotated.number:
-        rot = torch.empty(tokens, plan.wide, dtype=DTYPES[rotated.number], device=device)
+        rot = torch.empty(tokens, plan.wide, dtype=rotated.dtype or DTYPES[rotated.number], device=device)
     if projected.number:
         proj = torch.empty(plan.wide, plan.kept, dtype=DTYPES.get(projected.number, t.dtype), device=device)
         if plan.wide > channels:

@@ -59,12 +59,20 @@ def compress(
     if rotated.number != NONE:
         rows = rotate_channels(values) if rotate else values
         rot, rot_scale = _codes(F.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1])), rotated, "token", word)
+        if rotated.dtype is not None:
+            rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.each else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
         proj = _pad(project(values, lay, word).to(t.dtype).T)
     elif projected.number != NONE:
         codes, proj_scale = _codes(project(values, lay, word), projected, "column", word)
         proj = _pad(codes.T)
     return rot, rot_scale, proj, proj_scale, values.sum(0) if sums else None
+
+
+def lift(codes: Tensor, side: Tensor, lay: Layout, key: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """`hotrain.kernels.lift.lift`."""
+    rows = codes[:columns, : lay.rows].T.to(torch.float32)
+    return tokens.lift(rows * side[0], lay, _host(key)).to(dtype)
 
 
 def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True) -> tuple[Tensor, Tensor]:

@@ -255,6 +255,8 @@ class LayerState:
         if question is None or self.plan == "memory":
             return None
         config = self._config(question.geometry)
+        if config.overlaps:
+            return "its patches overlap, so that its codes are multiplied in 16 bits, slower; plan='memory' converts it"
         # The layout matters only in that there are tokens.
         why = autograd.unsupported(config, config.layout((1, 16)), question.dtype, question.device)
         if why is not None:

@@ -1,0 +1,164 @@
+"""The gradients of convolutions whose patches overlap: kernels make the codes, PyTorch's convolutions multiply them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import draws
+from ..convolution import of_products, product_for_input, product_for_weight
+from ..geometry import Geometry, Shape, channels_last
+from ..layer_record import AmaxHistory
+from ..method import FLOATS, Method, partner
+from ..quantize import floating
+from ..quantize.integer import largest_code
+from ..transform.tokens import Layout
+from . import dispatch
+from .dispatch import Grads, Needs
+from .support import or_reference
+
+
+def conv2d_gradients(
+    g_y: Tensor,
+    w: Tensor | None,
+    kept: tuple[Tensor, ...],
+    method: Method,
+    lay: Layout,
+    key: Tensor | None,
+    history: AmaxHistory | None,
+    needs: Needs,
+    shape: Shape,
+    geometry: Geometry,
+) -> Grads:
+    """The gradients of a convolution without groups, as `hotrain.convolution` defines them.
+
+    Args:
+        g_y: (B, O, H', W').
+        w: (O, C, kh, kw), any float dtype; needed for g_x only.
+        kept: of `keep`, of x's positions.
+        method: of the layer.
+        lay: of x's positions.
+        key: as in `keep`.
+        history: as in `keep`.
+        needs: which of x, w and b require gradients.
+        shape: of x, (B, C, H, W).
+        geometry: of the convolution.
+
+    Returns:
+        (g_x, g_w, g_b), None where not needed: as x in g_y's dtype, as w in float32 after a product of codes and else
+        in g_y's dtype, and (O,) in g_y's dtype.
+    """
+    from .quantize_kernels import COPY, NOTHING, PROJECTED, ROTATED
+
+    batch, outputs, down, across = g_y.shape
+    dtype, rotates = of_products(g_y), method.grad_input.transform == "hadamard"
+    call = _Codes(key, history, g_y)
+    _, rotated, projected, _ = dispatch._outputs(method)
+    rotated = rotated if needs[0] else NOTHING
+    projected = projected if needs[1] and projected.number != COPY else NOTHING
+    matrix = dispatch._contiguous_rows(channels_last(g_y).reshape(-1, outputs))
+
+    def image(codes: Tensor) -> Tensor:
+        return codes.view(batch, down, across, codes.shape[1]).permute(0, 3, 1, 2)
+
+    g_x = g_w = g_b = sums = once = None
+    if rotated is not NOTHING:
+        once, scale, sums = call.of(matrix, replace(rotated, dtype=dtype), ROTATED, rotates, needs[2])
+        k = _kernel(w, method, call, dtype, None if rotated.each else scale)
+        g_x = product_for_input(image(once), k, shape, geometry).to(g_y.dtype)
+    elif needs[0]:
+        assert w is not None
+        g_x = product_for_input(g_y, w.to(g_y.dtype), shape, geometry)
+    if needs[1]:
+        codes, side = kept
+        x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
+        size = (outputs, shape[1], *geometry.kernel)
+        if projected is NOTHING:
+            g_w = product_for_weight(g_y, _as_image(x, shape), size, geometry)
+        else:
+            if once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
+                once, scale, sums = call.of(matrix, replace(projected, dtype=dtype), PROJECTED, False, needs[2])
+            codes, x_scale = call.of_lifted(x, method, dtype)
+            found = product_for_weight(image(once)[:, :outputs], _as_image(codes, shape), size, geometry)
+            g_w = found.float() * (scale * x_scale)
+    if needs[2]:
+        g_b = g_y.sum((0, 2, 3)) if sums is None else sums.to(g_y.dtype)
+    return g_x, g_w, g_b
+
+
+def _as_image(t: Tensor, shape: Shape) -> Tensor:
+    """Rows of positions, (B·H·W, C'), without the padding of the channels, as (B, C, H, W)."""
+    batch, channels, height, width = shape
+    return t.view(batch, height, width, t.shape[1])[..., :channels].permute(0, 3, 1, 2)
+
+
+def _kernel(w: Tensor | None, method: Method, call: _Codes, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """The codes of Hᵀ w times all scales but those of tokens: (O', C, kh, kw) in `dtype`; `scale`: of g_y's codes."""
+    assert w is not None
+    outputs, channels, *size = w.shape
+    matrix = channels_last(w).reshape(outputs, -1)
+    # Not `weight_codes`: a copy in this layout has no version by which a change of w would show.
+    codes, own = dispatch._weight_codes(matrix, method, call.key, call.history)
+    scale = own if scale is None else own * scale
+    k = codes[: matrix.shape[1]].to(torch.float32) * (scale[:, None] if scale.dim() else scale)
+    return k.T.to(dtype).contiguous().view(-1, *size, channels).permute(0, 3, 1, 2)
+
+
+class _Codes:
+    """Codes with the draws and the amax history of one backward pass of a layer."""
+
+    def __init__(self, key: Tensor | None, history: AmaxHistory | None, g_y: Tensor) -> None:
+        self.key = dispatch._key(key, g_y.device)
+        self.history = history or dispatch._without_layer(g_y.device)
+
+    def of(
+        self, t: Tensor, output: dispatch.Output, quantity: int, rotate: bool, sums: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes of t or of t H, (T, C'), their scale, and the column sums of t."""
+        from .quantize_kernels import X, compress, whole
+
+        tokens = whole(len(t), False)
+
+        def kernel() -> tuple[Tensor | None, ...]:
+            return compress(
+                t, tokens, None, self.key, output, rotate=rotate, sums=sums, history=self.history,
+                quantities=(quantity, X), tiling=dispatch._tilings(t.dtype, output.is_fp8)[1],
+            )  # fmt: skip
+
+        def reference() -> tuple[Tensor | None, ...]:
+            from .reference import compress
+
+            return compress(t, tokens, self.key, output, rotate=rotate, sums=sums)
+
+        codes, scale, _, _, total = or_reference("gradients", kernel, reference)
+        return codes, scale, total
+
+    def of_lifted(self, x: Tensor, method: Method, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Codes of x̂, (T, C'), and their scale."""
+        from .quantize_kernels import E4M3, E5M2, FORWARD, INT, Output
+
+        number = partner(method.grad_weight.number)
+        limit = floating.largest_code(number) if number in FLOATS else float(largest_code(8))
+        kind = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}[number]
+        rounds = method.saved.rounding == "stochastic" and kind == INT
+        # The forward of a convolution has no codes, so that the history's place for them is free.
+        codes, scale, _ = self.of(x, Output(kind, limit, rounds, draws.LIFTED, dtype=dtype), FORWARD, False)
+        return codes, scale
+
+    def lifted(self, codes: Tensor, side: Tensor, lay: Layout, columns: int, dtype: torch.dtype) -> Tensor:
+        """x̂, (T, C)."""
+
+        def kernel() -> Tensor:
+            from .lift import lift
+
+            return lift(codes, side[:1], dispatch._rows(lay, side), lay, columns, dtype)
+
+        def reference() -> Tensor:
+            from .reference import lift
+
+            return lift(codes, side, lay, self.key, columns, dtype)
+
+        found: Tensor = or_reference("lift", kernel, reference)
+        return found
