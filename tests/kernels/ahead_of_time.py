@@ -22,6 +22,7 @@ from hotrain.kernels import (
     codes,
     dispatch,
     gated,
+    gemm,
     lift,
     norm,
     quantize_kernels,
@@ -37,6 +38,20 @@ _launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
 
 def _recorded(kernel: Any, _: int, __: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
     _launches.append((kernel, args, constants, options))
+
+
+class _Recorded:
+    """A kernel that is launched as Triton does, `kernel[grid](…)`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, _: object) -> Any:
+        return self.record
+
+    def record(self, *args: Any, **named: Any) -> None:
+        constants = {name: value for name, value in named.items() if name in self.kernel.arg_names}
+        _launches.append((self.kernel, args, constants, {k: v for k, v in named.items() if k not in constants}))
 
 
 def _type(value: Any) -> str:
@@ -98,9 +113,15 @@ def layers(fp8: bool) -> None:
             wide = replace(output, dtype=torch.bfloat16)
             own = quantize_kernels.whole(2048, False)
             quantize_kernels.compress(g_y, own, None, key, wide, history=history)
+    if not fp8:
+        a, b = torch.empty(4096, 64, dtype=torch.int8), torch.empty(64, 4096, dtype=torch.int8)
+        for left, right in ((a, a[:96]), (b, b)):  # the second in pieces of its sum
+            gemm.int8_product(left, right, torch.empty(len(left)), torch.empty(()), torch.bfloat16)
 
 
 if __name__ == "__main__":
+    gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
+    gemm.multiprocessors = lambda _: 108
     for module in (activation, attention, batch_norm, codes, gated, lift, norm, quantize_kernels):
         module.launch = _recorded  # type: ignore[attr-defined]
     for capability in map(int, sys.argv[1:]):
