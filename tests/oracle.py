@@ -414,7 +414,7 @@ def conv_gradients(
         g_x = fold(grad_input(tokens, flat, method, key, p_out)[None], table, 1, shape)
         return g_x.view(shape), g_w, kept, 0.0
 
-    small = groups > 1 and outputs // groups < 16
+    small = groups > 1 and outputs // groups < 16 and method.grad_input.transform == "hadamard"
     pixels = x.permute(0, 2, 3, 1).reshape(-1, shape[1])
     kept = keep(pixels, p_in, method, key)
 
@@ -428,25 +428,18 @@ def conv_gradients(
         weight, step = sawb(flat)
         halves = grad.permute(0, 2, 3, 1).reshape(-1, groups, outputs // groups).unbind(1)
         columns = [g @ v * (alpha * step) for g, v in zip(halves, weight.view(groups, -1, flat.shape[1]), strict=True)]
-    elif path.bits is None or (small and path.transform is not None):
+    elif path.bits is None or small:
         columns = [g @ v for g, v in zip(split, by_group, strict=True)]
-    elif small:  # no transform: codes of the whole tensors, multiplied as numbers
-        axis = "token" if path.scale in ("token", "auto") else "tensor"
-        number = partner(path.number)
-        grad, s_g = codes(tokens, path.bits, axis, path.rounding, key, GRAD_INPUT, path.number)
-        weight, s_w = codes(flat, path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT, number)
-        grad, weight = grad * s_g, weight * s_w
-        columns = [
-            g @ v
-            for g, v in zip(
-                grad.view(-1, groups, outputs // groups).unbind(1), weight.view(groups, -1, flat.shape[1]), strict=True
-            )
-        ]
     else:
-        # Codes of the kernel are stored tap by tap, channels last: the noise of an entry is that of its place there.
+        # One scale for all groups. Codes of the kernel are stored tap by tap, channels last: the noise of an entry is
+        # that of its place there.
+        on, axis = path.transform == "hadamard", "token" if path.scale in ("token", "auto") else "tensor"
+        number = partner(path.number)
         taps_first = w.permute(0, 2, 3, 1).reshape(groups, outputs // groups, -1)
-        keys = [mix(key, i) if i else key for i in range(groups)]
-        columns = [grad_input(g, v, method, own) for g, v, own in zip(split, taps_first, keys, strict=True)]
+        blocks = [torch.cat([rotated(g, 1, on) for g in split], 1), torch.cat([rotated(v, 0, on) for v in taps_first])]
+        grad, s_g = codes(blocks[0], path.bits, axis, path.rounding, key, GRAD_INPUT, path.number)
+        weight, s_w = codes(blocks[1], path.bits, path.weight_scale, path.weight_rounding, key, WEIGHT, number)
+        columns = [g @ v * s_g * s_w for g, v in zip(grad.chunk(groups, 1), weight.chunk(groups), strict=True)]
         columns = [c.unflatten(1, (table.shape[1], -1)).transpose(1, 2).flatten(1) for c in columns]
     g_x = fold(torch.stack(columns), table, groups, shape).view(shape)
 
@@ -459,9 +452,6 @@ def conv_gradients(
     slack = 0.0
     if path.bits is not None and path.number == "luq":
         g_y, factor = luq(g_y, key, GRAD_WEIGHT)
-    elif path.bits is not None and small and method.grad_input.transform is None:
-        grad, s_g = codes(g_y.flatten(1), path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
-        g_y = (grad * s_g).view(g_y.shape)
     elif path.bits is not None and not small:
         grad, s_g = codes(tokens, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
         g_y = grad.view(batch, *g_y.shape[2:], outputs).permute(0, 3, 1, 2)

@@ -281,8 +281,6 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
     kernels = kernels_for(device)
     if kernels is None:
         return "not a GPU"
-    if config.overlaps and config.geometry is not None and config.geometry.groups > 1:
-        return "its patches overlap, and its channels are in groups"
     why: str | None = kernels.reason(config.method, lay, dtype, device)
     return why
 

@@ -11,7 +11,7 @@ Tokens are positions of an image, and channels the columns. Two cases:
   here, so that such a layer gains memory and no time. `hotrain.kernels.convolution` makes the codes on a GPU.
 
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
-operations: the two products stay in floating point, of unrounded g_y and w where the method rotates. The saved x is
+operations: where the method rotates, its two products stay in floating point, of unrounded g_y and w. The saved x is
 compressed all the same.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
@@ -51,7 +52,7 @@ def grad_input(
         lay: of the output's positions, for a low-pass g_x.
     """
     path = method.grad_input
-    if path.multiplies_codes and not _has_small_groups(w, geometry):
+    if path.multiplies_codes and not stays_float(method, len(w), geometry):
         return _coded_grad_input(g_y, w, shape, geometry, path, key)
     g, weight, scale = _float_operands(g_y, w, path, key, lay)
     g_x = product_for_input(g, weight, shape, geometry)
@@ -63,22 +64,44 @@ def _coded_grad_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, 
 
     Scales multiply what they are of before the sum: those of tokens g_y's codes, all others the few codes of w.
     """
-    groups, dtype = geometry.groups, of_products(g_y)
-    batch, outputs, down, across = g_y.shape
-    tokens = channels_last(g_y).reshape(-1, groups, outputs // groups)
-    kernels = channels_last(w).reshape(groups, outputs // groups, -1)
-    grads, weights = [], []
-    for group in range(groups):
-        own = draws.mix(key, group) if group else key
-        grad, weight = rotated_grad(tokens[:, group], path, own), rotated_weight(kernels[group], path, own)
-        by_token = grad.scale.dim() > 0
-        grads.append(grad.dequantize(dtype) if by_token else grad.unpacked().to(dtype))
-        k = weight.dequantize()
-        weights.append((k if by_token else k * grad.scale).to(dtype))
-    g, k = torch.cat(grads, 1), torch.cat(weights)
-    g = g.view(batch, down, across, g.shape[1]).permute(0, 3, 1, 2)
-    k = k.view(len(k), *w.shape[2:], w.shape[1]).permute(0, 3, 1, 2)
-    return product_for_input(g, k, shape, geometry).to(g_y.dtype)
+    dtype = of_products(g_y)
+    grad = rotated_grad(padded_grad(g_y, path, geometry.groups), path, key)
+    weight = rotated_weight(padded_weight(w, path, geometry.groups), path, key)
+    k = weight.dequantize()
+    if grad.scale.dim():
+        g = grad.dequantize(dtype)
+    else:
+        g, k = grad.unpacked().to(dtype), k * grad.scale
+    image, kernel = as_image(g, g_y.shape), as_kernel(k.to(dtype), w.shape)
+    return product_for_input(image, kernel, shape, geometry).to(g_y.dtype)
+
+
+def padded_grad(g_y: Tensor, path: GradInput, groups: int) -> Tensor:
+    """g_y, (B, O, H', W'), as (T, O'): each group's channels padded to whole blocks of H, where there are groups."""
+    t = channels_last(g_y).reshape(-1, g_y.shape[1])
+    pad = _missing(g_y.shape[1], path, groups)
+    return F.pad(t.unflatten(1, (groups, -1)), (0, pad)).flatten(1) if pad else t
+
+
+def padded_weight(w: Tensor, path: GradInput, groups: int) -> Tensor:
+    """w, (O, C/groups, kh, kw), as (O', kh·kw·C/groups), padded as `padded_grad` does."""
+    t = channels_last(w).reshape(len(w), -1)
+    pad = _missing(len(w), path, groups)
+    return F.pad(t.unflatten(0, (groups, -1)), (0, 0, 0, pad)).flatten(0, 1) if pad else t
+
+
+def _missing(outputs: int, path: GradInput, groups: int) -> int:
+    return -(outputs // groups) % TILE if groups > 1 and path.transform == "hadamard" else 0
+
+
+def as_image(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows of positions, (B·H·W, C'), as (B, C', H, W); `shape`: (B, C, H, W)."""
+    return t.view(shape[0], shape[2], shape[3], t.shape[1]).permute(0, 3, 1, 2)
+
+
+def as_kernel(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows of channels, (O', kh·kw·C), as (O', C, kh, kw); `shape`: (O, C, kh, kw)."""
+    return t.view(len(t), shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
 
 
 def _float_operands(
@@ -87,15 +110,10 @@ def _float_operands(
     """g_y and w of a product in floating point, as the method changes them, and that product's scale (None: one)."""
     if path.number == "luq":
         return published.luq_operands(g_y, w, key)
-    tokens = channels_last(g_y)
     if path.transform == "lowpass":
-        g = lift(project(tokens, lay, key), lay, key)
-    elif path.bits is not None and path.transform is None:
-        g = rotated_grad(tokens.reshape(-1, tokens.shape[-1]), path, key).dequantize(g_y.dtype)
-        w = rotated_weight(w.flatten(1), path, key).dequantize(w.dtype).view(w.shape)
-    else:
-        return g_y, w.to(g_y.dtype), None
-    return g.view(tokens.shape).permute(0, 3, 1, 2), w.to(g_y.dtype), None
+        tokens = channels_last(g_y)
+        g_y = lift(project(tokens, lay, key), lay, key).view(tokens.shape).permute(0, 3, 1, 2)
+    return g_y, w.to(g_y.dtype), None
 
 
 def grad_weight(
@@ -123,15 +141,12 @@ def grad_weight(
     path = method.grad_weight
     if path.drop:
         g_y = published.dropped(g_y, path.drop, key)
-    if path.multiplies_codes and not _has_small_groups(w, geometry):
+    if path.multiplies_codes and not stays_float(method, len(w), geometry):
         return _coded_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
     alpha = None
     if path.number == "luq":
         g_y, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
-    elif path.multiplies_codes and method.grad_input.transform is None:
-        g_y = projected_grad(g_y.flatten(1), path, key).dequantize(g_y.dtype).view(g_y.shape)
-    batch, channels, height, width = shape
-    x = lift(values(kept, g_y.dtype), lay, key).view(batch, height, width, channels).permute(0, 3, 1, 2)
+    x = as_image(lift(values(kept, g_y.dtype), lay, key), shape)
     g_w = product_for_weight(g_y, x, w.shape, geometry)
     return g_w if alpha is None else g_w * alpha
 
@@ -148,8 +163,7 @@ def _coded_grad_weight(
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
     path, dtype = method.grad_weight, of_products(g_y)
-    batch, outputs, down, across = g_y.shape
-    matrix = channels_last(g_y).reshape(-1, outputs).to(wide(g_y.dtype))
+    matrix = channels_last(g_y).reshape(-1, g_y.shape[1]).to(wide(g_y.dtype))
     grad = projected_grad(matrix, path, key)
     if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
         codes = kept  # x itself was saved in codes: no second rounding
@@ -157,8 +171,7 @@ def _coded_grad_weight(
         x = lift(values(kept, matrix.dtype), lay, key)
         bits, rounding = max(8, grad.bits), method.saved.rounding
         codes = encode(x, partner(path.number), bits, "tensor", rounding, key, draws.LIFTED)
-    g = grad.unpacked().to(dtype).view(batch, down, across, outputs).permute(0, 3, 1, 2)
-    image = codes.unpacked().to(dtype).view(batch, shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    g, image = as_image(grad.unpacked().to(dtype), g_y.shape), as_image(codes.unpacked().to(dtype), shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(matrix.dtype) * (grad.scale * codes.scale)
 
@@ -168,8 +181,9 @@ def of_products(g_y: Tensor) -> torch.dtype:
     return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide(g_y.dtype)
 
 
-def _has_small_groups(w: Tensor, geometry: Geometry) -> bool:
-    return w.shape[0] // geometry.groups < TILE and geometry.groups > 1
+def stays_float(method: Method, outputs: int, geometry: Geometry) -> bool:
+    """Whether groups are too small for H, so that the products of a method that rotates stay in floating point."""
+    return method.grad_input.transform == "hadamard" and geometry.groups > 1 and outputs // geometry.groups < TILE
 
 
 def product_for_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry) -> Tensor:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.kernels import dispatch, support
+from hotrain.kernels import dispatch
 from hotrain.kernels.lift import lift
 from hotrain.kernels.quantize_kernels import E4M3, E5M2, INT, Output, compress, whole
 from hotrain.layer_record import AmaxHistory
@@ -41,6 +41,9 @@ LAYERS: list[tuple[str, tuple[int, int, Any, tuple[int, int], dict[str, Any]]]] 
     ("stride, no bias", (32, 48, 3, (8, 8), {"padding": 1, "stride": 2, "bias": False})),
     ("unequal padding", (16, 32, (2, 3), (8, 8), {"padding": "same"})),
     ("reflected", (16, 32, 5, (8, 8), {"padding": 2, "padding_mode": "reflect"})),
+    ("groups of 16", (32, 32, 3, (8, 8), {"padding": 1, "groups": 2})),
+    ("groups of 24: padded blocks", (16, 48, 3, (8, 8), {"padding": 1, "groups": 2})),
+    ("depthwise", (32, 32, 3, (8, 8), {"padding": 1, "groups": 32})),
     *gpu_only(("large", (128, 256, 3, (28, 28), {"padding": 1}))),
 ]
 
@@ -164,13 +167,3 @@ def test_only_what_is_needed_is_computed(frozen, device):
     assert (x.grad is None, net[0].weight.grad is None) == (frozen == "input", frozen == "weight")
     other = net[0].weight.grad if frozen == "input" else x.grad
     assert relative(other, want[1 if frozen == "input" else 0]) <= 2e-3
-
-
-def test_channels_in_groups_take_the_reference(device, monkeypatch):
-    monkeypatch.setattr(support, "_warned", set())
-    net = nn.Sequential(nn.Conv2d(32, 32, 3, groups=2)).to(device)
-    hotrain.convert(net, "hq8", plan="memory", filter_fn=lambda m, n: True)
-    x = torch.randn(2, 32, 8, 8, device=device)
-    with pytest.warns(UserWarning, match="its channels are in groups"):
-        gradients(net, x, torch.randn(2, 32, 6, 6, device=device))
-    assert not any(state.ran.kernels for _, state in layer_states(net))

@@ -241,9 +241,10 @@ def _additions(lay: Layout) -> int:
     return lay.samples * lay.tiles * tile * (tile.bit_length() - 1)
 
 
-def _in_floats(shape: LayerShape) -> bool:
-    """Small groups of a convolution are not quantized (hotrain.convolution)."""
-    return shape.groups > 1 and shape.outputs // shape.groups < TILE
+def _in_floats(shape: LayerShape, method: Method) -> bool:
+    """Small groups of a convolution are not quantized where the method rotates (hotrain.convolution)."""
+    small = shape.groups > 1 and shape.outputs // shape.groups < TILE
+    return small and method.grad_input.transform == "hadamard"
 
 
 def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid | None) -> tuple[Operations, Operations]:
@@ -255,17 +256,21 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
             return count.product(shape.products, fb, fb), count.floats(2 * _additions(lay) * shape.outputs)
         transforms = count.floats(_additions(lay) * (shape.outputs + shape.columns))
         return count.product(lay.rows * shape.outputs * shape.inputs, fb, fb), transforms
-    if path.bits is None or _in_floats(shape):
+    if path.bits is None or _in_floats(shape, method):
         return count.product(shape.products, fb, fb), Operations()
     outputs, rotation = shape.outputs, 0
     if path.transform == "hadamard":
         outputs = shape.groups * _round_up(shape.outputs // shape.groups, TILE)
         rotation = TILE.bit_length() - 1
     quantize = QUANTIZE_LUQ if path.number == "luq" else QUANTIZE
+    # Scales multiply the product of codes; where x must be unfolded, w's codes and, scaled per token, those of g_y.
+    scaled = math.prod(shape.lead) * shape.channels
+    if shape.unfolds:
+        scaled = outputs * shape.inputs + (tokens * outputs if path.scale_axis == "token" else 0)
     overhead = (
         count.floats(tokens * outputs * (rotation + quantize))
         + count.floats(outputs * shape.inputs * (rotation + QUANTIZE))
-        + count.floats(math.prod(shape.input_lead if shape.unfolds else shape.lead) * shape.channels * DEQUANTIZE)
+        + count.floats(scaled * DEQUANTIZE)
     )
     return count.product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
 
@@ -285,7 +290,7 @@ def _grad_weight(
         overhead += count.floats(kept * QUANTIZE)
     rows = shape.tokens if shape.unfolds else math.ceil(path.share * lay.rows)
     macs = rows * shape.outputs * shape.inputs
-    if path.bits is None or _in_floats(shape):
+    if path.bits is None or _in_floats(shape, method):
         if saved.bits is not None:
             overhead += count.floats(kept * DEQUANTIZE)
         return count.product(macs, fb, fb), overhead

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import draws
-from ..convolution import of_products, product_for_input, product_for_weight
+from ..convolution import (
+    as_image,
+    as_kernel,
+    of_products,
+    padded_grad,
+    padded_weight,
+    product_for_input,
+    product_for_weight,
+    stays_float,
+)
 from ..geometry import Geometry, Shape, channels_last
 from ..layer_record import AmaxHistory
 from ..method import FLOATS, Method, partner
@@ -32,11 +41,11 @@ def conv2d_gradients(
     shape: Shape,
     geometry: Geometry,
 ) -> Grads:
-    """The gradients of a convolution without groups, as `hotrain.convolution` defines them.
+    """The gradients of a convolution, as `hotrain.convolution` defines them.
 
     Args:
         g_y: (B, O, H', W').
-        w: (O, C, kh, kw), any float dtype; needed for g_x only.
+        w: (O, C/groups, kh, kw), any float dtype; needed for g_x only.
         kept: of `keep`, of x's positions.
         method: of the layer.
         lay: of x's positions.
@@ -52,58 +61,41 @@ def conv2d_gradients(
     """
     from .quantize_kernels import COPY, NOTHING, PROJECTED, ROTATED
 
-    batch, outputs, down, across = g_y.shape
-    dtype, rotates = of_products(g_y), method.grad_input.transform == "hadamard"
-    call = _Codes(key, history, g_y)
+    outputs, dtype, path = g_y.shape[1], of_products(g_y), method.grad_input
+    call, rotates = _Codes(key, history, g_y), path.transform == "hadamard"
+    floats = stays_float(method, outputs, geometry)
     _, rotated, projected, _ = dispatch._outputs(method)
-    rotated = rotated if needs[0] else NOTHING
-    projected = projected if needs[1] and projected.number != COPY else NOTHING
-    matrix = dispatch._contiguous_rows(channels_last(g_y).reshape(-1, outputs))
-
-    def image(codes: Tensor) -> Tensor:
-        return codes.view(batch, down, across, codes.shape[1]).permute(0, 3, 1, 2)
-
+    rotated = NOTHING if floats or not needs[0] else rotated
+    projected = NOTHING if floats or not needs[1] or projected.number == COPY else projected
     g_x = g_w = g_b = sums = once = None
     if rotated is not NOTHING:
+        assert w is not None
+        matrix = dispatch._contiguous_rows(padded_grad(g_y, path, geometry.groups))
         once, scale, sums = call.of(matrix, replace(rotated, dtype=dtype), ROTATED, rotates, needs[2])
-        k = _kernel(w, method, call, dtype, None if rotated.each else scale)
-        g_x = product_for_input(image(once), k, shape, geometry).to(g_y.dtype)
+        k = call.of_kernel(w, method, geometry, dtype, None if rotated.each else scale)
+        # A rotation has filled the padding of its last block; without one it is zeros, behind all groups.
+        g = as_image(once, g_y.shape)[:, : len(k)]
+        g_x = product_for_input(g, k, shape, geometry).to(g_y.dtype)
     elif needs[0]:
         assert w is not None
         g_x = product_for_input(g_y, w.to(g_y.dtype), shape, geometry)
     if needs[1]:
         codes, side = kept
         x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
-        size = (outputs, shape[1], *geometry.kernel)
+        size = (outputs, shape[1] // geometry.groups, *geometry.kernel)
         if projected is NOTHING:
-            g_w = product_for_weight(g_y, _as_image(x, shape), size, geometry)
+            g_w = product_for_weight(g_y, as_image(x, shape), size, geometry)
         else:
             if once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
+                matrix = dispatch._contiguous_rows(channels_last(g_y).reshape(-1, outputs))
                 once, scale, sums = call.of(matrix, replace(projected, dtype=dtype), PROJECTED, False, needs[2])
             codes, x_scale = call.of_lifted(x, method, dtype)
-            found = product_for_weight(image(once)[:, :outputs], _as_image(codes, shape), size, geometry)
+            g = as_image(once, g_y.shape)[:, :outputs]
+            found = product_for_weight(g, as_image(codes, shape)[:, : shape[1]], size, geometry)
             g_w = found.float() * (scale * x_scale)
     if needs[2]:
-        g_b = g_y.sum((0, 2, 3)) if sums is None else sums.to(g_y.dtype)
+        g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums.to(g_y.dtype)
     return g_x, g_w, g_b
-
-
-def _as_image(t: Tensor, shape: Shape) -> Tensor:
-    """Rows of positions, (B·H·W, C'), without the padding of the channels, as (B, C, H, W)."""
-    batch, channels, height, width = shape
-    return t.view(batch, height, width, t.shape[1])[..., :channels].permute(0, 3, 1, 2)
-
-
-def _kernel(w: Tensor | None, method: Method, call: _Codes, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """The codes of Hᵀ w times all scales but those of tokens: (O', C, kh, kw) in `dtype`; `scale`: of g_y's codes."""
-    assert w is not None
-    outputs, channels, *size = w.shape
-    matrix = channels_last(w).reshape(outputs, -1)
-    # Not `weight_codes`: a copy in this layout has no version by which a change of w would show.
-    codes, own = dispatch._weight_codes(matrix, method, call.key, call.history)
-    scale = own if scale is None else own * scale
-    k = codes[: matrix.shape[1]].to(torch.float32) * (scale[:, None] if scale.dim() else scale)
-    return k.T.to(dtype).contiguous().view(-1, *size, channels).permute(0, 3, 1, 2)
 
 
 class _Codes:
@@ -134,6 +126,18 @@ class _Codes:
 
         codes, scale, _, _, total = or_reference("gradients", kernel, reference)
         return codes, scale, total
+
+    def of_kernel(
+        self, w: Tensor, method: Method, geometry: Geometry, dtype: torch.dtype, scale: Tensor | None
+    ) -> Tensor:
+        """The codes of Hᵀ w times all scales but those of tokens: (O', C/groups, kh, kw); `scale`: of g_y's codes."""
+        matrix = padded_weight(w, method.grad_input, geometry.groups)
+        # Not `weight_codes`: a copy in this layout has no version by which a change of w would show.
+        codes, own = dispatch._weight_codes(matrix, method, self.key, self.history)
+        own = own if scale is None else own * scale
+        k = codes[: matrix.shape[1]].to(torch.float32) * (own[:, None] if own.dim() else own)
+        rows = len(matrix) if method.grad_input.transform is None else k.shape[1]
+        return as_kernel(k.T[:rows].to(dtype).contiguous(), w.shape)
 
     def of_lifted(self, x: Tensor, method: Method, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes of x̂, (T, C'), and their scale."""
