@@ -13,6 +13,7 @@ import hotrain
 from hotrain import compiling
 from hotrain.compiling import Check
 from hotrain.nn import state
+from hotrain.nn.state import layer_states
 
 
 class Net(nn.Module):
@@ -52,6 +53,17 @@ def test_it_converts_and_compiles_and_has_the_report() -> None:
     assert fast.report.plan == "speed"
     assert fast.report.times is None
     assert fast.state_dict().keys() == {f"_orig_mod.{name}" for name in Net().state_dict()}
+
+
+def test_after_a_compiled_step_the_report_prints_what_is_kept() -> None:
+    """Counters and amax histories are on the device then, where a copy with fake tensors cannot read them."""
+    model, x = Net(), torch.randn(16, 32, 64)
+    report = hotrain.convert(model, "hot-unbiased", memory="block")
+    expected = hotrain.predicted_bytes(model, x).total
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    assert all(state.draws.counter is not None for _, state in layer_states(model))
+    assert hotrain.predicted_bytes(model, x).total == expected
+    assert "2 layers converted" in str(report)
 
 
 def test_a_check_writes_both_times_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

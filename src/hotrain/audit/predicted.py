@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..autograd import autocast_to
 from ..compress.report import Example, map_tensors
+from ..nn.state import layer_states
 from ..private import fakes
 from .saved_bytes import SavedBytes, saved_bytes
 
@@ -64,9 +65,10 @@ def _predicted(
     model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None = None
 ) -> SavedBytes:
     """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
+    # Counters and amax histories have values, which a copy of them reads.
+    memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     try:
         with fakes.mode(), _as_on_a_cpu():
-            memory: dict[int, Any] = {}
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
                     shaped = _shape_alone(t)

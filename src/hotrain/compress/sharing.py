@@ -169,13 +169,13 @@ class Origins:
         return {"recent": (), "unfinished": (), "checkpoint": 0}
 
     def begin(self) -> int:
-        """Start the forward of a block, with nothing known; returns the argument of `end`."""
+        """Start the forward of a model or a checkpointed block, with nothing known; returns the argument of `end`."""
         before = self.checkpoint
         self.recent, self.checkpoint = (), current_checkpoint()
         return before
 
     def end(self, before: int) -> None:
-        """End the forward of a block; the enclosing one continues."""
+        """End that forward; the enclosing one continues."""
         self.recent, self.checkpoint = (), before
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None) -> None:
