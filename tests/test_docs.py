@@ -57,7 +57,7 @@ def test_readme_python_blocks_run_in_order_and_print_what_it_shows(
         exec(compile(first, str(README), "exec"), names)
     assert names["loss"].isfinite()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in names["model"].parameters())
-    assert names["model"].report.converted, "README: hotrain.compile converts"
+    assert names["fast"].report.converted, "README: hotrain.compile converts"
     capsys.readouterr()
     exec(compile(second, str(README), "exec"), names)
     printed = capsys.readouterr().out.splitlines()

@@ -424,8 +424,24 @@ def test_only_the_very_tensor_is_known() -> None:
         assert all(buffers.origins.of(t) is None for t in others)
 
 
-def test_nothing_is_known_across_blocks_and_after_the_forward() -> None:
-    """What a block is given it knows nothing of, and what it returns nobody knows."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_knows_what_the_one_before_it_made(compiled: bool) -> None:
+    """Post-norm blocks, as BERT's: the layers of the next block read the codes of the last norm."""
+
+    def post(m: Any, x: Tensor) -> Tensor:
+        return m.norm(x + m.one(x) * m.two(x))
+
+    net = nn.Sequential(*(Called(post, one=linear(), two=linear(), norm=nn.LayerNorm(48)) for _ in range(3)))
+    report = hotrain.convert(net, "hq8")
+    run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
+    step(run, draw(2, 16, 48))
+    sources = [row.ran.source for _, row in report.layers]
+    assert [bool(source) for source in sources] == [False] * 2 + [True] * 4
+    assert all("norm" in source for source in sources[2:])
+
+
+def test_nothing_is_known_after_the_forward() -> None:
+    """Within the model a block is told what it is given; what the model returns nobody knows."""
     found: list[Any] = []
 
     def ask(m: Any, x: Tensor) -> Tensor:
@@ -437,7 +453,7 @@ def test_nothing_is_known_across_blocks_and_after_the_forward() -> None:
     net = nn.Sequential(*(Called(ask, norm=nn.LayerNorm(32), out=linear(32, 32)) for _ in range(2)))
     hotrain.convert(net, "exact", memory="block")
     y = net(draw(*X).requires_grad_())
-    assert [known is not None for known in found] == [False, True] * 2
+    assert [known is not None for known in found] == [False, True, True, True]
     assert origins(net).of(y) is None
     assert origins(net).recent == ()
 

@@ -29,7 +29,7 @@ from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
 from .report import ATTRIBUTE, Buffers
-from .sharing import current_checkpoint
+from .sharing import current_checkpoint, traced_number
 
 
 class Compressed(Mode):
@@ -40,6 +40,7 @@ class Compressed(Mode):
         self.buffers = buffers
         self.scope = Scope(buffers)
         self.checkpoint = current_checkpoint()
+        self.graph = traced_number()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -74,6 +75,10 @@ class Compressed(Mode):
         """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
         mine = self.buffers is buffers and self.scope.origins is buffers.origins
         return mine and current_checkpoint() == self.checkpoint
+
+    def is_of(self, buffers: Buffers, graph: int | None) -> bool:
+        """The same under Dynamo: whether it was entered in the graph that is traced, so not around a checkpoint."""
+        return graph is not None and self.graph == graph and self.buffers is buffers
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
@@ -118,6 +123,9 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             _leave_mode_uncompiled()
+            standing = top()
+            if isinstance(standing, Compressed) and standing.is_of(buffers, traced_number()):
+                return self._in_its_region(buffers.region(), *args, **kwargs)
             with Compressed(buffers):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()

@@ -79,6 +79,13 @@ def current_checkpoint() -> int:
 
 
 @constant_in_graphs
+def traced_number() -> int | None:
+    """Which graph is traced, that of a checkpoint being another than the one around it; None for none, or unknown."""
+    graph = traced_graph(current_checkpoint)
+    return None if graph is None else graph.__dict__.setdefault("_hotrain_number", next(_graphs))
+
+
+@constant_in_graphs
 def _traced_writes() -> str:
     """Which graph is traced, and how many in-place writes to large tensors it has so far.
 
