@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,24 @@ def test_images_of_the_trainer(which: str, converted: int, tmp_path: Path) -> No
     assert log["hotrain/converted"] == converted
     assert log["hotrain/kept_mib"] < 0.5 * log["hotrain/kept_exact_mib"]
     same_after_revert(trainer.model, {"pixel_values": torch.randn(2, 3, 64, 64)})
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_detection_by_the_trainer(tmp_path: Path) -> None:
+    """Its loss matches boxes by their values: the callback logs what it can, and bytes are measured without boxes."""
+    pytest.importorskip("transformers")
+    trainer = example("detection_coco").main(str(tmp_path))
+    log = trainer.state.log_history[-1]
+    assert math.isfinite(log["train_loss"])
+    assert (log["hotrain/converted"], log["hotrain/exact"]) == (17, 2)
+    assert "hotrain/kept_mib" not in log
+    names = [name for name, _, state in hotrain.converted_layers(trainer.model) if state.reached]
+    assert len([name for name in names if name.startswith("vit.encoder.")]) == 12
+    inputs = {"pixel_values": torch.randn(8, 3, 64, 64)}
+    kept = hotrain.saved_bytes(trainer.model, **inputs).total
+    same_after_revert(trainer.model, inputs)
+    assert kept < 0.5 * hotrain.saved_bytes(trainer.model, **inputs).total
+    example("detection_coco").main(str(tmp_path / "again"), str(tmp_path / "instances.json"), str(tmp_path))
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")
