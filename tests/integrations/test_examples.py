@@ -138,6 +138,22 @@ def test_lora_of_the_trainer_in_both_orders(order: str, tmp_path: Path) -> None:
     same_after_revert(trainer.model, {"input_ids": torch.randint(128, (2, 16))})
 
 
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_a_llama_is_fine_tuned_in_full(tmp_path: Path) -> None:
+    """All of its weights are trained, and all of its layers but the output are converted."""
+    pytest.importorskip("peft")
+    trainer = example("transformers_lora").main(str(tmp_path), "full")
+    log = trainer.state.log_history[-1]
+    assert math.isfinite(log["train_loss"])
+    assert (log["hotrain/converted"], log["hotrain/exact"]) == (14, 1)
+    assert log["hotrain/kept_mib"] < 0.5 * log["hotrain/kept_exact_mib"]
+    assert all(p.requires_grad for p in trainer.model.parameters())
+    layers = list(hotrain.converted_layers(trainer.model))
+    assert all(state.reached for _, _, state in layers)
+    assert "lm_head" not in {name for name, _, _ in layers}
+    same_after_revert(trainer.model, {"input_ids": torch.randint(128, (2, 16))})
+
+
 def test_a_lightning_module(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
