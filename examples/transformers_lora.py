@@ -1,4 +1,4 @@
-"""Fine-tune a Llama with LoRA (PEFT) and transformers' Trainer; convert before PEFT's adapters are added, or after."""
+"""Fine-tune a Llama with transformers' Trainer: convert "before" PEFT adds LoRA, or "after", or train it in "full"."""
 
 import sys
 import tempfile
@@ -16,8 +16,9 @@ def main(folder: str, order: str = "after") -> Trainer:
     callback = HadamardCallback()
     if order == "before":
         callback.convert(model)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    # In the order "after", the callback converts the base layers here; adapters stay exact in both.
+    if order != "full":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    # In the orders "after" and "full" the callback converts in the Trainer; adapters stay exact.
     examples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(128, (8, 64))]
     arguments = TrainingArguments(folder, max_steps=2, logging_steps=1, per_device_train_batch_size=4, report_to="none")
     trainer = Trainer(model, arguments, train_dataset=examples, callbacks=[callback])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -81,3 +82,52 @@ def test_what_depends_on_values_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"predicted_bytes: Routed does not run without .* hotrain.saved_bytes"):
         hotrain.predicted_bytes(Routed(), torch.randn(4, 8))
+
+
+def test_what_a_model_raises_that_reads_values_does_not_end_training() -> None:
+    """As the losses of detection do: boxes in mappings that are no dict, which SciPy matches."""
+    optimize = pytest.importorskip("scipy.optimize")
+
+    class Matched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, labels: list[UserDict[str, Tensor]]) -> Tensor:
+            y = self.layer(x)
+            rows, columns = optimize.linear_sum_assignment(torch.cdist(y.detach(), labels[0]["boxes"]))
+            return (y[rows] - labels[0]["boxes"][columns]).square().mean()
+
+    model, batch = Matched(), (torch.randn(32, 64), [UserDict(boxes=torch.randn(8, 64))])
+    report = hotrain.convert(model)
+    model(*batch).backward()
+    assert report.totals() is None
+    assert "1 layers converted" in str(report)
+    with pytest.raises(ValueError, match=r"Matched does not run without values \(.+\); use hotrain.saved_bytes"):
+        hotrain.predicted_bytes(model, *batch)
+
+
+def test_mappings_in_a_batch_keep_their_class() -> None:
+    """transformers' outputs are arguments too (encoder_outputs), and their values attributes."""
+
+    class Batch(UserDict[str, Tensor]):
+        def __getattr__(self, name: str) -> Tensor:
+            if name == "data":
+                raise AttributeError(name)
+            return self.data[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, batch: Batch) -> Tensor:
+            return self.layer(batch.x)
+
+    model, batch = Net(), Batch(x=torch.randn(32, 64))
+    report = hotrain.convert(model)
+    model(batch).sum().backward()
+    totals = report.totals()
+    assert totals is not None
+    assert totals[0] == hotrain.saved_bytes(model, batch).total < totals[1]
+    assert batch.x.device.type == "cpu"

@@ -49,3 +49,16 @@ def test_onnx_is_that_of_the_exact_model() -> None:
     assert onnx(model) == want
     hotrain.revert(model)
     assert onnx(model) == want
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traced_in_evaluation_mode_it_is_the_exact_program() -> None:
+    exact = ZOO["vit"].build().eval()
+    model = copy.deepcopy(exact)
+    hotrain.convert(model)
+    x = ZOO["vit"].inputs()
+    traced, want = (torch.jit.trace(net, (x,)) for net in (model, exact))
+    kinds = [[node.kind() for node in program.inlined_graph.nodes()] for program in (traced, want)]
+    assert kinds[0] == kinds[1]
+    with torch.no_grad():
+        assert torch.equal(traced(x), exact(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,24 @@ def test_images_of_the_trainer(which: str, converted: int, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")
+def test_detection_by_the_trainer(tmp_path: Path) -> None:
+    """Its loss matches boxes by their values: the callback logs what it can, and bytes are measured without boxes."""
+    pytest.importorskip("transformers")
+    trainer = example("detection_coco").main(str(tmp_path))
+    log = trainer.state.log_history[-1]
+    assert math.isfinite(log["train_loss"])
+    assert (log["hotrain/converted"], log["hotrain/exact"]) == (17, 2)
+    assert "hotrain/kept_mib" not in log
+    names = [name for name, _, state in hotrain.converted_layers(trainer.model) if state.reached]
+    assert len([name for name in names if name.startswith("vit.encoder.")]) == 12
+    inputs = {"pixel_values": torch.randn(8, 3, 64, 64)}
+    kept = hotrain.saved_bytes(trainer.model, **inputs).total
+    same_after_revert(trainer.model, inputs)
+    assert kept < 0.5 * hotrain.saved_bytes(trainer.model, **inputs).total
+    example("detection_coco").main(str(tmp_path / "again"), str(tmp_path / "instances.json"), str(tmp_path))
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
 @pytest.mark.parametrize("order", ["after", "before"])
 def test_lora_of_the_trainer_in_both_orders(order: str, tmp_path: Path) -> None:
     """Bases are converted and save no input of their own; the adapters are trained, and they alone."""
@@ -116,6 +135,22 @@ def test_lora_of_the_trainer_in_both_orders(order: str, tmp_path: Path) -> None:
     assert len(trained) == 8
     assert all(".lora_" in name for name in trained)
     assert all(p.abs().max() > 0 for name, p in trainer.model.named_parameters() if ".lora_B" in name)
+    same_after_revert(trainer.model, {"input_ids": torch.randint(128, (2, 16))})
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_a_llama_is_fine_tuned_in_full(tmp_path: Path) -> None:
+    """All of its weights are trained, and all of its layers but the output are converted."""
+    pytest.importorskip("peft")
+    trainer = example("transformers_lora").main(str(tmp_path), "full")
+    log = trainer.state.log_history[-1]
+    assert math.isfinite(log["train_loss"])
+    assert (log["hotrain/converted"], log["hotrain/exact"]) == (14, 1)
+    assert log["hotrain/kept_mib"] < 0.5 * log["hotrain/kept_exact_mib"]
+    assert all(p.requires_grad for p in trainer.model.parameters())
+    layers = list(hotrain.converted_layers(trainer.model))
+    assert all(state.reached for _, _, state in layers)
+    assert "lm_head" not in {name for name, _, _ in layers}
     same_after_revert(trainer.model, {"input_ids": torch.randint(128, (2, 16))})
 
 

@@ -78,10 +78,13 @@ def _predicted(
                 change(shapes)
             args, named = map_tensors(_shape_alone, (inputs, dict(kwargs)))
             return saved_bytes(shapes, *args, **named)
-    except (NotImplementedError, RuntimeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model raises that reads values: SciPy's TypeError, an AssertionError
+        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"predicted_bytes: {type(model).__name__} does not run without values ({str(error).splitlines()[0]}); use "
-            "hotrain.saved_bytes, which runs it"
+            f"predicted_bytes: {type(model).__name__} does not run without values ({first}); use hotrain.saved_bytes, "
+            "which runs it"
         ) from error
 
 

@@ -116,7 +116,7 @@ class Wrapped(Mixin):
         if not isinstance(args, tuple):  # a placeholder of torch.fx for all arguments
             raise RuntimeError(
                 f"hotrain: torch.fx cannot trace a converted {type(self).__name__}. Trace it, or extract features, "
-                "before hotrain.convert, which takes a GraphModule as well."
+                "before hotrain.convert, which takes a GraphModule as well, or a copy after hotrain.revert(copy)."
             )
         buffers = self.__dict__.get(ATTRIBUTE)
         if buffers is None or not (self.training and autograd.differentiates()):  # type: ignore[attr-defined]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,14 @@ ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
 
 
 def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
-    """A call's arguments with each tensor in them, and in their dicts, tuples and lists, changed."""
+    """A call's arguments with each tensor in them, and in their mappings, tuples and lists, changed."""
     if isinstance(tree, Tensor):
         return change(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
+    if isinstance(tree, MutableMapping):  # of its own class: transformers' have the values as attributes too
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = map_tensors(change, value)
+        return mapped
     if not isinstance(tree, tuple | list):
         return tree
     made = (map_tensors(change, value) for value in tree)
