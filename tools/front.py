@@ -20,7 +20,7 @@ SHOWN = {
     "exact+compile": "exact, compiled",
     "exact+compile+checkpoint": "exact, every block checkpointed",
     "torchao-float8-tensorwise": "torchao float8 (tensorwise)",
-    "exact-block": f"exact products, `{DEFAULT}`'s buffers",
+    "exact-block": "exact products, compressed activations",
     DEFAULT_VARIANT: f"**hotrain, the default** (`{DEFAULT}`)",
 }
 
@@ -175,7 +175,7 @@ def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
         lines.append((ms / base[1], [f"`{subject}`", *cells]))
     if not lines:
         return records._none_yet("step")
-    headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "exact is", "commit"]
+    headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "baseline", "commit"]
     if everything:
         headers.insert(6, "× peak")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]

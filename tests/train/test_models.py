@@ -36,6 +36,8 @@ def test_timm_models_at_another_size(name: str, size: int) -> None:
     ("fields", "message"),
     [
         ({"name": "vit_bas_patch16_224"}, "unknown name 'vit_bas_patch16_224'.*did you mean vit_base_patch16_224"),
+        # what begins so, before what is like it
+        ({"name": "vit_bas"}, "unknown name .vit_bas.*did you mean vit_base_"),
         ({"name": "small_vit", "pretrained": True}, "has no published weights"),
         (
             {"name": "vit_tiny_patch16_224", "image_size": 8, "args": {"depth": 1}},

@@ -72,7 +72,7 @@ class Fidelity:
         text = f"error up to {worst[f'{path}_error']:.3f} ({worst['layer']})"
         biased = [row for row in rows if _is_biased(row, path)]
         if not biased:
-            return f"{text}; no bias beyond the draws' noise"
+            return f"{text}; no bias that these draws tell from noise"
         most = max(biased, key=lambda row: row[f"{path}_bias"])
         return (
             f"{text}; biased in {len(biased)} of {len(rows)} layers, most {most[f'{path}_bias']:.3f} ({most['layer']})"

@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=EXAMPLES,
     pretty_exceptions_enable=False,
-    help="Train with Hadamard backward passes: less memory at the accuracy of exact training.",
+    help="Train with Hadamard backward passes, in less memory.",
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +58,7 @@ def look(name: str, **options: Any) -> TrainRun:
     from hotrain_recipes import all as all_recipes
 
     from hotrain.train import TrainRun, replace
-    from hotrain.train.models import SMALL
+    from hotrain.train.models import SMALL, nearest
 
     recipes = all_recipes()
     if name in recipes:
@@ -68,7 +67,7 @@ def look(name: str, **options: Any) -> TrainRun:
         import timm
 
         if name not in SMALL and not timm.is_model(name):
-            near = difflib.get_close_matches(name, [*recipes, *timm.list_models()], n=3)
+            near = nearest(name, [*recipes, *timm.list_models()])
             hint = f"; did you mean {' or '.join(near)}?" if near else "; `hotrain recipes` lists the recipes"
             raise ValueError(f"{name!r} is neither a recipe nor a timm model{hint}")
         size = None if name in SMALL else (timm.get_pretrained_cfg_value(name, "input_size") or (224,))[-1]

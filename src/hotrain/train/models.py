@@ -58,6 +58,12 @@ SMALL = {
 }
 
 
+def nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three known names for a message: the shortest that begin with `name`, else those that are most like it."""
+    begin = sorted((other for other in known if name and other.startswith(name)), key=len)
+    return begin[:3] or difflib.get_close_matches(name, known, n=3)
+
+
 def default_image_size(name: str, data_size: int) -> int:
     """Image size of a run that does not set one.
 
@@ -101,7 +107,7 @@ def create_model(
     small = SMALL.get(name)
     base = small.base if small else name
     if not timm.is_model(base):
-        near = difflib.get_close_matches(name, [*SMALL, *timm.list_models()], n=3)
+        near = nearest(name, [*SMALL, *timm.list_models()])
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"model: unknown name {name!r}, accepted are {', '.join(SMALL)} and timm's models{hint}")
     if pretrained and (small or not timm.models.is_model_pretrained(base)):
