@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
-from .geometry import Geometry, Pair, Shape, channels_last
+from .geometry import Geometry, Shape, channels_last
 from .method import GradInput, Method, partner
 from .quantize import encode
 from .quantize.integer import Quantized
@@ -189,11 +189,16 @@ def stays_float(method: Method, outputs: int, geometry: Geometry) -> bool:
 def product_for_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry) -> Tensor:
     """The transposed convolution, (B, C, H, W), of g_y, (B, O, H', W'), by PyTorch's own kernels."""
     pads = geometry.equal_pads
-    padded = geometry.padded(shape) if pads is None else shape
     if g_y.is_contiguous(memory_format=torch.channels_last):
         w = w.contiguous(memory_format=torch.channels_last)  # else g_y would be copied into w's layout
-    x = g_y.new_empty(1).expand(padded)  # only its shape is used
-    g_x = _convolution_backward(g_y, x, w, geometry, pads or (0, 0), of_input=True)
+    size, (top, left) = (geometry.padded(shape) if pads is None else shape)[2:], pads or (0, 0)
+    # Rows and columns of x that no patch of a strided convolution reaches.
+    (down, right), (down_each, right_each) = geometry.stride, geometry.dilation
+    rest = (
+        size[0] + 2 * top - 1 - (g_y.shape[2] - 1) * down - (w.shape[2] - 1) * down_each,
+        size[1] + 2 * left - 1 - (g_y.shape[3] - 1) * right - (w.shape[3] - 1) * right_each,
+    )
+    g_x = F.conv_transpose2d(g_y, w, None, geometry.stride, (top, left), rest, geometry.groups, geometry.dilation)
     return g_x if pads is not None else geometry.pad_transposed(g_x, *shape[2:])
 
 
@@ -202,12 +207,9 @@ def product_for_weight(g_y: Tensor, x: Tensor, shape: Sequence[int], geometry: G
     pads = geometry.equal_pads
     x = geometry.pad(x) if pads is None else x
     w = g_y.new_empty(1).expand(tuple(shape))  # only its shape is used
-    return _convolution_backward(g_y, x, w, geometry, pads or (0, 0), of_input=False)
-
-
-def _convolution_backward(g_y: Tensor, x: Tensor, w: Tensor, geometry: Geometry, pads: Pair, of_input: bool) -> Tensor:
     grads = torch.ops.aten.convolution_backward(
-        g_y, x, w, None, geometry.stride, pads, geometry.dilation, False, (0, 0), geometry.groups,
-        [of_input, not of_input, False],
+        g_y, x, w, None, geometry.stride, pads or (0, 0), geometry.dilation, False, (0, 0), geometry.groups,
+        [False, True, False],
     )  # fmt: skip
-    return grads[0] if of_input else grads[1]
+    g_w: Tensor = grads[1]
+    return g_w
