@@ -36,6 +36,22 @@ def test_hash_equals_plain_python_integers(key: int, stream: int, start: int) ->
         assert hashes(257, key, stream, start).tolist() == want  # the oracle's vector form, used elsewhere
 
 
+def on_device(key: int) -> draws.DeviceKey:
+    return draws.DeviceKey(torch.tensor(draws.signed(key)))
+
+
+@pytest.mark.parametrize(("key", "stream", "start"), WORDS)
+def test_a_key_on_a_device_draws_the_same(key: int, stream: int, start: int) -> None:
+    """Its two rounds of mixing are on int64, which wraps: with and without the top bit, and derived keys too."""
+    own = on_device(key)
+    assert torch.equal(draws.hash_bits(257, own, stream, CPU, start), draws.hash_bits(257, key, stream, CPU, start))
+    assert torch.equal(draws.noise16(7, own, stream, CPU), draws.noise16(7, key, stream, CPU))
+    more, known = draws.derived(own, 1), draws.derived(key, 1)
+    assert isinstance(more, draws.DeviceKey)
+    assert known == mix(key, 1)
+    assert torch.equal(draws.hash_bits(9, more, stream, CPU), draws.hash_bits(9, known, stream, CPU))
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 4096])
 def test_noise_is_the_halves_of_the_hash(count: int) -> None:
     got = draws.noise16(count, 77, 3, CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -259,10 +260,42 @@ def test_on_the_cpu_no_kernels_are_looked_for() -> None:
     assert autograd.kernels_for(torch.device("cpu")) is None
 
 
-def test_a_device_key_is_read_for_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a layer has a tensor; what the host knows of it, as long as no graph moves it, spares the wait."""
+def test_what_the_host_knows_of_a_device_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a layer has a tensor; as long as no graph moves it, the host knows its value without waiting."""
     monkeypatch.setattr(draws._seed, "graphs", False)
     owner, key, _ = layer()
-    assert owner.host_key() == autograd.host_key(key)
+    assert owner.host_key() == autograd.reference_key(key)
     monkeypatch.setattr(draws._seed, "graphs", True)
     assert owner.host_key() is None
+
+
+BUILDS = {"linear": lambda: nn.Linear(32, 48), "conv2d": lambda: nn.Conv2d(32, 48, 3, padding=1)}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+@pytest.mark.parametrize("name", [n for n in hotrain.presets() if hotrain.preset(n).draws])
+def test_no_reference_reads_its_key(name: str, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot be captured where the host reads a tensor: every draw must come from the key's device."""
+    torch.manual_seed(0)
+    exact = build()
+    x = torch.randn(2, 32, 16, 16)
+    x = x if isinstance(exact, nn.Conv2d) else x.flatten(2).mT.contiguous()
+
+    def gradients() -> list[Tensor]:
+        hotrain.manual_seed(5)
+        model = nn.Sequential(copy.deepcopy(exact))
+        hotrain.convert(model, name, filter_fn=lambda *_: True, plan="memory")
+        inputs = x.clone().requires_grad_()
+        y = model(inputs)
+        y.backward(torch.cos(torch.arange(y.numel()).float()).view(y.shape) + 0.1)
+        return [inputs.grad, *(p.grad for p in model.parameters())]
+
+    want, found = gradients(), []
+    monkeypatch.setattr(autograd, "reference_key", lambda key: found.append(key) or of_device(key))
+    got = gradients()
+    assert found
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def of_device(key: Any) -> draws.DeviceKey:
+    return draws.DeviceKey(torch.tensor(draws.signed(0 if key is None else int(key))))

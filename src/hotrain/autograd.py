@@ -77,11 +77,15 @@ class Origin(Protocol):
 # the layout of x; the layer's amax history, which only the kernels use; what `pack` returned, needed for g_w only.
 
 
-def host_key(key: Key) -> int:
-    """The key as the reference needs it. Reading it from a device synchronizes, so not inside a captured CUDA graph."""
-    if isinstance(key, int):
-        return key
-    return 0 if key is None else int(key) & ((1 << 64) - 1)
+def reference_key(key: Key) -> draws.Key:
+    """The key as the reference takes it; that of a GPU stays there, since reading it would wait for the GPU."""
+    if not isinstance(key, Tensor):
+        return key or 0
+    if key.device.type == "cpu":
+        return int(key) & ((1 << 64) - 1)
+    kernels = kernels_for(key.device)
+    found: draws.Key = draws.DeviceKey(key) if kernels is None else kernels.device_key(key)
+    return found
 
 
 def saved_key(key: Key, config: Config) -> Tensor | None:
@@ -96,7 +100,7 @@ def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory 
     if config.kernels:
         kept: Packed = kernels_for(x.device).keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
-    word = host_key(key)
+    word = reference_key(key)
     wide = x if config.method.saved.bits is None else x.to(backward.wide(x.dtype))
     codes, *scale = config.format(x.shape[-1], x.dtype).keep(project(wide, lay, word), word)
     return codes, scale[0] if scale else None
@@ -142,7 +146,7 @@ def linear_gradients(
         )  # fmt: skip
         return found
     g_x = g_w = g_b = None
-    word = host_key(key)
+    word = reference_key(key)
     if needs[0]:
         assert w is not None
         g_x = backward.grad_input(matrix, w.T if config.transposed else w, method, word, lay)
@@ -179,7 +183,7 @@ def conv2d_gradients(
             g_y, w, packed, method, lay, key, history, needs, image, geometry
         )
         return found[0], None if found[1] is None else found[1].to(w_dtype), found[2]
-    word, g_x, g_w, g_b = host_key(key), None, None, None
+    word, g_x, g_w, g_b = reference_key(key), None, None, None
     if needs[0]:
         assert w is not None
         positions = config.layout((batch, *g_y.shape[2:]))
@@ -493,6 +497,4 @@ def _save(
 def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:
     """What `_save` saved: w, the key, the codes, and x if it has an origin."""
     w, key, codes, scale, *given = ctx.saved_tensors
-    if ctx.call.traced is None and not ctx.call.config.kernels:
-        key = host_key(key)
     return w, key, (codes, scale), None if ctx.remake is None else ctx.remake(given, ctx.shape, ctx.dtype)

@@ -34,7 +34,7 @@ from .transform.importance import drawn
 from .transform.tokens import Layout, project
 
 
-def grad_input(g_y: Tensor, w: Tensor, method: Method, key: int, lay: Layout | None = None) -> Tensor:
+def grad_input(g_y: Tensor, w: Tensor, method: Method, key: draws.Key, lay: Layout | None = None) -> Tensor:
     """g_x = Q(g_y H) Q(Hᵀ w).
 
     Equivalent to ``g_y @ w`` when nothing is quantized.
@@ -59,7 +59,7 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: int, lay: Layout | N
     return published.grad_input(g_y, w, path, key, lay)
 
 
-def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) -> Tensor:
+def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: draws.Key) -> Tensor:
     """g_w = Q(P g_y)ᵀ Q(P x), with Q(P x) as forward saved it.
 
     Of integer codes the product is exact; of fp8 codes exact products are summed in float32.
@@ -81,12 +81,12 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: int) 
         g, kept = _shared(project(g_y.to(wide(g_y.dtype)), lay, key), kept, path, key)
         return _product_of_codes(g, kept, path, key)
     if path.number == "luq":
-        return published.grad_weight(g_y, values(kept, wide(g_y.dtype)), lay, key)
+        return published.grad_weight(g_y, kept, lay, key)
     g, kept = _shared(project(g_y, lay, key), kept, path, key)
     return g.T @ values(kept, g.dtype)
 
 
-def _shared(g: Tensor, kept: Kept, path: GradWeight, key: int) -> tuple[Tensor, Kept]:
+def _shared(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -> tuple[Tensor, Kept]:
     """The rows of g = P g_y, (R, O), and of P x, (R, I), that the product takes, with their weights in g."""
     if path.share == 1.0:
         return g, kept
@@ -103,7 +103,7 @@ def _norms(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=1, dtype=torch.float64)
 
 
-def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: int) -> Tensor:
+def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -> Tensor:
     """Q(g)ᵀ Q(x) of g = P g_y, (R, O), and P x, (R, I), which is quantized here if it is not yet."""
     if not isinstance(kept, Quantized):
         assert path.bits is not None
@@ -118,7 +118,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: int) -> Tens
     return product.to(g.dtype) * (grad.scale * scale)
 
 
-def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
+def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(g_y H): codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
     g = g_y.to(wide(g_y.dtype))
@@ -126,7 +126,7 @@ def rotated_grad(g_y: Tensor, path: GradInput, key: int) -> Quantized:
     return encode(g, path.number, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 
-def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
+def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
     assert path.bits is not None
     w = w.to(wide(w.dtype))
@@ -135,7 +135,7 @@ def rotated_weight(w: Tensor, path: GradInput, key: int) -> Quantized:
     return encode(w, number, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
 
 
-def projected_grad(g: Tensor, path: GradWeight, key: int) -> Quantized:
+def projected_grad(g: Tensor, path: GradWeight, key: draws.Key) -> Quantized:
     """Q(g), with g = P g_y: codes (R, O) with a per-tensor scale."""
     assert path.bits is not None
     return encode(g, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)

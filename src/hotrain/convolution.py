@@ -27,6 +27,7 @@ from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
 from .geometry import Geometry, Shape, channels_last
 from .method import GradInput, Method, partner
+from .products import of_products
 from .quantize import encode
 from .quantize.integer import Quantized
 from .quantize.rounding import wide
@@ -36,7 +37,7 @@ from .transform.tokens import Layout, lift, project
 
 
 def grad_input(
-    g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, method: Method, key: int, lay: Layout
+    g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, method: Method, key: draws.Key, lay: Layout
 ) -> Tensor:
     """g_x of a convolution whose patches overlap: (B, O, H', W') to `shape` = (B, C, H, W), in g_y's dtype.
 
@@ -59,7 +60,9 @@ def grad_input(
     return g_x if scale is None else (g_x * scale).to(g_y.dtype)
 
 
-def _coded_grad_input(g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, path: GradInput, key: int) -> Tensor:
+def _coded_grad_input(
+    g_y: Tensor, w: Tensor, shape: Shape, geometry: Geometry, path: GradInput, key: draws.Key
+) -> Tensor:
     """The transposed convolution of Q(g_y H) with Q(Hᵀ w); H is along each group's channels.
 
     Scales multiply what they are of before the sum: those of tokens g_y's codes, all others the few codes of w.
@@ -105,7 +108,7 @@ def as_kernel(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _float_operands(
-    g_y: Tensor, w: Tensor, path: GradInput, key: int, lay: Layout
+    g_y: Tensor, w: Tensor, path: GradInput, key: draws.Key, lay: Layout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """g_y and w of a product in floating point, as the method changes them, and that product's scale (None: one)."""
     if path.number == "luq":
@@ -124,7 +127,7 @@ def grad_weight(
     geometry: Geometry,
     lay: Layout,
     method: Method,
-    key: int,
+    key: draws.Key,
 ) -> Tensor:
     """g_w of a convolution whose patches overlap, shaped as w.
 
@@ -143,12 +146,12 @@ def grad_weight(
         g_y = published.dropped(g_y, path.drop, key)
     if path.multiplies_codes and not stays_float(method, len(w), geometry):
         return _coded_grad_weight(g_y, kept, w, shape, geometry, lay, method, key)
-    alpha = None
     if path.number == "luq":
-        g_y, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
+        codes, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
+        x, scale = published.factors(kept, codes.dtype, alpha)
+        return product_for_weight(codes, as_image(x, shape), w.shape, geometry).to(scale.dtype) * scale
     x = as_image(lift(values(kept, g_y.dtype), lay, key), shape)
-    g_w = product_for_weight(g_y, x, w.shape, geometry)
-    return g_w if alpha is None else g_w * alpha
+    return product_for_weight(g_y, x, w.shape, geometry)
 
 
 def _coded_grad_weight(
@@ -159,7 +162,7 @@ def _coded_grad_weight(
     geometry: Geometry,
     lay: Layout,
     method: Method,
-    key: int,
+    key: draws.Key,
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
     path, dtype = method.grad_weight, of_products(g_y)
@@ -174,11 +177,6 @@ def _coded_grad_weight(
     g, image = as_image(grad.unpacked().to(dtype), g_y.shape), as_image(codes.unpacked().to(dtype), shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(matrix.dtype) * (grad.scale * codes.scale)
-
-
-def of_products(g_y: Tensor) -> torch.dtype:
-    """The dtype in which codes of g_y are multiplied: integers up to 127 and fp8 codes are exact in bf16."""
-    return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide(g_y.dtype)
 
 
 def stays_float(method: Method, outputs: int, geometry: Geometry) -> bool:

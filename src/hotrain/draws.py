@@ -99,7 +99,7 @@ def signed(word: int) -> int:
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:
-    """The key of the next step, computed on the device: the last round of `mix` on int64, with wrapping products.
+    """The key of the next step, computed on the device: the last round of `mix` on int64.
 
     Args:
         counter: int64 (3,), [salt, step, key]; the salt is ``mix(seed, rank, layer)``. Updated in place.
@@ -110,12 +110,17 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     """
     if moves:
         counter[1:2].add_(1)
-    h = counter[0] + counter[1] + signed(_GOLDEN)
-    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed(_FIRST)
-    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed(_SECOND)
-    key = h ^ ((h >> 31) & ((1 << 33) - 1))
+    key = _last_round(counter[0], counter[1])
     counter[2:].copy_(key)
     return key
+
+
+def _last_round(h: Tensor, word: Tensor | int) -> Tensor:
+    """`_mixed` on int64, with wrapping sums and products and masked shifts."""
+    h = h + word + signed(_GOLDEN)
+    h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed(_FIRST)
+    h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed(_SECOND)
+    return h ^ ((h >> 31) & ((1 << 33) - 1))
 
 
 class Draws:
@@ -300,19 +305,57 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Draws]]:
             yield name, module.__dict__[ATTRIBUTE].draws
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceKey:
+    """A key that stays on its device: the host does not wait for it, and a graph that is replayed draws anew.
+
+    Attributes:
+        word: int64, ().
+        hashes: a kernel, (word, count, stream, start) → the values of `hash_bits`; None: PyTorch's operators.
+        luq: a kernel, (t, alpha, word, stream, dtype) → the codes of `published.luq`; None likewise.
+    """
+
+    word: Tensor
+    hashes: Callable[[Tensor, int, int, int], Tensor] | None = None
+    luq: Callable[[Tensor, Tensor, Tensor, int, torch.dtype], Tensor] | None = None
+
+
+Key = int | DeviceKey
+
+
+def derived(key: Key, word: int) -> Key:
+    """Another key, ``mix(key, word)``."""
+    return mix(key, word) if isinstance(key, int) else replace(key, word=_mixed_on_device(key, word))
+
+
+def _mixed_on_device(key: DeviceKey, word: int) -> Tensor:
+    """``mix(key, word)`` as int64, ()."""
+    return _last_round(_last_round(torch.zeros_like(key.word), key.word), signed(word))
+
+
+def _words(key: Key, stream: int) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """The two 32-bit halves of ``mix(key, stream)``, the lower one first."""
+    if isinstance(key, int):
+        word = mix(key, stream)
+        return _signed32(word), _signed32(word >> 32)
+    found = _mixed_on_device(key, stream)
+    return found.to(torch.int32), (found >> 32).to(torch.int32)
+
+
 def _signed32(word: int) -> int:
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def hash_bits(count: int, key: int, stream: int, device: torch.device, start: int = 0) -> Tensor:
+def hash_bits(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
     """`count` 32-bit hashes as int32: element i depends on (key, stream, start + i) only.
 
     The mixing is a two-round multiply-xorshift on uint32, written on int32 (wrapping products, masked shifts), so
     that Triton repeats it bit for bit.
     """
-    word = mix(key, stream)
-    k0, k1 = _signed32(word), _signed32(word >> 32)
+    if isinstance(key, DeviceKey) and key.hashes is not None:
+        return key.hashes(key.word, count, stream, start)
+    k0, k1 = _words(key, stream)
     h = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
     t = torch.empty_like(h)
     h.add_(k0)
@@ -324,7 +367,7 @@ def hash_bits(count: int, key: int, stream: int, device: torch.device, start: in
     return h.bitwise_xor_(t.bitwise_and_(0xFFFF))
 
 
-def noise16(count: int, key: int, stream: int, device: torch.device, start: int = 0) -> Tensor:
+def noise16(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
     """`count` int16 values, uniform over all 2¹⁶; two neighbours share a hash. `start` must be even."""
     pairs = hash_bits((count + 1) // 2, key, stream, device, start // 2)
     return pairs.view(torch.int16)[:count]

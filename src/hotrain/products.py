@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .private import no_dispatch_modes
+from .quantize.rounding import wide
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _INT32 = (1 << 31) - 1
@@ -74,3 +75,8 @@ def code_matmul(a: Tensor, b: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
 def _single_row(t: Tensor) -> Tensor:
     """A matrix of one row with the strides of a new one: the CPU's `_int_mm` misreads the transpose of a column."""
     return t.reshape(-1).view(t.shape) if t.shape[0] == 1 else t
+
+
+def of_products(g_y: Tensor) -> torch.dtype:
+    """The dtype in which codes of g_y are multiplied as floats: codes of 8 bits and powers of two are exact in bf16."""
+    return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide(g_y.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import draws
 from .method import GradInput
+from .products import of_products
 from .quantize.integer import Quantized, amax, largest_code, quantize
 from .quantize.rounding import wide
 from .transform.tokens import Layout, lift, project
@@ -14,7 +15,7 @@ from .transform.tokens import Layout, lift, project
 LUQ_LEVELS = 8  # powers of two 2⁰..2⁷, a sign and zero: 4 bits
 
 
-def grad_input(g_y: Tensor, w: Tensor, path: GradInput, key: int, lay: Layout | None) -> Tensor:
+def grad_input(g_y: Tensor, w: Tensor, path: GradInput, key: draws.Key, lay: Layout | None) -> Tensor:
     """g_x of LBP-WHT, PᵀP g_y w, and of LUQ; arguments and result as in `hotrain.backward.grad_input`."""
     if path.transform == "lowpass":
         assert lay is not None
@@ -23,27 +24,35 @@ def grad_input(g_y: Tensor, w: Tensor, path: GradInput, key: int, lay: Layout | 
     return ((codes @ weight) * scale).to(g_y.dtype)
 
 
-def grad_weight(g_y: Tensor, x: Tensor, lay: Layout, key: int) -> Tensor:
-    """g_w of LUQ: of (..., O), and the dequantized P x, (`lay.rows`, I), to (O, I), in x's dtype."""
-    codes, alpha = luq(project(g_y.to(x.dtype), lay, key), key, draws.GRAD_WEIGHT)
-    return (codes.T @ x) * alpha
+def grad_weight(g_y: Tensor, kept: Quantized | Tensor, lay: Layout, key: draws.Key) -> Tensor:
+    """g_w of LUQ: of (..., O), and P x, (`lay.rows`, I), to (O, I)."""
+    codes, alpha = luq(project(g_y, lay, key), key, draws.GRAD_WEIGHT)
+    x, scale = factors(kept, codes.dtype, alpha)
+    return (codes.T @ x).to(scale.dtype) * scale
 
 
-def dropped(g_y: Tensor, share: float, key: int) -> Tensor:
+def factors(kept: Quantized | Tensor, dtype: torch.dtype, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """P x, (R, I), as codes that `dtype` holds exactly, where they have one scale, and that scale times alpha, ()."""
+    if isinstance(kept, Quantized) and kept.scale.dim() == 0:
+        return kept.unpacked().to(dtype), alpha * kept.scale
+    return (kept.dequantize(dtype) if isinstance(kept, Quantized) else kept.to(dtype)), alpha
+
+
+def dropped(g_y: Tensor, share: float, key: draws.Key) -> Tensor:
     """g_y with that share of its elements set to zero, drawn independently; not rescaled."""
     noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
     # A product, so that a NaN or infinity stays one where it is dropped.
     return g_y * (noise >= round(share * 2**16) - 2**15).to(g_y.dtype)
 
 
-def luq_operands(g_y: Tensor, w: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
+def luq_operands(g_y: Tensor, w: Tensor, key: draws.Key) -> tuple[Tensor, Tensor, Tensor]:
     """LUQ's codes of g_y and SAWB's of w (O, ...), both floating point, and the scale of their product, ()."""
     codes, alpha = luq(g_y, key, draws.GRAD_INPUT)
     weight = sawb(w.flatten(1))
     return codes, weight.codes.view(w.shape).to(codes.dtype), alpha * weight.scale
 
 
-def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
+def luq(t: Tensor, key: draws.Key, stream: int) -> tuple[Tensor, Tensor]:
     """Logarithmic unbiased quantization to 4 bits: (codes, alpha) with t ≈ alpha × codes.
 
     Below alpha a value becomes alpha with probability |t|/alpha, else 0; above, it becomes one of the two neighbouring
@@ -57,22 +66,30 @@ def luq(t: Tensor, key: int, stream: int) -> tuple[Tensor, Tensor]:
         stream: of the draws.
 
     Returns:
-        Codes, floating point, shaped as t, in {0, ±1, ±2, ..., ±128}, and alpha = max|t|/128, ().
+        Codes in {0, ±1, ±2, ..., ±128}, shaped as t, in `of_products` of t's dtype, and alpha = max|t|/128, ().
     """
+    alpha = amax(t) / 2 ** (LUQ_LEVELS - 1)
+    alpha, dtype = alpha.clamp(min=torch.finfo(alpha.dtype).tiny), of_products(t)
+    if isinstance(key, draws.DeviceKey) and key.luq is not None and t.dtype != torch.float64:
+        return key.luq(t, alpha, key.word, stream, dtype), alpha
+    return luq_codes(t, alpha, key, stream, dtype), alpha
+
+
+def luq_codes(t: Tensor, alpha: Tensor, key: draws.Key, stream: int, dtype: torch.dtype) -> Tensor:
+    """The codes of `luq`, given alpha."""
     t = t.to(wide(t.dtype))
-    alpha = (amax(t) / 2 ** (LUQ_LEVELS - 1)).clamp(min=torch.finfo(t.dtype).tiny)
     y = t.abs() / alpha
     noise = draws.noise16(t.numel(), key, stream, t.device).view(t.shape)
     u = noise.to(t.dtype).add_(0.5 + 2**15).mul_(2.0**-16)  # in (0, 1)
-    floor = torch.exp2(torch.floor(torch.log2(y.clamp(min=1.0))))
+    # The exponent is exact, where a logarithm would be rounded.
+    floor = torch.exp2((torch.frexp(y.clamp(min=1.0)).exponent - 1).to(t.dtype))
     below, above = torch.where(y < 1, 0.0, floor), torch.where(y < 1, 1.0, 2 * floor)
     codes = torch.where(u * (above - below) < y - below, above, below)
-    codes = codes.clamp(max=2.0 ** (LUQ_LEVELS - 1)).copysign(t)
     # A NaN compares false everywhere; alpha carries it, as it carries an infinity.
-    return codes, alpha
+    return codes.clamp(max=2.0 ** (LUQ_LEVELS - 1)).copysign(t).to(dtype)
 
 
-def sawb(t: Tensor, rounding: str = "nearest", key: int | None = None) -> Quantized:
+def sawb(t: Tensor, rounding: str = "nearest", key: draws.Key | None = None) -> Quantized:
     """int4 codes of a matrix with the scale of `sawb_scale`, beyond which they are clamped."""
     return quantize(t, 4, "tensor", rounding, key, draws.SAVED, step=sawb_scale(t))
 

@@ -41,7 +41,7 @@ class Format:
     columns: int
     dtype: torch.dtype
 
-    def keep(self, rows: Tensor, key: int) -> tuple[Tensor, ...]:
+    def keep(self, rows: Tensor, key: draws.Key) -> tuple[Tensor, ...]:
         """Pack a matrix.
 
         Args:

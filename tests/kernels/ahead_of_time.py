@@ -24,6 +24,8 @@ from hotrain.kernels import (
     gated,
     gemm,
     lift,
+    luq,
+    noise,
     norm,
     quantize_kernels,
 )
@@ -113,6 +115,8 @@ def layers(fp8: bool) -> None:
             wide = replace(output, dtype=torch.bfloat16)
             own = quantize_kernels.whole(2048, False)
             quantize_kernels.compress(g_y, own, None, key, wide, history=history)
+    noise.hashes(key, 4096, 1, 0)
+    luq.luq(torch.empty(8, 64, 8, 8, dtype=torch.bfloat16), torch.empty(()), key, 1, torch.bfloat16)
     if not fp8:
         a, b = torch.empty(4096, 64, dtype=torch.int8), torch.empty(64, 4096, dtype=torch.int8)
         for left, right in ((a, a[:96]), (b, b)):  # the second in pieces of its sum
@@ -122,7 +126,7 @@ def layers(fp8: bool) -> None:
 if __name__ == "__main__":
     gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
     gemm.multiprocessors = lambda _: 108
-    for module in (activation, attention, batch_norm, codes, gated, lift, norm, quantize_kernels):
+    for module in (activation, attention, batch_norm, codes, gated, lift, luq, noise, norm, quantize_kernels):
         module.launch = _recorded  # type: ignore[attr-defined]
     for capability in map(int, sys.argv[1:]):
         _launches.clear()

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 import hotrain
-from hotrain import autograd, kernels
+from hotrain import autograd, draws, kernels, published
+from hotrain.kernels import dispatch
 from hotrain.nn.state import layer_states
 
 
@@ -233,3 +234,49 @@ def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for
         assert len(report.kept) == kept
         if kept:
             assert "its patches overlap" in report.kept[0].reason
+
+
+# a pair alone, a length that fills no program, more than one program; a start as blocks of rows have it
+@pytest.mark.parametrize(("count", "start"), [(1, 0), (257, 0), (3000, 0), (17, 1), (1024, 48)])
+def test_hashes_are_those_of_the_definition(count: int, start: int, device: torch.device) -> None:
+    """The draws of layers that no kernel computes come from one, whatever the key's sign."""
+    for word in torch.randint(-(1 << 63), (1 << 63) - 1, (4,)).tolist():
+        key = dispatch.device_key(torch.tensor(word, device=device))
+        assert key.hashes is not None
+        got = draws.hash_bits(count, key, draws.GRAD_INPUT, device, start).cpu()
+        assert torch.equal(got, draws.hash_bits(count, word % (1 << 64), draws.GRAD_INPUT, torch.device("cpu"), start))
+
+
+# rows and an odd number of entries; an image in the order of its memory and not, with an odd number of positions, whose
+# pairs of draws cross channels; more than one program
+@pytest.mark.parametrize(
+    ("shape", "channels_last"),
+    [((5, 7), False), ((64, 96), False), ((2, 16, 3, 5), False), ((2, 16, 3, 5), True), ((3, 24, 4, 4), True)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_luq_is_that_of_the_definition(
+    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """To the bit: quotients are rounded as PyTorch rounds them, and floors are exponents."""
+    t = torch.randn(shape).mul(torch.randn(shape).exp()).to(dtype)
+    t.view(-1)[:3] = torch.tensor([0.0, -0.0, float(t.abs().max())])
+    word = int(torch.randint(-(1 << 63), (1 << 63) - 1, ()))
+    want, alpha = published.luq(t, word % (1 << 64), draws.GRAD_INPUT)
+    given = t.to(device).contiguous(memory_format=torch.channels_last) if channels_last else t.to(device)
+    key = dispatch.device_key(torch.tensor(word, device=device))
+    got, same = published.luq(given, key, draws.GRAD_INPUT)
+    assert same == alpha
+    assert got.stride() == given.stride()
+    assert torch.equal(got.cpu().to(want.dtype), want)
+    assert len(want.unique()) >= 8, "zero and several powers of both signs"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize("at", ["nan", "inf", "-inf"])
+def test_luq_passes_on_what_is_not_finite(at: str, device: torch.device) -> None:
+    """A gradient scaler must see it."""
+    t = torch.randn(16, 16)
+    t[3, 4] = float(at)
+    codes, alpha = published.luq(t.to(device), dispatch.device_key(torch.tensor(5, device=device)), draws.GRAD_INPUT)
+    assert not (codes * alpha).isfinite().any()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from .convolution import conv2d_gradients
 from .dispatch import (
     accumulation,
+    device_key,
     forward,
     grad_codes,
     gradients,
@@ -28,6 +29,7 @@ __all__ = [
     "accumulation",
     "buffers_reason",
     "conv2d_gradients",
+    "device_key",
     "disabled",
     "forward",
     "grad_codes",

@@ -11,7 +11,6 @@ from .. import draws
 from ..convolution import (
     as_image,
     as_kernel,
-    of_products,
     padded_grad,
     padded_weight,
     product_for_input,
@@ -21,6 +20,7 @@ from ..convolution import (
 from ..geometry import Geometry, Shape, channels_last
 from ..layer_record import AmaxHistory
 from ..method import FLOATS, Method, partner
+from ..products import of_products
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import draws
+from .. import draws, published
 from ..layer_record import AmaxHistory
 from ..method import FLOATS, Method, partner
 from ..private import version_of
@@ -483,6 +483,39 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
         return int8_product(a, b[:columns], scale_a, scale_b, dtype)
 
     return or_reference("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), reference)
+
+
+def device_key(word: Tensor) -> draws.DeviceKey:
+    """The key for the reference on a device, int64 (): hashes are made by a kernel where one runs."""
+    if unsupported_device(word.device) is not None:
+        return draws.DeviceKey(word)
+    return draws.DeviceKey(word, _hashes, _luq)
+
+
+def _hashes(word: Tensor, count: int, stream: int, start: int) -> Tensor:
+    def kernel() -> Tensor:
+        from .noise import hashes
+
+        return hashes(word, count, stream, start)
+
+    def reference() -> Tensor:
+        return draws.hash_bits(count, draws.DeviceKey(word), stream, word.device, start)
+
+    found: Tensor = or_reference("hashes", kernel, reference)
+    return found
+
+
+def _luq(t: Tensor, alpha: Tensor, word: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    def kernel() -> Tensor:
+        from .luq import luq
+
+        return luq(t, alpha, word, stream, dtype)
+
+    def reference() -> Tensor:
+        return published.luq_codes(t, alpha, draws.DeviceKey(word, _hashes), stream, dtype)
+
+    found: Tensor = or_reference("luq", kernel, reference)
+    return found
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:

@@ -1,9 +1,15 @@
-"""Triton device functions of the random numbers of `hotrain.draws`, bit for bit; only the key is read from memory."""
+"""Triton functions of the random numbers of `hotrain.draws`, bit for bit; only the key is read from memory."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .launch import aligned, cdiv, is_wide, launch
+
+_HASHES = 1024  # per program
 
 # Elements get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.rounding`.
 STEP16 = tl.constexpr(2.0**-16)
@@ -78,3 +84,22 @@ def round_stochastic(v, noise):
 def round_nearest(v):
     """Halves to even, for |v| below 2²²: adding and subtracting 1.5·2²³ leaves the integer."""
     return (v + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _hash_kernel(key, out, count, start, STREAM: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    k0, k1 = stream_words(tl.load(key), STREAM)
+    first = tl.program_id(0)
+    i = (first.to(tl.int64) if WIDE else first) * BLOCK + tl.arange(0, BLOCK)
+    h = hash_bits((i + start).to(tl.uint32), k0, k1)
+    tl.store(out + i, h.to(tl.int32, bitcast=True), mask=i < count)
+
+
+def hashes(word: Tensor, count: int, stream: int, start: int) -> Tensor:
+    """`draws.hash_bits` with a key on a device."""
+    out = torch.empty(count, dtype=torch.int32, device=word.device)
+    constants = {"STREAM": stream, "BLOCK": _HASHES, "WIDE": is_wide(start + count)}
+    of_numbers = [(n == 1, n % 16 == 0, n >= 1 << 31) for n in (count, start)]  # what Triton specializes
+    case = (stream, *of_numbers, constants["WIDE"], word.device, aligned(word))
+    launch(_hash_kernel, max(1, cdiv(count, _HASHES)), case, (word, out, count, start), constants, num_warps=4)
+    return out

@@ -1,6 +1,6 @@
 """Reference implementations of the kernels in plain PyTorch, for tests and for devices where a kernel does not compile.
 
-They have the signatures of the kernels, and read the key on the host, which synchronizes.
+They have the signatures of the kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import draws
 from ..products import int_matmul
 from ..quantize import encode
 from ..transform import tokens
@@ -19,11 +20,11 @@ from .quantize_kernels import COPY, E4M3, E5M2, INT, NONE, NOTHING, Output, padd
 NUMBERS = {INT: "int", E4M3: "e4m3", E5M2: "e5m2"}
 
 
-def _host(key: Tensor) -> int:
-    return int(key) & ((1 << 64) - 1)
+def _reference_key(key: Tensor) -> draws.Key:
+    return int(key) & ((1 << 64) - 1) if key.device.type == "cpu" else draws.DeviceKey(key)
 
 
-def _codes(t: Tensor, output: Output, axis: str, key: int) -> tuple[Tensor, Tensor]:
+def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
     found = encode(t, NUMBERS[output.number], bits, axis if output.each else "tensor", rounding, key, output.stream)
@@ -40,7 +41,7 @@ def _pad(t: Tensor) -> Tensor:
 
 def kept_rows(lay: Layout, key: Tensor) -> Tensor:
     """`hotrain.kernels.rows.kept_rows`."""
-    return tokens.row_indices(lay, _host(key), key.device).to(torch.uint8)
+    return tokens.row_indices(lay, _reference_key(key), key.device).to(torch.uint8)
 
 
 def compress(
@@ -54,7 +55,7 @@ def compress(
     sums: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`hotrain.kernels.quantize_kernels.compress`."""
-    word, values = _host(key), t.to(torch.float32)
+    word, values = _reference_key(key), t.to(torch.float32)
     rot = rot_scale = proj = proj_scale = None
     if rotated.number != NONE:
         rows = rotate_channels(values) if rotate else values
@@ -72,13 +73,13 @@ def compress(
 def lift(codes: Tensor, side: Tensor, lay: Layout, key: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """`hotrain.kernels.lift.lift`."""
     rows = codes[:columns, : lay.rows].T.to(torch.float32)
-    return tokens.lift(rows * side[0], lay, _host(key)).to(dtype)
+    return tokens.lift(rows * side[0], lay, _reference_key(key)).to(dtype)
 
 
 def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True) -> tuple[Tensor, Tensor]:
     """`hotrain.kernels.quantize_kernels.compress_weight`."""
     values = w.to(torch.float32)
-    codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _host(key))
+    codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _reference_key(key))
     return _pad(codes.T), scale
 
 

@@ -167,7 +167,8 @@ class LayerState:
         return Config(self.running, self.grid, self.transposed, geometry, name=self.name)
 
     def _next_key(self, device: torch.device, config: Config | None) -> Key:
-        """The key of this forward, for its configuration if it follows the method: the reference needs an integer."""
+        """The key of this forward, for its configuration if it follows the method: the reference is given an integer
+        where the host knows it."""
         if device.type != "cuda":
             return self.draws.next()
         if self.draws.counter is None or self.draws.counter.device != device:
@@ -176,7 +177,7 @@ class LayerState:
         if config is None or config.kernels:
             return key
         word = self.draws.host_key()
-        return word if word is not None or not config.draws else autograd.host_key(key)
+        return key if word is None else word
 
     def _traced(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
         """`_eager` under Dynamo.

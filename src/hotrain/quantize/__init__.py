@@ -15,7 +15,7 @@ def encode(
     bits: int,
     scale: str = "tensor",
     rounding: str = "nearest",
-    key: int | None = None,
+    key: draws.Key | None = None,
     stream: int = draws.SAVED,
 ) -> Quantized:
     """Q(t): the codes of a matrix in a number format of a method.

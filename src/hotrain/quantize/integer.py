@@ -106,7 +106,7 @@ def quantize(
     bits: int,
     scale: str = "tensor",
     rounding: str = "nearest",
-    key: int | None = None,
+    key: draws.Key | None = None,
     stream: int = draws.SAVED,
     step: Tensor | None = None,
 ) -> Quantized:

@@ -16,7 +16,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def stochastic(v: Tensor, key: int, stream: int, start: int = 0) -> Tensor:
+def stochastic(v: Tensor, key: draws.Key, stream: int, start: int = 0) -> Tensor:
     """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step. In place.
 
     The noise of an element depends only on (key, stream, start + its index in v). Integers are unchanged.
@@ -39,7 +39,7 @@ def pseudo(v: Tensor) -> Tensor:
     return v.copy_((whole + up).to(v.dtype).copysign(v))
 
 
-def round_(v: Tensor, rounding: str, key: int, stream: int, start: int = 0) -> Tensor:
+def round_(v: Tensor, rounding: str, key: draws.Key, stream: int, start: int = 0) -> Tensor:
     """Round v in place.
 
     Args:

@@ -41,7 +41,7 @@ def probabilities(size: Tensor, count: int) -> Tensor:
     return p * (count / p.sum())
 
 
-def drawn(size: Tensor, share: float, key: int) -> tuple[Tensor, Tensor]:
+def drawn(size: Tensor, share: float, key: draws.Key) -> tuple[Tensor, Tensor]:
     """The rows to multiply and their weights; rows stay in order, and one may be picked twice.
 
     Args:

@@ -85,7 +85,7 @@ class Rows:
         """The natural indices of the rows that every tile keeps, shape (fixed,), int64."""
         return _order_on(self.tile, self.kind, device)[: self.fixed]
 
-    def drawn(self, tiles: int, key: int, device: torch.device) -> Tensor:
+    def drawn(self, tiles: int, key: draws.Key, device: torch.device) -> Tensor:
         """The natural indices of the rows drawn for each tile.
 
         Stratified: m/gcd(m, s) neighbouring tiles take their rows from one random permutation of the m rows in turn,

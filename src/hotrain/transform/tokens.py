@@ -233,7 +233,7 @@ def _square_tiles(grid: Grid, side: int, down: int, square: int) -> tuple[Tensor
     return inside.transpose(1, 2).flatten(), torch.cat((image[:height, width:].flatten(), image[height:].T.flatten()))
 
 
-def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
+def row_indices(lay: Layout, key: draws.Key, device: torch.device) -> Tensor:
     """The natural indices of the kept rows of H: (samples·tiles, rank), int64. Drawn rows come last."""
     fixed = lay.places(device).fixed.repeat(lay.samples, 1)
     if not lay.lines.sampled:
@@ -241,14 +241,14 @@ def row_indices(lay: Layout, key: int, device: torch.device) -> Tensor:
     drawn = torch.empty(lay.samples, lay.tiles, lay.lines.sampled, dtype=torch.int64, device=device)
     square, line = slice(None, lay.square), slice(lay.square, None)
     # Different keys: square tiles and tiles of consecutive tokens must not use the same permutation.
-    for rows, place, own in ((lay.squares, square, draws.mix(key, 1)), (lay.lines, line, key)):
+    for rows, place, own in ((lay.squares, square, draws.derived(key, 1)), (lay.lines, line, key)):
         part = drawn[:, place]
         if part.shape[1]:
             part.copy_(rows.drawn(part.shape[0] * part.shape[1], own, device).view(part.shape))
     return torch.cat((fixed, drawn.flatten(0, 1)), dim=1)
 
 
-def matrices(lay: Layout, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def matrices(lay: Layout, key: draws.Key, dtype: torch.dtype, device: torch.device) -> Tensor:
     """P of every tile, drawn rows scaled: (samples·tiles, rank, tile)."""
     rows = lay.lines
     p = hadamard.matrix(rows.tile, dtype, device)[row_indices(lay, key, device)]
@@ -263,7 +263,7 @@ def _parts(t: Tensor, elements: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, len(t), max(1, size))]
 
 
-def project(t: Tensor, lay: Layout, key: int) -> Tensor:
+def project(t: Tensor, lay: Layout, key: draws.Key) -> Tensor:
     """P t: the kept coefficients along the tokens.
 
     Args:
@@ -295,7 +295,7 @@ def project(t: Tensor, lay: Layout, key: int) -> Tensor:
     return z
 
 
-def lift(z: Tensor, lay: Layout, key: int) -> Tensor:
+def lift(z: Tensor, lay: Layout, key: draws.Key) -> Tensor:
     """Pᵀ z, the transpose of `project`: (`lay.rows`, C) to (samples·tokens, C)."""
     tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
     if tile == 1:
