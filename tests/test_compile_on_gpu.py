@@ -67,6 +67,7 @@ def test_device_keys_are_the_hosts() -> None:
     assert keys == [draws.signed(host.next()) for _ in range(50)]
 
 
+@pytest.mark.filterwarnings("ignore:hotrain. no kernel:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("method", ["hot-unbiased", "hot", "hla", "luq", "hot-importance"])  # no kernels: the last two
 def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
