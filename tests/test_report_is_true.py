@@ -152,3 +152,37 @@ def test_compiled(name: str) -> None:
     assert report.buffers is not None
     assert len(report.buffers.graphs) == 1
     assert report.buffers.graphs[0] == sum(size * count for (_, size), count in alive.items())
+
+
+# kernel, groups, method → what the report says of g_x and of g_w
+PRODUCTS: list[tuple[str, int, int, str, str, str]] = [
+    ("1×1: a Linear layer on positions", 1, 1, "hq8", "H16·int8/token", "H16·int8"),
+    ("3×3: x at its own positions", 3, 1, "hq8", "H16·int8/token", "int8 of x restored from H16"),
+    ("3×3, half of the rows", 3, 1, "hla", "exact", "exact of x restored from P8of16"),
+    ("depthwise: no block for H", 3, 32, "hq8", "exact", "exact of x restored from H16"),
+    ("groups of a block", 3, 2, "hq8", "H16·int8/token", "int8 of x restored from H16"),
+    ("no rotation, so codes in small groups too", 3, 32, "int4", "int4/tensor", "int4"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("_", "kernel", "groups", "method", "g_x", "g_w"), PRODUCTS, ids=[row[0] for row in PRODUCTS])
+def test_what_is_multiplied(_: str, kernel: int, groups: int, method: str, g_x: str, g_w: str, compiled: bool) -> None:
+    """A gradient that is said to be exact is that of PyTorch, one that is said to be of codes is not."""
+    torch._dynamo.reset()
+    exact = nn.Sequential(nn.Conv2d(32, 32, kernel, padding=kernel // 2, groups=groups, bias=False))
+    model = copy.deepcopy(exact)
+    report = hotrain.convert(model, method, filter_fn=lambda *_: True, plan="memory", memory="linear")
+    x = torch.randn(2, 32, 16, 16)
+    grads = []
+    for each in (exact, model):
+        run = torch.compile(each, backend="aot_eager") if compiled and each is model else each
+        own = x.clone().requires_grad_()
+        run(own).square().sum().backward()
+        grads.append(own.grad)
+    (row,) = report.ran()
+    assert (row["g_x"], row["g_w"]) == (g_x, g_w)
+    assert f"g_x {g_x}, g_w {g_w}, " in str(report), "in the summary as well"
+    # The sums of a transposed convolution are ordered as PyTorch's own; codes of 8 bits are off by 1 % of the norm.
+    error = float((grads[0] - grads[1]).norm() / grads[0].norm())
+    assert error < 1e-6 if g_x == "exact" else error > 1e-3

@@ -262,11 +262,12 @@ class Call:
             return conv2d_gradients(*args, shape, w_dtype, needs)
         return linear_gradients(*args, shape[-1], w_dtype, needs)
 
-    def note(self, x: Tensor, packed: Packed, source: str, trained: bool) -> None:
+    def note(self, x: Tensor, packed: Packed, source: str, trained: bool, outputs: int) -> None:
         """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
         if self.layer is not None and self.traced is None:
             self.layer.ran.kept(x, packed, draws.in_backward())
-            self.layer.ran.step(self.config.method, self.config.kernels, source, not trained)
+            config = self.config
+            self.layer.ran.step(config.method, config.kernels, config.product(outputs), source, not trained)
 
 
 def call_of(config: Config, x: Tensor, layer: Draws | None = None) -> Call:
@@ -490,7 +491,7 @@ def _save(
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
     ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
     given = () if origin is None else origin.tensors
-    call.note(x_cast, packed, ctx.source, trained)
+    call.note(x_cast, packed, ctx.source, trained, len(w))
     ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
 
 

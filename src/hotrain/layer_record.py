@@ -41,6 +41,7 @@ class Ran:
     Attributes:
         method: with its number format chosen for the device; None before the first training step.
         kernels: whether Triton kernels ran, else the reference in plain PyTorch.
+        product: of which g_w is (`layer.Config.product`).
         shapes: (dtype, bytes) of each tensor that the layer itself saves of its input, for one call; empty where the
             input is shared, and where the weight is frozen.
         source: the op whose saved activation backward rematerializes the input from
@@ -54,6 +55,7 @@ class Ran:
 
     method: Method | None = None
     kernels: bool = False
+    product: str = "tokens"
     shapes: list[tuple[str, int]] = field(default_factory=list)
     source: str = ""
     frozen: bool = False
@@ -66,9 +68,9 @@ class Ran:
         self.exact_bytes, self.elements, self.recomputed = x.nbytes, x.numel(), in_backward
         self.shapes = [(_name(t.dtype), t.nbytes) for t in tensors if t is not None]
 
-    def step(self, method: Method, kernels: bool, source: str, frozen: bool) -> None:
+    def step(self, method: Method, kernels: bool, product: str, source: str, frozen: bool) -> None:
         """Record how the step is computed: called in forward in eager mode, in backward in compiled code."""
-        self.method, self.kernels, self.frozen = method, kernels, frozen
+        self.method, self.kernels, self.product, self.frozen = method, kernels, product, frozen
         self.source = "" if frozen else source
         self.recomputed = self.recomputed and not (source or frozen)
         if source or frozen or self.recomputed:

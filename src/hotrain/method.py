@@ -212,17 +212,23 @@ class GradWeight:
         return self.tile == 1 and self.bits is None and self.drop == 0.0 and self.share == 1.0
 
     def __str__(self) -> str:
-        parts = []
-        if self.tile > 1:
-            rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
-            parts.append(f"P{rows}of{self.tile}" if self.rank < self.tile else f"H{self.tile}")
-        if self.bits is not None:
-            parts.append(f"int{self.bits}" if self.number == "int" else self.number)
+        parts = [part for part in (self.rows_text, self.number_text) if part]
         if self.drop:
             parts.append(f"drop{self.drop:g}")
         if self.share < 1:
             parts.append(f"share{self.share:g}")
         return "g_w:" + ("·".join(parts) or "exact")
+
+    @property
+    def rows_text(self) -> str:
+        """P in text: ``"P8of16"``, ``"P4+4of16"`` with drawn rows, ``"H16"`` for all rows, empty for none."""
+        rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
+        return "" if self.tile == 1 else f"P{rows}of{self.tile}" if self.rank < self.tile else f"H{self.tile}"
+
+    @property
+    def number_text(self) -> str:
+        """The codes in text, empty for a product in floating point."""
+        return "" if self.bits is None else f"int{self.bits}" if self.number == "int" else self.number
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,11 @@ def _forward_fake(
     return y, *(_keep_fake(x, key, history, config) if keeps else _pair((None, None), x))
 
 
-def _note(ran: Ran, config: Config, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
+def _note(ran: Ran, config: Config, g_y: Tensor, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
     """Record what this backward computes, for the report."""
     if codes is not None and config.method.saved.bits is None and config.method.grad_weight.tile == 1:
         ran.kept(codes, (codes,), False)  # x itself, saved without an op
-    ran.step(config.method, config.kernels, source, not needs[1])
+    ran.step(config.method, config.kernels, config.product(g_y.shape[-1]), source, not needs[1])
 
 
 def _three(needs: Sequence[bool]) -> Needs:
@@ -144,7 +144,7 @@ def _linear_gradients(
     config: str, source: str, w_dtype: torch.dtype, columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     found, (amax, ran) = Config.of(config), _layer_with(history)
-    _note(ran, found, codes, source, needs)
+    _note(ran, found, g_y, codes, source, needs)
     lay = found.layout(g_y.shape[:-1])
     grads = autograd.linear_gradients(
         g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, _three(needs)
@@ -158,7 +158,7 @@ def _conv2d_gradients(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """With g_y and g_x channels-last, (B, H', W', O) and (B, H, W, C)."""
     found, (amax, ran) = Config.of(config), _layer_with(history)
-    _note(ran, found, codes, source, needs)
+    _note(ran, found, g_y, codes, source, needs)
     lay = found.layout_of(tuple(shape))
     g_x, g_w, g_b = autograd.conv2d_gradients(
         g_y.permute(0, 3, 1, 2), w, (codes, scale), key, found, lay, amax, tuple(shape), w_dtype, _three(needs)

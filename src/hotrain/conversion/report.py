@@ -193,7 +193,9 @@ class ConversionReport:
 
     def _summary(self) -> list[str]:
         """One line per group of layers that did the same, once a step has run."""
-        return [f"  {line_of(group)}" for group in self.ran() if group["g_x"] not in (None, "exact")]
+        return [
+            f"  {line_of(group)}" for group in self.ran() if group["g_x"] is not None and group["method"] != "exact"
+        ]
 
 
 def line_of(group: dict[str, Any]) -> str:
@@ -215,7 +217,14 @@ def formats(ran: Ran) -> tuple[str, str, str]:
     g_x = str(method.grad_input).removeprefix("g_x:")
     if method.grad_input.number == "int" and method.grad_input.bits:
         g_x = g_x.replace("/auto", f"/{method.grad_input.scale_axis}")
-    g_w = "none: the weight is frozen" if ran.frozen else str(method.grad_weight).removeprefix("g_w:")
+    g_w = str(method.grad_weight).removeprefix("g_w:")
+    if ran.product == "float":
+        g_x = "exact"
+    if ran.product != "tokens" and method.grad_weight.rows_text:
+        number = "" if ran.product == "float" else method.grad_weight.number_text
+        g_w = f"{number or 'exact'} of x restored from {method.grad_weight.rows_text}"
+    if ran.frozen:
+        g_w = "none: the weight is frozen"
     x = "nothing" if ran.frozen else str(method.saved).removeprefix("saved:")
     if ran.recomputed:
         return g_x, g_w, f"{x}, made in backward"
