@@ -127,6 +127,20 @@ def evmt() -> Study:
     return Study("evmt", "Low-rank g_w without labels and in DeiT (EVMT-HLA)", tuple(cells))
 
 
+def language() -> Study:
+    """An encoder that classifies phrases and a decoder that predicts bytes, by the methods of Table 4."""
+    cells: list[Cell] = []
+    methods = ("exact", DEFAULT, "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4")
+    for seed in (0, 1, 2):
+        for title, recipe in (
+            ("BERT (6 blocks), SST-2", "short_bert_sst2"),
+            ("GPT (6 blocks), text", "short_gpt_text"),
+        ):
+            run = replace(load_recipe(recipe), plan="memory", compile=True, audit=seed == 0)
+            cells += grid("language", title, run, methods, (seed,))
+    return Study("language", "Language: an encoder and a decoder from scratch", tuple(cells))
+
+
 def lora() -> Study:
     """Table 3: HOT on the frozen layers, the adapters, both or neither; a ViT from one CIFAR, adapted to the other."""
     cells: list[Cell] = []
@@ -176,4 +190,4 @@ def costs() -> Study:
 @functools.cache
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
-    return {study.name: study for study in (pretraining(), lora(), evmt(), rank(), fidelity(), costs())}
+    return {study.name: study for study in (pretraining(), lora(), evmt(), rank(), language(), fidelity(), costs())}

@@ -169,6 +169,7 @@ def test_two_studies_do_not_write_one_file(tmp_path: Path) -> None:
         (["study", "pretraining", "--methods", "hot"], "names its own"),
         (["study", "pretraining", "--cells", "VGG"], "no cell of pretraining matches"),
         (["study", "pretraining", "--data", "."], "`hotrain prepare cifar10 --out .` downloads it"),
+        (["study", "language", "--data", "."], "`hotrain prepare sst2 --texts FOLDER --out .` makes it of texts"),
     ],
 )
 def test_bad_input(words: list[str], message: str, tmp_path: Path) -> None:
@@ -185,6 +186,49 @@ def test_prepare_writes_what_a_study_reads(tmp_path: Path) -> None:
     found = load_data(located(TrainRun(data="figures"), tmp_path).data)
     assert isinstance(found, ArrayData)
     assert (found.train_size, len(found.classes)) == (1437, 10)
+
+
+TEXTS = {
+    "sst2": ("short_bert_sst2", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}),
+    "text": ("short_gpt_text", {"n_embd": 32, "n_layer": 1, "n_head": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_prepared_and_a_study_trains_on_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test sizes are in sequences: 4 phrases, and 2 windows of 256 bytes in the last tenth of 6,000."""
+    monkeypatch.setattr(study.subprocess, "Popen", InThisProcess)
+    for folder in ("sst2", "lm"):
+        (tmp_path / folder).mkdir()
+    for file, count in (("train", 40), ("dev", 4)):
+        lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film\t{i % 2}" for i in range(count))]
+        (tmp_path / "sst2" / f"{file}.tsv").write_text("\n".join(lines))
+    (tmp_path / "lm" / "a.txt").write_bytes(b"abcdef" * 1000)
+    assert "--texts FOLDER (or a .tar.gz) must say" in " ".join(invoke("prepare", name).stderr.split())
+    assert "digits needs none" in invoke("prepare", "digits", "--texts", tmp_path).stderr
+    done = invoke("prepare", name, "--texts", tmp_path, "--out", tmp_path / "data", "--json")
+    count = json.loads(done.stdout)["train_texts"]
+    assert count == {"sst2": 40, "text": 21}[name]
+
+    recipe, sizes = TEXTS[name]
+    words = ["study", recipe, "--methods", "exact,hq8", "--seeds", "0", "--data", tmp_path / "data", "--device", "cpu"]
+    sets = [f"model_args={json.dumps(sizes)}", "batch_size=8", "steps=3", "amp=none", "plan=memory"]
+    done = invoke(
+        *words, *(w for s in sets for w in ("--set", s)), "--records", tmp_path / "r.jsonl", "--work", tmp_path
+    )
+    assert done.exit_code == 0, f"{done.stderr}\n{done.exception!r}"
+    rows = read_rows([tmp_path / "r.jsonl"])
+    assert [(row["method"], row["status"], row["updates"]) for row in rows] == [
+        ("exact", "finished", 3),
+        ("hq8", "finished", 3),
+    ]
+    assert {(row["train_images"], row["test_images"]) for row in rows} == {(count, {"sst2": 4, "text": 2}[name])}
+    assert rows[1]["saved_bytes"] < rows[0]["saved_bytes"]
+    converted = sum(group["layers"] for group in rows[1]["layers"] if group["method"] == "hq8")
+    assert converted == {"sst2": 7, "text": 4}[name], "every layer of the block, and BERT's pooler"
+    assert ("Bits per byte" in done.stdout) == (name == "text")
 
 
 CELLS = grid("s", "g", TrainRun(data="cifar10"), ("exact", "hot:rank=4@memory"), (0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import hotrain_recipes.studies as known
@@ -54,6 +55,29 @@ def test_the_cells_of_the_issue_are_there_in_their_order() -> None:
             if cell.kind == "train":
                 same = [c for c in study.cells if (c.group, c.kind) == (cell.group, "train")]
                 assert len({(c.run.epochs, c.run.lr, c.run.batch_size, c.run.model) for c in same}) == 1
+
+
+def test_bits_per_byte_are_of_text_models_alone_and_worse_is_above_zero() -> None:
+    """A loss of log 2 is one bit; a row without a loss, as of a run that diverged, is still shown."""
+    study = STUDIES["language"]
+    chosen = [cell for cell in study.cells if cell.run.seed == 0 and cell.method in ("exact", "hot", "hla")]
+    made = []
+    for cell in chosen:
+        loss = {"exact": 1.0, "hot": 1.25}.get(cell.method, 0.0) * math.log(2)
+        made.append(row(cell, 50.0, history=[{"epoch": 1, "accuracy": 50.0, "test_loss": loss}]))
+        if cell.method == "hla":
+            made[-1] = row(cell, None, history=[], status="diverged")
+    accuracy, bits = tables(study, made)
+    assert (accuracy.headers[1:], bits.headers[1:]) == (
+        ["BERT (6 blocks), SST-2", "GPT (6 blocks), text"],
+        ["GPT (6 blocks), text"],
+    )
+    shown = {line[0]: line[1] for line in bits.rows}
+    assert shown["`exact`"].startswith("1.000")
+    assert shown["`hot`"].startswith("1.250 (+0.250)")
+    assert shown["`hla`"].startswith("1 diverged")
+    assert shown["`luq`"] == "not run"
+    assert "above zero is worse" in bits.note
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,8 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
 
 def _test_images(run: TrainRun) -> int:
     from hotrain.train import load_data
-    from hotrain.train.data import FolderData
 
-    data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
-    return len(data.test) if isinstance(data, FolderData) else len(data.y_test)
+    return load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt).test_size
 
 
 def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:

@@ -113,7 +113,7 @@ def _train(run: Any, folder: Path) -> dict[str, Any]:
 
     def seen(setup: Any) -> None:
         images["train_images"] = setup.data.train_size
-        images["test_images"] = sum(len(labels) for _, labels in setup.feed.test_batches())
+        images["test_images"] = sum(len(x) for x, _ in setup.feed.test_batches())
 
     kept = sorted((folder / RUNS).glob("*/checkpoint.pt"), key=lambda path: path.stat().st_mtime)
     try:

@@ -104,7 +104,10 @@ def _planned(run: TrainRun, resume: Path | None) -> str:
 
 
 def _built(setup: Setup) -> str:
-    data = f"{setup.data.train_size:,} images, {len(setup.data.classes)} classes, on {setup.device}"
+    from hotrain.train.tokens import TokenData
+
+    what = "texts" if isinstance(setup.data, TokenData) else "images"
+    data = f"{setup.data.train_size:,} {what}, {len(setup.data.classes)} classes, on {setup.device}"
     what = "no layer converted" if setup.report is None else str(setup.report).splitlines()[0].removeprefix("hotrain: ")
     return f"{setup.run.name}: {data}; {what}"
 

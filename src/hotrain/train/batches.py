@@ -20,8 +20,10 @@ from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, FolderData, open_image
 from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
+from hotrain.train.tokens import TokenData
 
-Batch = tuple[Tensor, Tensor]  # images float32 (B, C, H, W), or two views (2B, C, H, W); labels int64 (B,)
+# Images float32 (B, C, H, W), two views (2B, C, H, W), or token ids (B, L); labels int64 (B,), or next tokens (B·L,).
+Batch = tuple[Tensor, Tensor]
 
 
 class Feed:
@@ -42,7 +44,7 @@ class Feed:
     def __init__(
         self,
         run: TrainRun,
-        data: ArrayData | FolderData,
+        data: ArrayData | FolderData | TokenData,
         *,
         image_size: int,
         mean: Sequence[float] | None = None,
@@ -64,8 +66,12 @@ class Feed:
             )
         # Images of one update over all processes; a share smaller than a batch is one smaller batch.
         self.images_per_update = min(run.batch_size, share) * run.accumulation * world
-        kind = _Arrays if isinstance(data, ArrayData) else _Folder
-        self._images: _Arrays | _Folder = kind(run, data, image_size, mean, std, self.device)  # type: ignore[arg-type]
+        self._images: _Arrays | _Folder | _Tokens
+        if isinstance(data, TokenData):
+            self._images = _Tokens(data, self.device)
+        else:
+            kind = _Arrays if isinstance(data, ArrayData) else _Folder
+            self._images = kind(run, data, image_size, mean, std, self.device)  # type: ignore[arg-type]
 
     @property
     def skipped(self) -> int:
@@ -110,8 +116,7 @@ class Feed:
 
     def test_batches(self) -> Iterator[Batch]:
         """This process's part of the test images, without augmentation; all parts together are every image once."""
-        size = len(self.data.y_test if isinstance(self.data, ArrayData) else self.data.test)
-        indices = torch.arange(size)[self.rank :: self.world]
+        indices = torch.arange(self.data.test_size)[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)))
 
     def train_batches(self) -> Iterator[Batch]:
@@ -181,6 +186,25 @@ class _Arrays:
         if x.shape[-2:] != (self.image_size, self.image_size):
             x = F.interpolate(x, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
         return x
+
+
+class _Tokens:
+    """Sequences of a :class:`TokenData` on the device, as they are."""
+
+    skipped = 0
+
+    def __init__(self, data: TokenData, device: torch.device) -> None:
+        self.train = data.x_train.to(device), data.y_train.to(device)
+        self.test = data.x_test.to(device), data.y_test.to(device)
+
+    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
+        return self.testing(chosen, train=True)
+
+    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
+        x, y = self.train if train else self.test
+        for indices in chosen:
+            indices = to_device(indices, x.device)
+            yield x[indices], y[indices].flatten()
 
 
 def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Data sets by name or path, checked when they are loaded.
 
-:func:`load_data` returns one of two kinds. :class:`ArrayData` holds small images as uint8 arrays; they are kept on the
-device and augmented there. :class:`FolderData` lists image files; worker processes decode them.
+:func:`load_data` returns one of three kinds. :class:`ArrayData` holds small images as uint8 arrays; they are kept on
+the device and augmented there. :class:`FolderData` lists image files; worker processes decode them. Texts are
+:class:`hotrain.train.tokens.TokenData`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from hotrain.train.torchvision_shim import ensure_torchvision
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from hotrain.train.tokens import TokenData
 
 NAMES = ("cifar10", "cifar100", "digits")
 CHECKED_FILES = 20_000  # about ten seconds of decoding at Tiny ImageNet's size
@@ -82,6 +85,11 @@ class ArrayData:
         """Number of training images."""
         return len(self.x_train)
 
+    @property
+    def test_size(self) -> int:
+        """Number of test images."""
+        return len(self.x_test)
+
 
 @dataclass(frozen=True)
 class FolderData:
@@ -107,14 +115,20 @@ class FolderData:
         """Number of training images."""
         return len(self.train)
 
+    @property
+    def test_size(self) -> int:
+        """Number of test images."""
+        return len(self.test)
 
-def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> ArrayData | FolderData:
+
+def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> ArrayData | FolderData | TokenData:
     """Read a data set.
 
     Args:
         name: ``cifar10`` or ``cifar100`` (through torchvision, downloaded into ``data_dir`` when absent),
             ``digits`` (scikit-learn's 1,797 real 8×8 images, offline), a folder with ``train/`` and ``val/`` or
-            ``test/``, each with one folder per class, or an ``.npz`` file with ``x_train, y_train, x_test, y_test``.
+            ``test/``, each with one folder per class, or an ``.npz`` file with ``x_train, y_train, x_test, y_test``,
+            or with tokens (`hotrain.train.tokens`).
         corrupt: ``refuse`` or ``skip`` image files that cannot be decoded. Folders of up to ``CHECKED_FILES`` files
             are decoded once before the run; in larger ones a bad file shows when its batch is read.
 
@@ -128,9 +142,11 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
     if name in ("cifar10", "cifar100"):
         return _cifar(name, data_dir)
     if path.suffix == ".npz":
-        return load_npz(path)
+        from hotrain.train.tokens import load_tokens
+
+        return load_tokens(path) if "vocabulary" in names_in(path) else load_npz(path)
     if path.suffix == ".tsv":
-        raise ValueError(f"data: {name} is text, a run trains on images; read it with hotrain.train.text.load_tsv")
+        raise ValueError(f"data: {name} is text: `hotrain prepare sst2` makes tokens of it, which a run trains on")
     if path.is_dir():
         return load_folder(path, corrupt=corrupt)
     near = difflib.get_close_matches(name, NAMES, n=1)
@@ -203,19 +219,7 @@ def load_npz(path: Path) -> ArrayData:
         ValueError: a missing or unreadable file, a missing array, one that is not as described, or arrays larger than
             this machine's memory.
     """
-    if not path.is_file():
-        raise ValueError(f"data: no file {str(path)!r}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            missing = [k for k in _ARRAYS if k not in members]
-            if missing:
-                raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(members)})")
-            _check_size(path, [members[k] for k in (*_ARRAYS, "classes") if k in members])
-            arrays = {k: _read_array(archive, members[k], path) for k in (*_ARRAYS, "classes") if k in members}
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError) as error:
-        # RuntimeError is zipfile's for entries that are encrypted, or packed by a method that it does not have.
-        raise ValueError(f"data: {path} cannot be read as .npz ({error}); write it with numpy.savez") from error
+    arrays = read_arrays(path, _ARRAYS, ("classes",))
     for key in ("x_train", "x_test"):
         if arrays[key].dtype != np.uint8:
             raise ValueError(f"{key} in {path}: got {arrays[key].dtype}, accepted is uint8 images")
@@ -234,6 +238,40 @@ def load_npz(path: Path) -> ArrayData:
     data = _from_numpy((x_train, y_train, x_test, y_test), classes)
     _warn_of_empty_classes(data.y_train, data.classes, str(path))
     return data
+
+
+# What zipfile raises for damaged files; RuntimeError for entries that are encrypted, or packed as it cannot unpack.
+_DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of the arrays of an ``.npz`` file; of one that cannot be read, none: its reader says why."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except _DAMAGED:
+        return []
+
+
+def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The arrays of an ``.npz`` file; others in it are not read.
+
+    Raises:
+        ValueError: a missing or unreadable file, a missing array, or arrays larger than this machine's memory.
+    """
+    if not path.is_file():
+        raise ValueError(f"data: no file {str(path)!r}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            missing = [k for k in required if k not in members]
+            if missing:
+                raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(members)})")
+            wanted = {k: members[k] for k in (*required, *optional) if k in members}
+            _check_size(path, list(wanted.values()))
+            return {name: _read_array(archive, member, path) for name, member in wanted.items()}
+    except _DAMAGED as error:
+        raise ValueError(f"data: {path} cannot be read as .npz ({error}); write it with numpy.savez") from error
 
 
 _MAX_RATIO = 20  # above any compression ratio of images; some machines report less memory than they have

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hotrain._version import require
+from hotrain.train import language
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -86,12 +87,13 @@ def create_model(
     pretrained: bool = False,
     args: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Build a model of ``SMALL`` or of timm.
+    """Build a model of ``SMALL``, of timm, or for texts (`hotrain.train.language`).
 
     Args:
-        name: a key of ``SMALL`` or a timm model name (with or without a tag of pretrained weights).
-        classes, channels: number of outputs, and channels of the input.
-        image_size: side of the input in pixels; given to architectures that need it (ViT, DeiT, Swin).
+        name: a key of ``SMALL`` or a timm model name (with or without a tag of pretrained weights), or for texts.
+        classes, channels: number of outputs, and channels of the input; of texts the number of token ids.
+        image_size: side of the input in pixels; given to architectures that need it (ViT, DeiT, Swin). Of texts the
+            number of tokens.
         pretrained: load timm's published weights, from the local cache or the hub.
         args: further keyword arguments of ``timm.create_model``.
 
@@ -100,6 +102,8 @@ def create_model(
             does not have.
         RuntimeError: pretrained weights that are neither cached nor can be downloaded.
     """
+    if name in language.MODELS:
+        return language.create(name, classes=classes, vocabulary=channels, length=image_size, args=args)
     ensure_torchvision()
     require("timm", "1.0.20", "vision")
     import timm

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.conversion import converted_layers
-from hotrain.train import checkpoint, contrastive, trackers
+from hotrain.train import checkpoint, contrastive, language, trackers
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
 from hotrain.train.models import add_lora, create_model, default_image_size, normalization, resolve_device
 from hotrain.train.rng import seed_all
 from hotrain.train.run import TrainRun
+from hotrain.train.tokens import TokenData
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Setup:
 
     run: TrainRun
     device: torch.device
-    data: ArrayData | FolderData
+    data: ArrayData | FolderData | TokenData
     feed: Feed
     model: nn.Module
     report: Any = None
@@ -47,7 +48,7 @@ class Setup:
         return autocast(self.run, self.device)
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """Return the run's first training batch on its device: images (B, C, H, W), labels (B,)."""
+        """Return the run's first training batch on its device: images (B, C, H, W) or tokens (B, L), and labels."""
         return self.feed.example()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -154,6 +155,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
+    _check_text(run, data)
     size = run.image_size or default_image_size(run.model, data.image_size)
     labelled = run.task == "classification"
     if not labelled and not isinstance(data, ArrayData):
@@ -181,6 +183,22 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     # The weights of every process come from one seed; what is drawn while training differs between processes.
     seed_all(run.seed + processes.rank)
     return Setup(run, processes.device, data, feed, model, report)
+
+
+def _check_text(run: TrainRun, data: ArrayData | FolderData | TokenData) -> None:
+    """Refuse a model of texts with images, one of images with texts, and what changes images alone."""
+    is_text = isinstance(data, TokenData)
+    if is_text != (run.model in language.MODELS):
+        own, other = ("texts", "images") if is_text else ("images", "texts")
+        wanted = f"; accepted are {' and '.join(language.MODELS)}" if is_text else ""
+        raise ValueError(f"model: {run.model!r} takes {other}, the data {run.data!r} are {own}{wanted}")
+    if isinstance(data, TokenData):
+        if data.is_text_model != (run.model in language.DECODERS):
+            wants = "texts without labels" if run.model in language.DECODERS else "labels"
+            raise ValueError(f"model: {run.model!r} needs {wants}, the data {run.data!r} are others")
+        for name in ("image_size", "mixup", "cutmix", "random_erase", "lora", "init", "pretrained"):
+            if getattr(run, name):
+                raise ValueError(f"{name}: it is not for texts; leave it out")
 
 
 def training_batches(setup: Setup, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotrain.train import checkpoint, record
+from hotrain.train import checkpoint, record, tokens
 from hotrain.train.run import TrainRun, parse_method, replace
 
 CONTROL = "exact"
@@ -164,11 +164,12 @@ def located(run: TrainRun, folder: Path | None) -> TrainRun:
     for path in (folder / f"{run.data}.npz", folder / run.data):
         if path.exists():
             return replace(run, data=str(path))
-    how = f"hotrain prepare {run.data} --out {folder}" if run.data in ("cifar10", "cifar100") else None
-    raise ValueError(
-        f"--data: {folder} has neither {run.data}.npz nor a folder {run.data}"
-        + (f"; `{how}` downloads it" if how else "; docs/cli.md says what it holds")
-    )
+    how = "docs/cli.md says what it holds"
+    if run.data in ("cifar10", "cifar100"):
+        how = f"`hotrain prepare {run.data} --out {folder}` downloads it"
+    elif run.data in tokens.SETS:
+        how = f"`hotrain prepare {run.data} --texts FOLDER --out {folder}` makes it of texts"
+    raise ValueError(f"--data: {folder} has neither {run.data}.npz nor a folder {run.data}; {how}")
 
 
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hotrain.train import language
 from hotrain.train.study import CONTROL, DIVERGED, FAILED, FINISHED, Cell, Line, Study, lines, mean_text
 
 NOT_RUN = "not run"
@@ -52,49 +53,64 @@ def ran_on(study: Study, rows: Iterable[Row]) -> list[str]:
 
 
 def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
-    """A line for each method, a column for each model and data set; k-NN beside the probe where nothing has labels."""
+    """A line for each method, a column for each model and data set.
+
+    In further tables k-NN beside the probe where nothing has labels, and of text models bits per byte.
+    """
     note = (
-        "Percent of the test images, mean ± deviation over seeds; in brackets the gap to exact with the same seeds, in "
-        "points, mean ± standard error."
+        "Percent of the test images or texts (of a text model: of the next bytes), mean ± deviation over seeds; in "
+        "brackets the gap to exact with the same seeds, in points, mean ± standard error."
     )
     probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task != "classification"))
-    near: list[Row] = [{**row, "accuracy": row["history"][-1]["knn"]} for row in rows if _has_neighbours(row)]
     shown = [_matrix("Accuracy", study, rows, note)]
     if probed.cells:
         shown.append(
             _matrix(
                 "Accuracy by 20 nearest neighbours",
                 probed,
-                near,
+                _ended_with(rows, "knn"),
                 "Above: of a linear probe, where there are no labels.",
             )
         )
+    modelled = replace(study, cells=tuple(cell for cell in study.cells if cell.run.model in language.DECODERS))
+    if modelled.cells:
+        note = (
+            "Lower is better: a gap above zero is worse than exact. Cross-entropy of the test's bytes over log 2, each "
+            "window by itself, so that its first bytes have little before them."
+        )
+        bits = _ended_with(rows, "test_loss", 1 / math.log(2))
+        shown.append(_matrix("Bits per byte", modelled, bits, note, digits=3))
     return shown
 
 
-def _has_neighbours(row: Row) -> bool:
-    return row["status"] == FINISHED and bool(row.get("history")) and "knn" in row["history"][-1]
+def _ended_with(rows: Iterable[Row], figure: str, scale: float = 1.0) -> list[Row]:
+    """The rows with another figure of their last evaluation, times ``scale``, in the place of the accuracy."""
+    out: list[Row] = []
+    for row in rows:
+        value = row["history"][-1].get(figure) if row.get("history") else None
+        out.append({**row, "accuracy": None if value is None else value * scale})
+    return out
 
 
-def _matrix(title: str, study: Study, rows: list[Row], note: str) -> Table:
+def _matrix(title: str, study: Study, rows: list[Row], note: str, digits: int = 2) -> Table:
     found = lines(study, rows)
     groups = list(dict.fromkeys(line.group for line in found))
     by = {(line.group, line.method): line for line in found}
     body = [
-        [f"`{method}`", *(_cell(by.get((group, method))) for group in groups)]
+        [f"`{method}`", *(_cell(by.get((group, method)), digits) for group in groups)]
         for method in dict.fromkeys(line.method for line in found)
     ]
     return Table(title, ["method", *groups], body, note)
 
 
-def _cell(line: Line | None) -> str:
+def _cell(line: Line | None, digits: int) -> str:
     if line is None:
         return ""
     if not line.rows:
         return NOT_RUN
-    text = mean_text(line.accuracies) if line.accuracies else ""
+    text = mean_text(line.accuracies, digits=digits) if line.accuracies else ""
     if line.gaps:
-        text += f" ({mean_text(line.gaps, error=True, sign='+')})"
+        text += f" ({mean_text(line.gaps, error=True, sign='+', digits=digits)})"
     ended = [f"{line.count(status)} {status}" for status in (DIVERGED, FAILED) if line.count(status)]
     if len(line.rows) < line.planned:
         ended.append(f"{len(line.rows)} of {line.planned} runs")

@@ -1,0 +1,173 @@
+"""Texts in memory as token ids: for a classification, or for language modelling; and the data sets that studies use."""
+
+from __future__ import annotations
+
+import tarfile
+import tempfile
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrain.train.data import check_labels, read_arrays
+from hotrain.train.text import CLASSIFY, PADDING, load_tsv
+
+UNKNOWN = 2
+SETS = ("sst2", "text")
+"""Data sets that `prepare` writes."""
+_ARRAYS = ("x_train", "x_test", "vocabulary")
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Token sequences in memory, all of one length.
+
+    Args:
+        x_train, x_test: int64, (N, L), in [0, vocabulary); `hotrain.train.text.PADDING` fills short texts up.
+        y_train, y_test: int64, labels (N,), or of language modelling the next token of each, (N, L).
+        classes: names in label order; of language modelling the ids.
+        vocabulary: number of ids.
+
+    Raises:
+        ValueError: shapes, ids or labels that do not fit, naming the array.
+    """
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: tuple[str, ...]
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        for split in ("train", "test"):
+            x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
+            if x.ndim != 2 or not x.numel():
+                raise ValueError(f"x_{split}: got shape {tuple(x.shape)}, accepted are sequences of tokens (N, L)")
+            if x.shape[1] != self.image_size:
+                raise ValueError(
+                    f"x_{split}: sequences of {x.shape[1]} tokens, those of x_train have {self.image_size}"
+                )
+            if y.shape not in ((len(x),), x.shape):
+                raise ValueError(f"y_{split}: got shape {tuple(y.shape)} for x_{split} of {tuple(x.shape)}")
+            check_labels(x.flatten(), self.vocabulary, f"tokens of x_{split}")
+            check_labels(y.flatten(), len(self.classes), f"y_{split}")
+
+    @property
+    def is_text_model(self) -> bool:
+        """Whether each position predicts the next token."""
+        return self.y_train.ndim == 2
+
+    @property
+    def channels(self) -> int:
+        """Number of ids."""
+        return self.vocabulary
+
+    @property
+    def image_size(self) -> int:
+        """Tokens of a sequence."""
+        return self.x_train.shape[1]
+
+    @property
+    def train_size(self) -> int:
+        """Number of training sequences."""
+        return len(self.x_train)
+
+    @property
+    def test_size(self) -> int:
+        """Number of test sequences."""
+        return len(self.x_test)
+
+
+def load_tokens(path: Path) -> TokenData:
+    """Read an ``.npz`` file of `prepare`.
+
+    Its arrays are x_train and x_test, ids (N, L), and vocabulary, (); for a classification also y_train, y_test, (N,),
+    and classes, (C,). Without labels each position predicts the next: of L ids the last is only predicted.
+
+    Raises:
+        ValueError: a missing array, or one that is not as described.
+    """
+    arrays = read_arrays(path, _ARRAYS, ("y_train", "y_test", "classes"))
+    for name, array in arrays.items():
+        if name != "classes" and array.dtype.kind not in "iu":
+            raise ValueError(f"{name} in {path}: got {array.dtype}, accepted are integers")
+    if arrays["vocabulary"].ndim:
+        raise ValueError(f"vocabulary in {path}: got shape {arrays['vocabulary'].shape}, accepted is one number")
+    vocabulary = int(arrays["vocabulary"])
+    x, test = (torch.from_numpy(arrays[name].astype(np.int64)) for name in ("x_train", "x_test"))
+    if "y_train" not in arrays:
+        if x.ndim != 2 or test.ndim != 2:
+            raise ValueError(f"data: {path}: got shapes {tuple(x.shape)} and {tuple(test.shape)}, accepted is (N, L)")
+        ids = tuple(map(str, range(vocabulary)))
+        return TokenData(x[:, :-1], x[:, 1:], test[:, :-1], test[:, 1:], ids, vocabulary)
+    missing = [name for name in ("y_test", "classes") if name not in arrays]
+    if missing:
+        raise ValueError(f"data: {path} has no {', '.join(missing)}, which belong to y_train")
+    y, y_test = (torch.from_numpy(arrays[name].astype(np.int64)) for name in ("y_train", "y_test"))
+    return TokenData(x, y, test, y_test, tuple(map(str, arrays["classes"])), vocabulary)
+
+
+def prepare(name: str, texts: Path) -> dict[str, np.ndarray]:
+    """The arrays of one of `SETS`, as `load_tokens` reads them, from a folder of texts or a tar archive of one.
+
+    ``sst2``: GLUE's ``sst2/train.tsv`` and ``dev.tsv``, 64 words of a phrase, of those that occur twice. ``text``: all
+    bytes of ``lm/*.txt`` in windows of 256, of each file the last tenth for the test.
+
+    Raises:
+        ValueError: no such folder or archive, or a missing or empty file in it.
+    """
+    if texts.is_dir():
+        return _phrases(texts / "sst2") if name == "sst2" else _windows(texts / "lm")
+    try:
+        with tempfile.TemporaryDirectory() as folder, tarfile.open(texts) as archive:
+            archive.extractall(folder, filter="data")
+            return prepare(name, Path(folder))
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise ValueError(f"data: {texts} is neither a folder nor a tar archive that can be read ({error})") from error
+
+
+def _phrases(folder: Path, length: int = 64) -> dict[str, np.ndarray]:
+    counts: Counter[str] = Counter()
+
+    def count(text: str, _: str | None) -> list[int]:
+        counts.update(text.split())
+        return [PADDING]
+
+    load_tsv(folder / "train.tsv", tokenizer=count)
+    known = [word for word, times in counts.most_common() if times > 1]
+    ids = {word: number for number, word in enumerate(known, start=UNKNOWN + 1)}
+
+    def words(text: str, _: str | None) -> list[int]:
+        return [CLASSIFY, *(ids.get(word, UNKNOWN) for word in text.split())]
+
+    train = load_tsv(folder / "train.tsv", tokenizer=words, length=length)
+    test = load_tsv(folder / "dev.tsv", tokenizer=words, length=length, classes=train.classes)
+    x = [torch.nn.functional.pad(t.ids, (0, length - t.ids.shape[1]), value=PADDING) for t in (train, test)]
+    return {
+        "x_train": x[0].numpy().astype(np.uint16),
+        "y_train": train.labels.numpy(),
+        "x_test": x[1].numpy().astype(np.uint16),
+        "y_test": test.labels.numpy(),
+        "classes": np.array(train.classes),
+        "vocabulary": np.array(len(ids) + UNKNOWN + 1),
+    }
+
+
+def _windows(folder: Path, length: int = 256) -> dict[str, np.ndarray]:
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"data: {folder} has no .txt file")
+    parts: dict[str, list[np.ndarray]] = {"x_train": [], "x_test": []}
+    for file in files:
+        text = np.frombuffer(file.read_bytes(), dtype=np.uint8)
+        cut = len(text) - len(text) // 10
+        for name, part in (("x_train", text[:cut]), ("x_test", text[cut:])):
+            if len(part) <= length:
+                raise ValueError(f"data: {file} has {len(text)} bytes, accepted are at least {10 * (length + 1)}")
+            parts[name].append(np.lib.stride_tricks.sliding_window_view(part, length + 1)[::length])
+    return {**{name: np.concatenate(found) for name, found in parts.items()}, "vocabulary": np.array(256)}
