@@ -113,9 +113,9 @@ def two_views(task: str, data: str) -> TrainRun:
     )
 
 
-@recipe("short_{model}_{data}", "studies, texts", model=("bert",), data=("sst2",))
-def encoder(model: str, data: str) -> TrainRun:
-    """A {model} of 6 blocks, width 256, from scratch on the phrases of {data}, 5 epochs.
+@recipe("short_bert_sst2", "studies, texts")
+def encoder() -> TrainRun:
+    """A BERT of 6 blocks, width 256, from scratch on the phrases of SST-2, 5 epochs.
 
     Command: ``hotrain train short_bert_sst2 --data sst2.npz``
 
@@ -125,7 +125,7 @@ def encoder(model: str, data: str) -> TrainRun:
     """
     return TrainRun(
         model="small_bert",
-        data=data,
+        data="sst2",
         method=DEFAULT,
         epochs=5,
         batch_size=256,
@@ -138,19 +138,19 @@ def encoder(model: str, data: str) -> TrainRun:
     )
 
 
-@recipe("short_{model}_{data}", "studies, texts", model=("gpt",), data=("text",))
-def decoder(model: str, data: str) -> TrainRun:
-    """A {model} of 6 blocks, width 384, from scratch on windows of 256 bytes of {data}, 12 epochs.
+@recipe("short_gpt_text", "studies, texts")
+def decoder() -> TrainRun:
+    """A GPT of 6 blocks, width 384, from scratch on windows of 256 bytes of texts, 12 epochs.
 
     Command: ``hotrain train short_gpt_text --data text.npz``
 
     Source: sizes, dropout (0.2), rate and batch of nanoGPT's character model, which ends at 1.47 nats a byte on
-    Tiny Shakespeare. What is reported is the share of the next bytes that are right.
+    Tiny Shakespeare. Its accuracy is the share of next bytes that are right; bits per byte are its test loss / log 2.
     Measured: not yet measured here.
     """
     return TrainRun(
         model="small_gpt",
-        data=data,
+        data="text",
         method=DEFAULT,
         epochs=12,
         batch_size=64,

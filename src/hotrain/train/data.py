@@ -8,13 +8,9 @@ the device and augmented there. :class:`FolderData` lists image files; worker pr
 from __future__ import annotations
 
 import difflib
-import lzma
 import os
 import struct
-import tokenize
 import warnings
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrain.train.arrays import check_labels, names_in, read_arrays
+from hotrain.train.tokens import TokenData, load_tokens
 from hotrain.train.torchvision_shim import ensure_torchvision
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from hotrain.train.tokens import TokenData
 
 NAMES = ("cifar10", "cifar100", "digits")
 CHECKED_FILES = 20_000  # about ten seconds of decoding at Tiny ImageNet's size
@@ -142,11 +138,9 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
     if name in ("cifar10", "cifar100"):
         return _cifar(name, data_dir)
     if path.suffix == ".npz":
-        from hotrain.train.tokens import load_tokens
-
         return load_tokens(path) if "vocabulary" in names_in(path) else load_npz(path)
     if path.suffix == ".tsv":
-        raise ValueError(f"data: {name} is text: `hotrain prepare sst2` makes tokens of it, which a run trains on")
+        raise ValueError(f"data: {name} is text: train on the tokens that `hotrain prepare sst2 --texts FOLDER` makes")
     if path.is_dir():
         return load_folder(path, corrupt=corrupt)
     near = difflib.get_close_matches(name, NAMES, n=1)
@@ -155,26 +149,6 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
         f"data: got {name!r}, accepted are {', '.join(NAMES)}, an existing folder with train/ and val/ "
         f"or an .npz file{hint}"
     )
-
-
-def check_labels(y: Tensor, classes: int, where: str) -> None:
-    """Check that all labels are in ``[0, classes)``.
-
-    Args:
-        y: integer labels, (N,).
-        classes: number of classes.
-        where: name of the array, for the message.
-
-    Raises:
-        ValueError: a label is out of range; the message gives the first one, its index and how many there are.
-    """
-    bad = ((y < 0) | (y >= classes)).nonzero().flatten()
-    if len(bad):
-        i = int(bad[0])
-        raise ValueError(
-            f"{where}: label {int(y[i])} at index {i} is out of range for {classes} classes "
-            f"(accepted 0 to {classes - 1}; {len(bad)} of {len(y)} labels are out of range)"
-        )
 
 
 def _digits() -> ArrayData:
@@ -240,69 +214,12 @@ def load_npz(path: Path) -> ArrayData:
     return data
 
 
-# What zipfile raises for damaged files; RuntimeError for entries that are encrypted, or packed as it cannot unpack.
-_DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
-
-
-def names_in(path: Path) -> list[str]:
-    """The names of the arrays of an ``.npz`` file; of one that cannot be read, none: its reader says why."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except _DAMAGED:
-        return []
-
-
-def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """The arrays of an ``.npz`` file; others in it are not read.
-
-    Raises:
-        ValueError: a missing or unreadable file, a missing array, or arrays larger than this machine's memory.
-    """
-    if not path.is_file():
-        raise ValueError(f"data: no file {str(path)!r}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            missing = [k for k in required if k not in members]
-            if missing:
-                raise ValueError(f"data: {path} has no {', '.join(missing)} (it has {', '.join(members)})")
-            wanted = {k: members[k] for k in (*required, *optional) if k in members}
-            _check_size(path, list(wanted.values()))
-            return {name: _read_array(archive, member, path) for name, member in wanted.items()}
-    except _DAMAGED as error:
-        raise ValueError(f"data: {path} cannot be read as .npz ({error}); write it with numpy.savez") from error
-
-
-_MAX_RATIO = 20  # above any compression ratio of images; some machines report less memory than they have
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-
-
-def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> np.ndarray:
-    with archive.open(member) as stream:
-        try:
-            array = np.lib.format.read_array(stream, allow_pickle=False)
-            if stream.read(1):  # at the end of the stream its checksum is verified
-                raise ValueError("its header says fewer bytes than it has")
-            return array
-        except (ArithmeticError, MemoryError, TypeError, ValueError, tokenize.TokenError) as error:
-            if "pickle" in str(error):  # NumPy would advise allow_pickle=True
-                error = ValueError("it holds Python objects")
-            reason = " ".join(str(error).split())
-            raise ValueError(f"data: {path}: {member.filename} cannot be read as an array ({reason})") from None
 
 
 def _int64(y: np.ndarray) -> np.ndarray:
     """Convert labels to int64. A value too large becomes the largest int64, which ``check_labels`` refuses."""
     return (np.minimum(y, np.uint64(2**63 - 1)) if y.dtype == np.uint64 else y).astype(np.int64)
-
-
-def _check_size(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Refuse arrays that decompress to more than the machine's memory and to far more than the file."""
-    need, packed = sum(info.file_size for info in members), sum(info.compress_size for info in members)
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > max(have, _MAX_RATIO * packed):
-        raise ValueError(f"data: {path} unpacks to {need / 2**30:,.1f} GiB, this machine has {have / 2**30:,.1f} GiB")
 
 
 def _count_classes(y: np.ndarray, where: str) -> int:

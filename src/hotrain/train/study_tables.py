@@ -57,9 +57,11 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
 
     In further tables k-NN beside the probe where nothing has labels, and of text models bits per byte.
     """
+    modelled = replace(study, cells=tuple(cell for cell in study.cells if cell.run.model in language.DECODERS))
+    of = "texts, of a GPT of the next bytes" if modelled.cells else "images"
     note = (
-        "Percent of the test images or texts (of a text model: of the next bytes), mean ± deviation over seeds; in "
-        "brackets the gap to exact with the same seeds, in points, mean ± standard error."
+        f"Percent of the test {of}, mean ± deviation over seeds; in brackets the gap to exact with the same "
+        "seeds, in points, mean ± standard error."
     )
     probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task != "classification"))
     shown = [_matrix("Accuracy", study, rows, note)]
@@ -72,7 +74,6 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
                 "Above: of a linear probe, where there are no labels.",
             )
         )
-    modelled = replace(study, cells=tuple(cell for cell in study.cells if cell.run.model in language.DECODERS))
     if modelled.cells:
         note = (
             "Lower is better: a gap above zero is worse than exact. Cross-entropy of the test's bytes over log 2, each "

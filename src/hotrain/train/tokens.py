@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrain.train.data import check_labels, read_arrays
+from hotrain.train.arrays import check_labels, read_arrays
 from hotrain.train.text import CLASSIFY, PADDING, load_tsv
 
 UNKNOWN = 2
