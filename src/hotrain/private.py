@@ -209,6 +209,11 @@ fakes = Fakes(
 """For `predicted_bytes`, and to recognize them. Without it: nothing is predicted."""
 
 
+def is_fake(t: Any) -> bool:
+    """Whether t is a fake tensor. Without them: False."""
+    return fakes.tensor is not Tensor and isinstance(t, fakes.tensor)
+
+
 # ---- several processes ----
 
 
@@ -265,6 +270,8 @@ class Inductor(NamedTuple):
     partitioner: type  # the base class of that setting
     cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
     decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
+    kernel: Any  # the target of a node that launches a Triton kernel, which writes to its arguments
+    kernel_with_results: Any  # the same, written as a function: its results are new tensors
 
 
 @functools.cache
@@ -272,11 +279,13 @@ def inductor() -> Inductor:
     """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back."""
     import torch._inductor.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._higher_order_ops import triton_kernel_wrap
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
 
     _ = config.custom_partitioner_fn  # AttributeError where the setting is missing
-    return Inductor(config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table)
+    launch = triton_kernel_wrap.triton_kernel_wrapper_mutation, triton_kernel_wrap.triton_kernel_wrapper_functional
+    return Inductor(config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table, *launch)
 
 
 _exact_names = EXACT not in MISSING.values()

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import fakes, inductor
-from . import choosing, formats, fusing, graph, rules
+from . import choosing, formats, fusing, graph, kernel_nodes, rules
 from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
@@ -118,7 +118,8 @@ def partition(
         for half in (forward, backward):
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
-            if fusing.fuse(half.graph):
+            changed = fusing.fuse(half.graph)
+            if kernel_nodes.insert(half.graph) or changed:
                 half.graph.lint()
                 half.recompile()
     return forward, backward

@@ -70,6 +70,12 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
     return define
 
 
+def implementation(operator: Any) -> Callable[..., Any] | None:
+    """The Python function of an opaque operator, None for any other target of a graph's node."""
+    namespace, _, name = str(getattr(operator, "name", lambda: "")()).partition("::")
+    return _implementations.get(name) if namespace == "hotrain" else None
+
+
 def operator_for(t: Tensor, name: str) -> Callable[..., Any]:
     """The opaque operator of that name for t; its Python function where dispatch would change nothing."""
     if is_eager(t) and not under_dispatch_mode():

@@ -22,6 +22,7 @@ from .dispatch import (
     prepare,
     weight_codes,
 )
+from .launch import inlines
 from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason, rows_in_memory, run, switched_off
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "grad_codes",
     "gradients",
     "has_fp8",
+    "inlines",
     "keep",
     "kept_shapes",
     "next_key",

@@ -264,6 +264,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
     HALF: tl.constexpr = C // 2
+    share = tl.full((1,), share, tl.float32)  # Inductor passes a Python number as a double
     _, run, at, whole, live = _columns(HALF, RUNS, RUN)
     f_l = tl.load(r + at, mask=live, other=0) * _channels(w, at, live, HAS_W, 1.0)
     f_h = tl.load(r + HALF + at, mask=live, other=0) * _channels(w, at + HALF, live, HAS_W, 1.0)

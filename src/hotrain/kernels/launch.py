@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
+
+from ..private import is_fake
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -52,6 +55,8 @@ def overlaps(device: torch.device) -> bool:
 
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether all tensors are aligned to 16 bytes, as Triton's wide loads require."""
+    if is_fake(tensors[0]):  # Inductor aligns what it allocates, and copies arguments that are not aligned
+        return all(t is None or t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
 
@@ -68,6 +73,11 @@ def _current_stream() -> Any:
     return triton.runtime.driver.active.get_current_stream
 
 
+def inlines(device: torch.device) -> bool:
+    """Whether kernels can be nodes of a compiled graph: on a GPU, where Triton compiles them."""
+    return device.type == "cuda" and not INTERPRETED
+
+
 def is_current(device: torch.device) -> bool:
     """Whether Triton launches there: it does on the current device."""
     return device.type != "cuda" or device.index == torch.accelerator.current_device_index()
@@ -76,7 +86,7 @@ def is_current(device: torch.device) -> bool:
 def launch(
     kernel: Any, programs: int, case: Hashable, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
 ) -> None:
-    """Launch a kernel.
+    """Launch a kernel; of a graph that is traced, it becomes a node (`compress.kernel_nodes`).
 
     Args:
         kernel: of `triton.jit`.
@@ -87,6 +97,9 @@ def launch(
         **options: Triton's (num_warps, …).
     """
     device = args[0].device
+    if is_fake(args[0]):
+        wrap_triton(kernel)[(programs,)](*args, **constants, **options)
+        return
     if not is_current(device):
         with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)

@@ -114,7 +114,8 @@ def _forward_kernel(
     if CENTERED:
         middle = (tl.sum(low + high, axis=1) / (2 * HALF))[:, None]
         low, high = tl.where(inside, low - middle, 0.0), tl.where(inside, high - middle, 0.0)
-    factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / (2 * HALF) + eps)
+    # Inductor passes a Python number as a double.
+    factor = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / (2 * HALF) + tl.full((1,), eps, tl.float32))
     tl.store(r + row, factor, mask=live)
     low, high = low * factor[:, None], high * factor[:, None]
     found, inverse = scale_of(tl.max(magnitude_bits(larger(low, high)), axis=1), LIFT4)
@@ -175,7 +176,7 @@ def forward(
         "HAS_W": w is not None, "HAS_B": b is not None, "HAS_BIAS": bias is not None, "CENTERED": centered,
         "CAST": cast, "WIDE": is_wide(x.numel()),
     }  # fmt: skip
-    vectors = (r if t is None else t for t in (w, b, bias))
+    vectors = (x if t is None else t for t in (w, b, bias))
     tensors = (x, x if branch is None else branch, *vectors, total, y, r, codes, scale)
     case = (x.device, rows, eps, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
     launch(_forward_kernel, cdiv(rows, each), case, (*tensors, rows, eps), constants, num_warps=warps)

@@ -1,0 +1,114 @@
+"""Kernels as nodes of a compiled graph: Inductor launches them itself, as it launches its own.
+
+An opaque operator is Python that runs in every step: dispatch, checks, allocations and Triton's launcher, about ten times
+the host time of a kernel that Inductor calls. After the last pass that looks for operators, each is replaced by what it
+does on a GPU: allocations, PyTorch's operators, and a node for each kernel (`torch.library.wrap_triton`), whose results
+are its own, so that no pass reorders what is written and what is read.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from .. import autograd
+from ..private import inductor, is_fake
+from . import launcher
+
+_aten = torch.ops.aten
+_EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_permuted.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+_inductor = inductor()
+
+
+def insert(half: Graph) -> bool:
+    """Replace the opaque operators of a graph by their kernels, where kernels run; False if nothing has changed."""
+    changed = False
+    for node in list(half.nodes):
+        run = launcher.implementation(node.target)
+        if run is None or not _on_kernels(node):
+            continue
+        found = _traced(node, run)
+        if found is not None:
+            _splice(half, node, found)
+            changed = True
+    return changed
+
+
+def _on_kernels(node: Node) -> bool:
+    """Whether the operator's tensors are on a device with kernels, and of fixed sizes."""
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    if not values or not all(is_fake(t) and all(isinstance(n, int) for n in t.shape) for t in values):
+        return False
+    kernels = autograd.kernels_for(values[0].device)  # type: ignore[union-attr]
+    return kernels is not None and kernels.inlines(values[0].device)  # type: ignore[union-attr]
+
+
+def _traced(node: Node, run: Any) -> Graph | None:
+    """What the operator does, as a graph of its tensor arguments; None if it launches nothing."""
+    inputs = node.all_input_nodes
+    values = [n.meta["val"] for n in inputs]
+
+    def called(*tensors: Tensor) -> Any:
+        given = dict(zip(inputs, tensors, strict=True))
+        return run(*map_arg(node.args, given.__getitem__), **map_arg(node.kwargs, given.__getitem__))
+
+    with values[0].fake_mode, torch.no_grad():
+        found = make_fx(called, decomposition_table=_inductor.decompositions())(*values).graph
+    kernels = found.find_nodes(op="call_function", target=_inductor.kernel)
+    if not kernels or found.find_nodes(op="get_attr") or not all(_made_functional(found, n) for n in kernels):
+        return None
+    return found
+
+
+def _made_functional(graph: Graph, node: Node) -> bool:
+    """Give a kernel's node results: the tensors that it was the first to write. False if one is passed twice."""
+    given: dict[str, Any] = dict(node.kwargs["kwargs"])  # type: ignore[arg-type]
+    written = {name: n for name, n in given.items() if isinstance(n, Node) and n.target in _EMPTY}
+    if len(set(written.values())) < len(written):
+        return False
+    with graph.inserting_before(node):
+        kernel = graph.call_function(_inductor.kernel_with_results, (), {**node.kwargs, "tensors_to_clone": list(written)})
+        kernel.meta["val"] = {name: n.meta["val"] for name, n in written.items()}
+        before, passed = True, set()
+        for n in graph.nodes:
+            if n is kernel:
+                before = False
+            passed |= {n} if before else set()
+        for name, empty in written.items():
+            made = graph.call_function(operator.getitem, (kernel, name))
+            made.meta["val"] = empty.meta["val"]
+            empty.replace_all_uses_with(made, delete_user_cb=lambda n: n is not kernel and n not in passed)
+    graph.erase_node(node)
+    return True
+
+
+def _splice(half: Graph, node: Node, found: Graph) -> None:
+    """Put the nodes of a traced operator in its place."""
+    env: dict[Node, Any] = dict(zip(found.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    results: Any = None
+    with half.inserting_before(node):
+        for step in found.nodes:
+            if step.op == "output":
+                results = map_arg(step.args[0], env.__getitem__)
+            elif step.op != "placeholder":
+                env[step] = half.node_copy(step, env.__getitem__)
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for part in list(node.users):
+            part.replace_all_uses_with(results[part.args[1]])
+            half.erase_node(part)
+    half.erase_node(node)
