@@ -46,7 +46,7 @@ def inside(name: str, args: Sequence[Any]) -> dict[str, Any]:
     """
     import hotrain.conversion
     import hotrain.integrations.common
-    import hotrain.train  # noqa: F401  # first: it lets timm load beside a CPU-only PyTorch
+    import hotrain.train  # first: it lets timm load beside a CPU-only PyTorch
 
     sys.path.insert(0, str(ROOT / "examples"))
     reports: list[hotrain.ConversionReport] = []
@@ -81,7 +81,12 @@ def alone(name: str, args: Sequence[Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if arg == "FOLDER" else str(arg) for arg in args]
         done = subprocess.run([*start, __file__, "--inside", name, *words], capture_output=True, text=True, check=False)
-    row: dict[str, Any] = {"bench": "examples", "subject": name, "variant": " ".join(map(str, args)).replace("FOLDER", "").strip(), "error": None}
+    row: dict[str, Any] = {
+        "bench": "examples",
+        "subject": name,
+        "variant": " ".join(map(str, args)).replace("FOLDER", "").strip(),
+        "error": None,
+    }
     lines = [line for line in done.stdout.splitlines() if line.startswith(LAST)]
     if done.returncode or not lines:
         return row | {"error": " ".join(done.stderr.split())[-600:]}

@@ -198,6 +198,10 @@ class Fakes(NamedTuple):
     tensor: type[Any]
     mode: Callable[[], AbstractContextManager[Any]]
 
+    def include(self, t: Any) -> bool:
+        """Whether t is one; False where there are none."""
+        return self.tensor is not Tensor and isinstance(t, self.tensor)
+
 
 def _no_fakes() -> AbstractContextManager[Any]:
     raise NotImplementedError(f"PyTorch {torch.__version__} has no fake tensors")
@@ -207,11 +211,6 @@ fakes = Fakes(
     _find("_subclasses.FakeTensor", PREDICTION) or Tensor, _find("_subclasses.FakeTensorMode", PREDICTION) or _no_fakes
 )
 """For `predicted_bytes`, and to recognize them. Without it: nothing is predicted."""
-
-
-def is_fake(t: Any) -> bool:
-    """Whether t is a fake tensor. Without them: False."""
-    return fakes.tensor is not Tensor and isinstance(t, fakes.tensor)
 
 
 # ---- several processes ----

@@ -1,13 +1,14 @@
 """Kernels as nodes of a compiled graph: Inductor launches them itself, as it launches its own.
 
-An opaque operator is Python that runs in every step: dispatch, checks, allocations and Triton's launcher, about ten times
-the host time of a kernel that Inductor calls. After the last pass that looks for operators, each is replaced by what it
-does on a GPU: allocations, PyTorch's operators, and a node for each kernel (`torch.library.wrap_triton`), whose results
-are its own, so that no pass reorders what is written and what is read.
+An opaque operator is Python that runs in every step: dispatch, checks, allocations and Triton's launcher. Where no CUDA
+graph hides it (DDP, FSDP2, plain `torch.compile`), the GPU waits for it. After the last pass that looks for operators,
+each is replaced by what it does on a GPU: allocations, PyTorch's operators, and a node for each kernel
+(`torch.library.wrap_triton`), whose results are new tensors, so that no pass reorders what is written and what is read.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from .. import autograd
-from ..private import inductor, is_fake
+from ..private import fakes, inductor
 from . import launcher
 
 _aten = torch.ops.aten
@@ -49,11 +50,11 @@ def insert(half: Graph) -> bool:
 
 def _on_kernels(node: Node) -> bool:
     """Whether the operator's tensors are on a device with kernels, and of fixed sizes."""
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    if not values or not all(is_fake(t) and all(isinstance(n, int) for n in t.shape) for t in values):
+    values: list[Any] = [n.meta.get("val") for n in node.all_input_nodes]
+    if not values or not all(fakes.include(t) and all(isinstance(n, int) for n in t.shape) for t in values):
         return False
-    kernels = autograd.kernels_for(values[0].device)  # type: ignore[union-attr]
-    return kernels is not None and kernels.inlines(values[0].device)  # type: ignore[union-attr]
+    kernels = autograd.kernels_for(values[0].device)
+    return kernels is not None and kernels.inlines(values[0].device)
 
 
 def _traced(node: Node, run: Any) -> Graph | None:
@@ -79,18 +80,15 @@ def _made_functional(graph: Graph, node: Node) -> bool:
     written = {name: n for name, n in given.items() if isinstance(n, Node) and n.target in _EMPTY}
     if len(set(written.values())) < len(written):
         return False
+    earlier = set(itertools.takewhile(lambda n: n is not node, graph.nodes))
     with graph.inserting_before(node):
-        kernel = graph.call_function(_inductor.kernel_with_results, (), {**node.kwargs, "tensors_to_clone": list(written)})
+        kernel = graph.call_function(_inductor.kernel_with_results, (), {**node.kwargs, "tensors_to_clone": [*written]})
         kernel.meta["val"] = {name: n.meta["val"] for name, n in written.items()}
-        before, passed = True, set()
-        for n in graph.nodes:
-            if n is kernel:
-                before = False
-            passed |= {n} if before else set()
+        earlier.add(kernel)
         for name, empty in written.items():
             made = graph.call_function(operator.getitem, (kernel, name))
             made.meta["val"] = empty.meta["val"]
-            empty.replace_all_uses_with(made, delete_user_cb=lambda n: n is not kernel and n not in passed)
+            empty.replace_all_uses_with(made, delete_user_cb=lambda n: n not in earlier)
     graph.erase_node(node)
     return True
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from ..private import is_fake
+from ..private import fakes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -55,7 +55,7 @@ def overlaps(device: torch.device) -> bool:
 
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether all tensors are aligned to 16 bytes, as Triton's wide loads require."""
-    if is_fake(tensors[0]):  # Inductor aligns what it allocates, and copies arguments that are not aligned
+    if fakes.include(tensors[0]):  # Inductor aligns what it allocates, and copies arguments that are not aligned
         return all(t is None or t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
     return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
 
@@ -97,7 +97,7 @@ def launch(
         **options: Triton's (num_warps, …).
     """
     device = args[0].device
-    if is_fake(args[0]):
+    if fakes.include(args[0]):
         wrap_triton(kernel)[(programs,)](*args, **constants, **options)
         return
     if not is_current(device):

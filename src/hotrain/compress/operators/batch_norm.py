@@ -188,7 +188,7 @@ def _norm_gradient(
     args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on)
     g_x, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
     if passes_on:
-        behind = _image(behind if behind.data_ptr() != rows.data_ptr() else behind.clone(), g)
+        behind = _image(behind.clone() if behind is rows else behind, g)  # results share no memory with arguments
     return _image(g_x, g), sums, behind
 
 
