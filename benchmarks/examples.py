@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,9 +79,12 @@ def alone(name: str, args: Sequence[Any]) -> dict[str, Any]:
     start = [sys.executable]
     if name == "distributed":
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # a Trainer in one process takes all that it sees
+    environment = os.environ | ({} if name == "distributed" else {"CUDA_VISIBLE_DEVICES": first})
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if arg == "FOLDER" else str(arg) for arg in args]
-        done = subprocess.run([*start, __file__, "--inside", name, *words], capture_output=True, text=True, check=False)
+        command = [*start, __file__, "--inside", name, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     row: dict[str, Any] = {
         "bench": "examples",
         "subject": name,
@@ -103,8 +107,6 @@ def main() -> int:
     parser.add_argument("--inside", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        import os
-
         name, *rest = args.inside
         words = [int(word) if word.isdecimal() else word for word in rest]
         if name == "distributed":

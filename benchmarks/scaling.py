@@ -14,6 +14,7 @@ import itertools
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def measure(
 
     Returns:
         Median milliseconds, peak allocated and reserved bytes of the worst process, the first and the last loss (means
-        over processes).
+        over processes), seconds of the first steps (compiling, the plan's measurements), and what the layers ran.
     """
     task = build(subject, device, tiny)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
@@ -63,8 +64,8 @@ def measure(
         for tensor in batch if isinstance(batch, tuple) else (batch,):
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
-    if variant == "hotrain-default":
-        hotrain.convert(task.model)
+    report = hotrain.convert(task.model) if variant == "hotrain-default" else None
+    began = time.perf_counter()
     model = wrapped(task, way, device, backend)
     optimizer = task.optimizer() or torch.optim.SGD(task.model.parameters(), lr=1e-4)
     clock = CudaEvents() if device.type == "cuda" else WallClock()
@@ -80,8 +81,10 @@ def measure(
     for number in range(WARM_UP):
         step(number)
     if device.type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    seconds = time.perf_counter() - began
     dist.barrier()
     marks = [clock.mark()]
     for number in range(steps):
@@ -99,7 +102,8 @@ def measure(
     first, last = (ends / dist.get_world_size()).tolist()
     return {
         "median_ms": worst[0].item(), "peak_bytes": int(worst[1]) or None, "reserved_bytes": int(worst[2]) or None,
-        "first_loss": first, "last_loss": last,
+        "first_loss": first, "last_loss": last, "warm_up_seconds": round(seconds, 1),
+        "layers": None if report is None else report.ran(),
     }  # fmt: skip
 
 
@@ -143,7 +147,9 @@ def main() -> int:
                         row["time_of_exact"] = round(ms / exact, 3) if exact else None
                     if dist.get_rank() == 0:
                         write(args.out, row | common)
-                        print(*(f"{name}={row.get(name)}" for name in row if name != "bench"), flush=True)
+                        print(
+                            *(f"{name}={row.get(name)}" for name in row if name not in ("bench", "layers")), flush=True
+                        )
                     clean_up(device)
     finally:
         dist.destroy_process_group()

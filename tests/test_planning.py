@@ -32,12 +32,25 @@ def _fresh(monkeypatch):
 
 def test_a_question_is_measured_once_and_apart_for_graphs(monkeypatch):
     asked = []
-    monkeypatch.setattr(planning, "_measure", lambda q, graphs: asked.append(graphs) or (1.0, 0.5 if graphs else 2.0))
+    monkeypatch.setattr(
+        planning, "_measure", lambda q, graphs: asked.append(graphs) or (1.0, 0.5 if graphs else 2.0, 0.0)
+    )
     for _ in range(2):
         said = "slower on this GPU: 2.000 ms/step, exact 1.000 ms/step; plan='memory' converts it"
         assert planning.verdict(LINEAR) == said
         assert planning.verdict(LINEAR, graphs=True) is None
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize(("host", "stays"), [(0.5, False), (0.6, True)])
+def test_a_layer_stays_exact_where_the_host_would_be_the_limit(monkeypatch, host, stays):
+    """Faster alone, but at more than half of exact's time to issue."""
+    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, 0.9, host))
+    why = planning.verdict(LINEAR)
+    assert (why is not None) == stays
+    if why is not None:
+        assert "the host takes 0.600 ms to issue it" in why
+        assert "hotrain.compile" in why
 
 
 def _pointwise(inputs: int, outputs: int) -> Question:
@@ -76,7 +89,7 @@ def test_a_layer_that_bytes_bind_is_not_measured(monkeypatch):
 )
 def test_other_layers_are_measured(monkeypatch, question):
     """Wide ones may gain; in float32 exact has another roof."""
-    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, 0.5))
+    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, 0.5, 0.5))
     assert planning.verdict(question) is None
     assert question in {q for q, _ in planning._times}
 

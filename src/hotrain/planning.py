@@ -5,6 +5,7 @@ in the 1×1 convolutions of narrow networks, nothing is compiled and measured.
 
 `convert(plan="speed")` calls `verdict` at a layer's first training forward on a GPU; slower layers stay exact, and the
 report states both times. They include launch overhead; ``plan="graphs"`` measures the GPU alone, as in a CUDA graph.
+Without a graph a layer stays exact, too, where the host needs long to issue it: a whole step would wait for the host.
 On a CPU nothing is measured; `hotrain.plan` measures a whole model there.
 """
 
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +34,10 @@ from .transform.tokens import Grid
 
 _REPEATS = 7
 _HOPELESS = 3.0  # times slower in the first pair: not worth the repeats
+_ISSUING = 0.5  # of exact's time: the most that the host may need to issue a converted layer without a CUDA graph
 
 _roofs: dict[torch.device, Roofs] = {}
-_times: dict[tuple[Question, bool], tuple[float, float] | None] = {}
+_times: dict[tuple[Question, bool], tuple[float, float, float] | None] = {}
 _rehearsed: set[Question] = set()
 
 
@@ -166,7 +169,7 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
     return exact * 1e3, converted * 1e3
 
 
-def times(question: Question, graphs: bool = False) -> tuple[float, float] | None:
+def times(question: Question, graphs: bool = False) -> tuple[float, float, float] | None:
     """Times of forward and backward, measured once per process and question, on random data.
 
     Args:
@@ -174,8 +177,8 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float] | Non
         graphs: whether to time the GPU alone, from replays of CUDA graphs.
 
     Returns:
-        (exact, by the method), ms; None within CUDA graph capture, and where memory does not suffice for a second set
-        of tensors.
+        (exact, by the method, of the host to issue the latter: 0 for graphs), ms; None within CUDA graph capture, and
+        where memory does not suffice for a second set of tensors.
     """
     place = question, graphs
     if place not in _times:
@@ -212,10 +215,18 @@ def verdict(question: Question, graphs: bool = False) -> str | None:
             f"{bounds[0]:.3f} ms at least; plan='memory' converts it"
         )
     found = times(question, graphs)
-    if found is None or found[1] <= found[0]:
+    if found is None:
         return None
-    exact, converted = found
-    return f"slower on this GPU: {converted:.3f} ms/step, exact {exact:.3f} ms/step; plan='memory' converts it"
+    exact, converted, host = found
+    if converted > exact:
+        return f"slower on this GPU: {converted:.3f} ms/step, exact {exact:.3f} ms/step; plan='memory' converts it"
+    if host > _ISSUING * exact:
+        # A step has other work for the host. Where the GPU waits for it, what the layer gains is lost twice.
+        return (
+            f"the host takes {host:.3f} ms to issue it, exact {exact:.3f} ms/step in all; hotrain.compile trains it as "
+            "CUDA graphs, and plan='memory' converts it"
+        )
+    return None
 
 
 def rehearse(question: Question) -> None:
@@ -291,7 +302,7 @@ def timed(work: Callable[[], object], count: int = 2) -> float:
     return start.elapsed_time(end) / count
 
 
-def _measure(question: Question, graphs: bool) -> tuple[float, float]:
+def _measure(question: Question, graphs: bool) -> tuple[float, float, float]:
     layer = _Layer(question)
     with layer.mode():
         works: list[Callable[[], object]] = [lambda: layer.run(layer.exact), lambda: layer.run(layer.converted)]
@@ -303,9 +314,18 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float]:
         exact, converted = works
         first = timed(exact), timed(converted)
         if first[1] > _HOPELESS * first[0]:
-            return first
+            return *first, 0.0
         pairs = [(timed(exact), timed(converted)) for _ in range(_REPEATS)]
-    return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
+        host = 0.0 if graphs else statistics.median(_issued(converted) for _ in range(_REPEATS))
+    return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs), host
+
+
+def _issued(work: Callable[[], object]) -> float:
+    """Milliseconds of the host to issue the work, while the GPU is idle at first."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
