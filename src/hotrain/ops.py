@@ -97,7 +97,7 @@ def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> t
     if kernels is not None:
         shapes = kernels.kept_shapes(columns, lay, found.method, x.dtype)
     else:  # found with one row
-        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide(x.dtype))
+        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide(x.dtype), device="cpu")
         one = found.format(columns, x.dtype).keep(row, 0)
         shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)

@@ -37,7 +37,7 @@ def covariance(rows: int, fixed: int, sampled: int) -> Tensor:
     Raises:
         ValueError: rows are left and none, or more than these, are drawn.
     """
-    c = torch.zeros(rows, rows, dtype=torch.float64)
+    c = torch.zeros(rows, rows, dtype=torch.float64, device="cpu")
     left = rows - fixed
     if left and not 0 < sampled <= left:
         raise ValueError(f"covariance: sampled={sampled} of {left} rows; accepted is 1 to {left}")

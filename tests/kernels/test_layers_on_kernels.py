@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, draws, kernels, published
-from hotrain.kernels import dispatch
+from hotrain.kernels import dispatch, quantize_kernels
 from hotrain.nn.state import layer_states
 
 
@@ -66,6 +66,21 @@ def test_a_layer_on_kernels_follows_the_definition(options, compiled, device):
     for a, b in zip(on_kernels, by_definition, strict=True):
         assert relative(a, b) <= 1e-2
     assert all(state.calls for _, state in layer_states(net))
+
+
+@pytest.mark.parametrize("method", ["hq8", "hot-unbiased"])
+def test_a_default_device_changes_nothing(method, device):
+    """On meta a tensor has no data. Places and constants are made first with it, then used without."""
+    nets = [pair(method, device, number="int")[0] for _ in range(2)]
+    x = torch.randn(3, 23, 32, device=device)
+    quantize_kernels._plans.clear()
+    quantize_kernels._index.cache_clear()
+    quantize_kernels.natural_rows.cache_clear()
+    hotrain.manual_seed(3)
+    with torch.device("meta"):
+        got = grads(nets[0], x)
+    hotrain.manual_seed(3)
+    assert all(map(torch.equal, got, grads(nets[1], x)))
 
 
 def test_a_convolution_of_patches_runs_on_them_compiled(device):
@@ -189,7 +204,6 @@ def _as_if_on_a_gpu(question):
 def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkeypatch):
     """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then."""
     from hotrain import planning
-    from hotrain.kernels import dispatch, quantize_kernels
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     caches = (quantize_kernels._index, quantize_kernels.natural_rows, dispatch._no_key)

@@ -200,7 +200,7 @@ def _calls(
     handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in states]
     model.eval()
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0)):
+        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
             model(*inputs, **kwargs)
     finally:
         for handle in handles:

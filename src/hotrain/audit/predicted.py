@@ -68,7 +68,7 @@ def _predicted(
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     try:
-        with fakes.mode(), _as_on_a_cpu():
+        with fakes.mode(), torch.device("cpu"), _as_on_a_cpu():  # what the model makes is where its fake weights are
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
                     shaped = _shape_alone(t)

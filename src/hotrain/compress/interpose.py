@@ -173,7 +173,7 @@ def _function_of(module: nn.Module) -> str:
     if not written_out or not kind.__module__.startswith("transformers."):
         return _NAMES.get(kind, "")
     with torch.no_grad():
-        x = torch.linspace(-6, 6, 97)
+        x = torch.linspace(-6, 6, 97, device="cpu")
         return written_out if torch.allclose(module(x), F.gelu(x, approximate="tanh"), atol=1e-5) else ""
 
 

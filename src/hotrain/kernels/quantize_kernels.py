@@ -518,7 +518,7 @@ def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Te
     Blocks of `tiles` tiles of any samples come first, then blocks of `rows` dense tokens.
     """
     slots = lay.slots
-    start = torch.arange(lay.samples)[:, None] * lay.tokens
+    start = torch.arange(lay.samples, device="cpu")[:, None] * lay.tokens
     end = lay.tiles * 16
 
     def blocks(part: Tensor, each: int) -> Tensor:

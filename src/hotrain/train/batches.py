@@ -88,7 +88,7 @@ class Feed:
             int64 ``(N // world,)`` for N training images.
         """
         generator = torch.Generator().manual_seed(_key(self.run.seed, epoch))
-        order = torch.randperm(self.data.train_size, generator=generator)
+        order = torch.randperm(self.data.train_size, generator=generator, device="cpu")
         share = self.data.train_size // self.world
         return order[: share * self.world][self.rank :: self.world]
 
@@ -116,12 +116,12 @@ class Feed:
 
     def test_batches(self) -> Iterator[Batch]:
         """This process's part of the test images, without augmentation; all parts together are every image once."""
-        indices = torch.arange(self.data.test_size)[self.rank :: self.world]
+        indices = torch.arange(self.data.test_size, device="cpu")[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)))
 
     def train_batches(self) -> Iterator[Batch]:
         """This process's part of the training images, without augmentation."""
-        indices = torch.arange(self.data.train_size)[self.rank :: self.world]
+        indices = torch.arange(self.data.train_size, device="cpu")[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)), train=True)
 
     def example(self) -> Batch:
@@ -158,8 +158,8 @@ class _Arrays:
         self.x_test, self.y_test = data.x_test.to(device), data.y_test.to(device)
         own_mean, own_std = channel_statistics(data.x_train)
         shape = (1, data.channels, 1, 1)
-        self.mean = (own_mean if mean is None else torch.tensor(mean)).view(shape).to(device)
-        self.std = (own_std if std is None else torch.tensor(std)).view(shape).to(device)
+        self.mean = (own_mean if mean is None else torch.tensor(mean, device="cpu")).view(shape).to(device)
+        self.std = (own_std if std is None else torch.tensor(std, device="cpu")).view(shape).to(device)
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         for indices, key in zip(chosen, keys, strict=True):
@@ -218,7 +218,7 @@ def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Mean and standard deviation, float32 (C,) each, in units of 255.
     """
-    levels = torch.arange(256, dtype=torch.float64) / 255.0
+    levels = torch.arange(256, dtype=torch.float64, device="cpu") / 255.0
     counts = torch.stack([torch.bincount(x[:, c].flatten(), minlength=256) for c in range(x.shape[1])]).double()
     weights = counts.cpu() / counts.sum(1, keepdim=True).cpu()
     mean = weights @ levels
@@ -230,7 +230,8 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
     """Shift every image of ``x`` (B, C, H, W) by up to ``padding`` pixels in each direction, with zero padding."""
     b, _, h, w = x.shape
     padded = F.pad(x, (padding,) * 4)
-    top, left = to_device(torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator), x.device)
+    shifts = torch.randint(0, 2 * padding + 1, (2, b, 1), generator=generator, device="cpu")
+    top, left = to_device(shifts, x.device)
     rows = top + torch.arange(h, device=x.device)  # (B, H)
     columns = left + torch.arange(w, device=x.device)  # (B, W)
     images = torch.arange(b, device=x.device)[:, None, None]
@@ -239,7 +240,7 @@ def random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
     """Flip every image of ``x`` (B, C, H, W) horizontally with probability 1/2."""
-    flip = to_device(torch.rand(len(x), generator=generator) < 0.5, x.device)
+    flip = to_device(torch.rand(len(x), generator=generator, device="cpu") < 0.5, x.device)
     return torch.where(flip[:, None, None, None], x.flip(3), x)
 
 
@@ -263,12 +264,14 @@ class _Folder:
             "std": tuple(std or IMAGENET_DEFAULT_STD),
             "interpolation": "bicubic",
         }
-        augment = create_transform(
-            **common, is_training=True, hflip=0.5 if run.flip else 0.0, auto_augment=run.auto_augment
-        )
+        with torch.device("cpu"):
+            augment = create_transform(
+                **common, is_training=True, hflip=0.5 if run.flip else 0.0, auto_augment=run.auto_augment
+            )
+            plain = create_transform(**common, is_training=False)
         self.run, self.device, self.skipped = run, device, data.skipped
         self.train = _Files(data.train, augment, run.corrupt)
-        self.test = _Files(data.test, create_transform(**common, is_training=False), run.corrupt)
+        self.test = _Files(data.test, plain, run.corrupt)
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         # One seed per image: its augmentation does not depend on which worker decodes it.
@@ -289,7 +292,9 @@ class _Folder:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else the loader uses PyTorch's global generator
         )
-        for x, y, skipped in loader:
+        with torch.device("cpu"):  # its seed, and its workers; not what the consumer of a batch runs
+            batches = iter(loader)
+        for x, y, skipped in batches:
             self.skipped += skipped
             if not len(y):
                 raise ValueError(f"data: none of the {skipped} images of a batch can be decoded")
@@ -309,13 +314,13 @@ class _Files(Dataset[tuple[Tensor, int] | None]):
         image = open_image(path, self.corrupt)
         if image is None:
             return None
-        with isolated_rng(seed):
+        with isolated_rng(seed), torch.device("cpu"):
             return self.transform(image), label
 
 
 def _collate(items: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
     kept = [item for item in items if item is not None]
     if not kept:
-        return torch.empty(0), torch.empty(0, dtype=torch.int64), len(items)
+        return torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), len(items)
     images = torch.stack([image for image, _ in kept])
-    return images, torch.tensor([label for _, label in kept]), len(items) - len(kept)
+    return images, torch.tensor([label for _, label in kept], device="cpu"), len(items) - len(kept)

@@ -100,7 +100,7 @@ def two_views(x: Tensor, generator: torch.Generator) -> Tensor:
         (2B, C, H, W), all first views before all second ones.
     """
     x = torch.cat((x, x))
-    draws = torch.rand(11, len(x), generator=generator).to(x.device, non_blocking=True)
+    draws = torch.rand(11, len(x), generator=generator, device="cpu").to(x.device, non_blocking=True)
     x = _crop(x, *draws[:5])
     return _recolour(x, *draws[5:]).clamp_(0, 1) if x.shape[1] == 3 else x
 

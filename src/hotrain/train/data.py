@@ -298,7 +298,7 @@ def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
         if not readable:
             raise ValueError(f"data: no images in the class folders of {folder}")
         found.append(tuple(readable))
-    _warn_of_empty_classes(torch.tensor([label for _, label in found[0]]), classes, str(train))
+    _warn_of_empty_classes(torch.tensor([label for _, label in found[0]], device="cpu"), classes, str(train))
     return FolderData(found[0], found[1], tuple(classes), skipped)
 
 

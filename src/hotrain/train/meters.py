@@ -15,7 +15,7 @@ class DelayedRead:
     """Reads two numbers from the device without synchronizing: on a GPU as they were at the previous call."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.tensor([0.0, math.inf])
+        self.host = torch.tensor([0.0, math.inf], device="cpu")
         self.copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.host = self.host.pin_memory()

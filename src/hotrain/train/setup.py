@@ -79,22 +79,23 @@ def create(
     Raises:
         ValueError, RuntimeError: as :func:`build`.
     """
-    model = create_model(
-        run.model,
-        classes=classes,
-        channels=channels,
-        image_size=image_size,
-        pretrained=run.pretrained if pretrained is None else pretrained,
-        args=run.model_args,
-    )
-    if run.init is not None:
-        start_from(model, run.init)
-    if run.grad_checkpointing:
-        if not hasattr(model, "set_grad_checkpointing"):
-            raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    if run.lora is not None:
-        model = add_lora(model, run.lora)
+    with torch.device("cpu"):  # a seed draws the same weights there, whatever the default device
+        model = create_model(
+            run.model,
+            classes=classes,
+            channels=channels,
+            image_size=image_size,
+            pretrained=run.pretrained if pretrained is None else pretrained,
+            args=run.model_args,
+        )
+        if run.init is not None:
+            start_from(model, run.init)
+        if run.grad_checkpointing:
+            if not hasattr(model, "set_grad_checkpointing"):
+                raise ValueError(f"grad_checkpointing: model {run.model!r} does not offer it")
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        if run.lora is not None:
+            model = add_lora(model, run.lora)
     model.to(device)
     if run.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -176,7 +177,9 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     if labelled:
         report = convert(run, model)
     else:
-        model = learner = contrastive.TwoViews(run.task, model).to(processes.device)
+        with torch.device("cpu"):
+            learner = contrastive.TwoViews(run.task, model)
+        model = learner.to(processes.device)
         target = learner.exact_target()
         report = convert(run, learner)
         learner.target = target

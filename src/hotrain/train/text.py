@@ -119,12 +119,12 @@ def load_tsv(
             raise ValueError(f"data: {path} line {number}: label {name!r}, accepted are {', '.join(known)}")
     first, second = header.index(texts[0]), header.index(texts[1]) if len(texts) == 2 else None
     sequences = [list(tokenizer(row[first], None if second is None else row[second]))[:length] for _, row in body]
-    ids = torch.full((len(sequences), max(map(len, sequences))), PADDING)
+    ids = torch.full((len(sequences), max(map(len, sequences))), PADDING, device="cpu")
     mask = torch.zeros_like(ids)
     for i, sequence in enumerate(sequences):
-        ids[i, : len(sequence)] = torch.tensor(sequence)
+        ids[i, : len(sequence)] = torch.tensor(sequence, device="cpu")
         mask[i, : len(sequence)] = 1
-    return TextData(ids, mask, torch.tensor([known.index(name) for name in names]), known)
+    return TextData(ids, mask, torch.tensor([known.index(name) for name in names], device="cpu"), known)
 
 
 def _text_columns(header: Sequence[str], label: str) -> list[str]:

@@ -395,7 +395,7 @@ def is_composed(module: nn.Module) -> bool:
         return False
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
+        x = torch.randn(3, weight.shape[0], generator=generator, device="cpu").to(weight)
         try:
             got = module(x)
         except Exception:  # it takes other arguments
