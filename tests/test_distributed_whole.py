@@ -237,6 +237,7 @@ def of_the_example(folder: str) -> dict[str, Any]:
         whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained.parameters()]
         found[way] = {
             "calls": [state.calls for _, _, state in hotrain.converted_layers(trained)],
+            "exact": [state.fallback for _, _, state in hotrain.converted_layers(trained)],  # as planned, on a GPU
             "equal": all(torch.equal(a, b) for a, b in zip(whole, exact.parameters(), strict=True)),
             "digest": sum(float(p.double().sum()) for p in exact.parameters()),
         }
@@ -304,10 +305,12 @@ def test_the_optimizer_goes_on_from_a_sharded_checkpoint(ranks: list[dict[str, A
 
 @pytest.mark.slow
 def test_the_example(ranks: list[dict[str, Any]]) -> None:
-    """By both ways every layer ran converted, and the checkpoint is the same on both ranks."""
+    """By both ways every layer ran converted, or exact with a reason on a GPU that gains no time by it; the checkpoint is
+    the same on both ranks."""
     for rank in ranks:
         for found in rank["example"].values():
             assert found["equal"]
-            assert min(found["calls"]) >= 1
             assert len(found["calls"]) == 25
+            assert all(calls >= 1 or why for calls, why in zip(found["calls"], found["exact"], strict=True))
+            assert torch.cuda.is_available() or not any(found["exact"])
     assert ranks[0]["example"] == ranks[1]["example"]
