@@ -305,8 +305,8 @@ def test_the_optimizer_goes_on_from_a_sharded_checkpoint(ranks: list[dict[str, A
 
 @pytest.mark.slow
 def test_the_example(ranks: list[dict[str, Any]]) -> None:
-    """By both ways every layer ran converted, or exact with a reason on a GPU that gains no time by it; the checkpoint is
-    the same on both ranks."""
+    """By both ways every layer ran converted, or exact with a reason on a GPU that gains no time by it; the checkpoint
+    is the same on both ranks."""
     for rank in ranks:
         for found in rank["example"].values():
             assert found["equal"]

@@ -102,6 +102,7 @@ def _leave_mode_uncompiled() -> bool:
     return traced_graph(Compressed.__torch_function__) is not None
 
 
+_BLOCKS = "_hotrain_blocks"  # of the model: its blocks, which have a mode of their own
 _FUNCTION = "_hotrain_function"  # of a module: the function that `WrappedFunction` replaces
 
 
@@ -135,6 +136,9 @@ class Wrapped(Mixin):
             buffers.see(self, args, kwargs)
         if stands:  # a block behind another one: what that one made is known
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if any(_is_sharded(block) for block in self.__dict__.get(_BLOCKS, ())):
+            buffers.record_full("outside of the blocks", "FSDP2's hooks, in this mode, would take the host's time")
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with Compressed(buffers):
@@ -147,6 +151,12 @@ class Wrapped(Mixin):
         torch.ops.hotrain.region()
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _is_sharded(block: nn.Module) -> bool:
+    """Whether FSDP2's hooks run around a block's forward: they read many attributes of each tensor, and under a mode
+    each one is a call of it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
 
 
 def _is_on_gpu(*inputs: Any) -> bool:
@@ -223,6 +233,7 @@ def wrap(model: nn.Module) -> Buffers:
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)
+    model.__dict__[_BLOCKS] = tuple(block for block in outer if block is not model)
     for module, name in functions.items():
         module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
@@ -242,7 +253,8 @@ def unwrap(model: nn.Module) -> None:
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)
-        module.__dict__.pop(_FUNCTION, None)
+        for name in (_BLOCKS, _FUNCTION):
+            module.__dict__.pop(name, None)
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,8 +1,8 @@
 """Kernels as nodes of a compiled graph: Inductor launches them itself, as it launches its own.
 
 An opaque operator is Python that runs in every step: dispatch, checks, allocations and Triton's launcher. Where no CUDA
-graph hides it (DDP, FSDP2, plain `torch.compile`), the GPU waits for it. After the last pass that looks for operators,
-each is replaced by what it does on a GPU: allocations, PyTorch's operators, and a node for each kernel
+graph hides it (DDP, FSDP2, plain `torch.compile`), the GPU may wait for it. After the last pass that looks for
+operators, each is replaced by what it does on a GPU: allocations, PyTorch's operators, and a node for each kernel
 (`torch.library.wrap_triton`), whose results are new tensors, so that no pass reorders what is written and what is read.
 """
 
@@ -35,8 +35,13 @@ _inductor = inductor()
 
 
 def insert(half: Graph) -> bool:
-    """Replace the opaque operators of a graph by their kernels, where kernels run; False if nothing has changed."""
+    """Replace the opaque operators of a graph by their kernels, where kernels run; False if nothing has changed.
+
+    A CUDA graph launches without the host; there the operators stay.
+    """
     changed = False
+    if _inductor.config.triton.cudagraphs:
+        return False
     for node in list(half.nodes):
         run = launcher.implementation(node.target)
         if run is None or not _on_kernels(node):
