@@ -466,7 +466,7 @@ def newcomer(folder: Path = RESULTS) -> str:
             where = f"{row['local']} of {row['packages']} packages were on the machine's disk"
             size = f"({row['local_bytes'] / GIB:.1f} GiB, which a download takes its time for)"
             text = f"{_conditions(run[0])}, {row['cores']} cores; {where} {size}"
-            tables.append(_markdown([f"`{row['subject']}`", "s"], lines) + f"\n\n{text}")
+            tables.append(_markdown([f"`{row['subject']}`", "s"], lines) + f"\n\n{text}{_notes([row])}")
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/newcomer.py` measures it.*"
 
 
