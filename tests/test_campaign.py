@@ -53,6 +53,7 @@ def test_whatever_a_case_does_the_others_are_tried(tmp_path: Path, monkeypatch: 
 def test_a_command_that_ends_in_a_traceback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuzz.command(["presets"]) == "accepted"
     assert fuzz.command(["presets", "hat"]) == "refused"
+    assert fuzz.command(["train", "demo_vit", "--set"]) == "refused", "typer names the option, without its usage"
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise KeyError("a field")

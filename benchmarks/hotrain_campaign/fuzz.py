@@ -142,7 +142,7 @@ def command(line: list[str]) -> str:
         return "refused"
     if code != 2:
         raise Finding(f"exit code {code!r}: {said[-200:]!r}")
-    if not errors and "Usage:" not in said:
+    if not errors and "Usage:" not in said and "─ Error ─" not in said:  # typer's own, with its usage or without
         raise Finding(f"exit code 2 without a reason: {said[-200:]!r}")
     if errors and (len(errors) > 1 or not said.rstrip("\n").splitlines()[-1].startswith("error: ")):
         raise Finding(f"more than one line: {said[-300:]!r}")
