@@ -8,15 +8,19 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import typer
 from hotrain_campaign import cases, damage, fuzz
 from hotrain_campaign.equality import same
 from hotrain_campaign.faults import _burst
 from hotrain_campaign.soak import CONTROLS, Reading, verdict
 from torch import Tensor, nn
+
+from hotrain.cli.main import app
 
 
 def _bad_answers() -> dict[str, tuple[Any, str]]:
@@ -49,6 +53,7 @@ def test_whatever_a_case_does_the_others_are_tried(tmp_path: Path, monkeypatch: 
 def test_a_command_that_ends_in_a_traceback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fuzz.command(["presets"]) == "accepted"
     assert fuzz.command(["presets", "hat"]) == "refused"
+    assert fuzz.command(["train", "demo_vit", "--set"]) == "refused", "typer names the option, without its usage"
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise KeyError("a field")
@@ -56,6 +61,14 @@ def test_a_command_that_ends_in_a_traceback_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.import_module("hotrain.presets"), "describe", broken)
     with pytest.raises(cases.Finding, match="a traceback: KeyError"):
         fuzz.command(["presets", "hot"])
+
+
+def test_every_verb_is_fuzzed() -> None:
+    good: Any = SimpleNamespace(npz=Path("digits.npz"), comparison=Path("comparison"))
+    verbs = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert set(fuzz.starts(good)) == verbs - set(fuzz.LEFT_OUT)
+    assert set(fuzz.LEFT_OUT) < verbs
+    assert len(list(fuzz.lines(good, 50, random.Random(0)))) == 50
 
 
 def test_contents_that_changed_are_found(tmp_path: Path) -> None:

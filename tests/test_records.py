@@ -605,3 +605,36 @@ def test_campaigns_are_counted_by_group(records: ModuleType, tmp_path: Path) -> 
     assert "| fuzz | command lines | 1,013 | accepted: 2, refused: 1,010, finding: 1 | 1 |" in text
     assert "| soak | training steps (1 models and methods) | 450 | flat: 450 | 0 |" in text
     assert "| soak | leaks on purpose | 450 | found: 450 | 0 |" in text
+
+
+def test_a_newcomer_is_timed_stage_by_stage(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/newcomer.py`" in records.newcomer(tmp_path)
+    more = {
+        "seconds": {"`git clone`": 1.2, "a step": 30.6},
+        "cores": 2,
+        "packages": 9,
+        "local": 3,
+        "local_bytes": 1 << 29,
+    }
+    write(tmp_path / "newcomer.jsonl", bench("newcomer", "vit", "hotrain", None, note="a busy machine", **more))
+    text = records.newcomer(tmp_path)
+    assert "| `git clone` | 1 |\n| a step | 31 |\n| **together** | **32** |" in text
+    assert "2 cores; 3 of 9 packages were on the machine's disk (0.5 GiB" in text
+    assert text.endswith("Note: a busy machine.")
+
+
+def test_a_newcomer_adds_three_lines() -> None:
+    import newcomer
+
+    own = newcomer.OWN.format(model="vit_small_patch16_224").lstrip()
+    lines = newcomer.changed(own).splitlines()
+    assert [line for line in lines if line not in own.splitlines()] == list(newcomer.LINES.values())
+    assert lines[1] == "import hotrain"
+    assert lines[4:6] == [
+        'model = timm.create_model("vit_small_patch16_224", num_classes=37)',
+        newcomer.LINES["model = "],
+    ]
+    document = (Path(newcomer.__file__).parents[1] / "docs/index.md").read_text(encoding="utf-8")
+    assert all(f"\n{line}" in document for line in newcomer.LINES.values())
+    report = {"install": [{"download_info": {"url": url}} for url in (f"file://{__file__}", "https://a/b", "file:///")]}
+    assert newcomer.wheels(report) == {"packages": 2, "local": 1, "local_bytes": Path(__file__).stat().st_size}

@@ -358,6 +358,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "variance": records.variance,
     "low-rank": records.low_rank,
     "compatibility": records.compatibility,
+    "newcomer": records.newcomer,
     "campaign": records.campaign,
     "example": example,
     "accuracy": records.accuracy,

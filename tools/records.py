@@ -455,6 +455,21 @@ def compatibility(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/compatibility.py` runs twenty models.*"
 
 
+def newcomer(folder: Path = RESULTS) -> str:
+    """Seconds from a clone to a converted step, stage by stage, of the latest record of each model."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("newcomer", folder)):
+        for row in rows:
+            stages = row["seconds"]
+            lines = [[stage, f"{seconds:.0f}"] for stage, seconds in stages.items()]
+            lines.append(["**together**", f"**{sum(stages.values()):.0f}**"])
+            where = f"{row['local']} of {row['packages']} packages were on the machine's disk"
+            size = f"({row['local_bytes'] / GIB:.1f} GiB, which a download takes its time for)"
+            text = f"{_conditions(run[0])}, {row['cores']} cores; {where} {size}"
+            tables.append(_markdown([f"`{row['subject']}`", "s"], lines) + f"\n\n{text}{_notes([row])}")
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/newcomer.py` measures it.*"
+
+
 def campaign(folder: Path = RESULTS) -> str:
     """Cases tried by ``benchmarks/campaign.py`` and what became of them, a line a group of cases."""
     runs = _latest_runs(_of_bench("campaign", folder))

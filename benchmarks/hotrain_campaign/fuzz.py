@@ -142,7 +142,7 @@ def command(line: list[str]) -> str:
         return "refused"
     if code != 2:
         raise Finding(f"exit code {code!r}: {said[-200:]!r}")
-    if not errors and "Usage:" not in said:
+    if not errors and "Usage:" not in said and "─ Error ─" not in said:  # typer's own, with its usage or without
         raise Finding(f"exit code 2 without a reason: {said[-200:]!r}")
     if errors and (len(errors) > 1 or not said.rstrip("\n").splitlines()[-1].startswith("error: ")):
         raise Finding(f"more than one line: {said[-300:]!r}")
@@ -580,18 +580,13 @@ def settings(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
         yield Case("--method of a run", " ".join(line)[:200], partial(command, [*_train(good), *line]))
 
 
-def lines(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
-    """Random options of every verb but the demo, with values of every kind."""
-    import typer
+LEFT_OUT = ("demo", "bench", "frontier")  # they take minutes
 
-    from hotrain.cli.main import app
 
-    group: Any = typer.main.get_command(app)
-    verbs: dict[str, Any] = {
-        name: verb for name, verb in group.commands.items() if name not in ("demo", "bench", "frontier")
-    }
+def starts(good: Good) -> dict[str, list[str]]:
+    """Verb → a line that is accepted, to which `lines` adds options: every verb but `LEFT_OUT`."""
     base = ["--data", str(good.npz), "--set", f"model_args={json.dumps(TINY)}", "--set", "batch_size=8"]
-    start = {
+    return {
         "train": _train(good)[1:],
         "compare": ["demo_vit", *base, "--set", "steps=2", "--set", "audit=false", "--quiet", "--methods", "exact"],
         "calibrate": ["demo_vit", *base, "--batches", "1", "--method", "hot"],
@@ -601,7 +596,20 @@ def lines(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
         "recipes": [],
         "presets": [],
         "report": [str(good.comparison)],
+        "study": ["demo_vit", "--list", "--methods", "exact,hot"],
+        "prepare": ["digits"],
     }
+
+
+def lines(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
+    """Random options of every verb of `starts`, with values of every kind."""
+    import typer
+
+    from hotrain.cli.main import app
+
+    group: Any = typer.main.get_command(app)
+    verbs: dict[str, Any] = {name: verb for name, verb in group.commands.items() if name not in LEFT_OUT}
+    start = starts(good)
     for _ in range(count):
         name = draw.choice(list(verbs))
         verb = verbs[name]

@@ -21,6 +21,7 @@ except ModuleNotFoundError as missing:
 
     @app.command("layers", context_settings=anything)
     @app.command("step", context_settings=anything)
+    @app.command("zoo", context_settings=anything)
     @app.command("ops", context_settings=anything)
     def clone_first() -> None:
         """Needs a clone of the repository."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -55,14 +56,13 @@ def frontier(
 ) -> None:
     """Peak memory against step time: exact, checkpointed, offloaded and converted.
 
-    Writes frontier.svg and frontier.jsonl, in place of earlier ones. `hotrain.Frontier.load` reads the record, and
-    `hotrain.convert(model, plan=point)` follows a point of it.
+    Writes frontier.jsonl and, where matplotlib is installed, frontier.svg, in place of earlier ones.
+    `hotrain.Frontier.load` reads the record, and `hotrain.convert(model, plan=point)` follows a point of it.
     """
     import torch
 
     import hotrain
     from hotrain.cli.prepare import with_images
-    from hotrain.plotting.steps import draw_frontier
     from hotrain.tables import parse_bytes
     from hotrain.train.optimization import create_optimizer
     from hotrain.train.setup import autocast
@@ -96,7 +96,14 @@ def frontier(
     folder = out or Path("runs", "frontier", run.model)
     folder.mkdir(parents=True, exist_ok=True)
     found.save(folder / RECORD)
-    (folder / FIGURE).write_text(draw_frontier(found.rows()), encoding="utf-8")
+    written = str(folder / RECORD)
+    if importlib.util.find_spec("matplotlib"):
+        from hotrain.plotting.steps import draw_frontier
+
+        (folder / FIGURE).write_text(draw_frontier(found.rows()), encoding="utf-8")
+        written = f"{folder / FIGURE} and {written}"
+    else:
+        note("no figure: matplotlib is not installed; pip install 'hotrain[plot]'")
     best = None if size is None else found.best(size)
     if json:
         print_json({"rows": found.rows(), "best": None if best is None else best.name, "folder": folder})
@@ -104,4 +111,4 @@ def frontier(
     typer.echo(found)
     if best is not None:
         typer.echo(f"fastest within {budget}: {best}")
-    typer.echo(f"wrote {folder / FIGURE} and {folder / RECORD}")
+    typer.echo(f"wrote {written}")
