@@ -32,6 +32,8 @@ class Segmenter(nn.Module):
 
         super().__init__()
         self.model = SegformerForSemanticSegmentation(config)
+        if not hasattr(self.model.segformer, "stages"):
+            raise ImportError("hotrain: segformer_b0 needs SegFormer's stages as transformers 5.17 has them; update it")
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, classes, H, W) of images (B, C, H, W)."""
@@ -100,7 +102,7 @@ def create(name: str, *, classes: int, channels: int, image_size: int, args: dic
     Raises:
         ImportError: transformers is not installed, or too old.
     """
-    require("transformers", "5.17", "text")
+    require("transformers", "5", "text")
     ensure_torchvision()  # which transformers imports
     from transformers import SegformerConfig, YolosConfig
 
