@@ -340,19 +340,24 @@ def test_one_graph_with_the_same_loss(task: str, bright: Path, tmp_path: Path) -
 
 # ---- training ----
 
-CHANCE = {"segmentation": 30.0, "detection": 15.0}
-"""Background everywhere is right for a third of the classes' mean IoU; boxes at random places hit less often."""
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["exact", "hq8"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "method"), [("segmentation", "exact"), ("segmentation", "hq8"), ("detection", "hq8")])
 def test_it_learns(task: str, method: str, bright: Path, tmp_path: Path) -> None:
-    epochs = 12 if task == "segmentation" else 40
-    run = run_on(bright, task, tmp_path, method=method, epochs=epochs, clip=1.0, warmup_epochs=1, evaluate_every=epochs)
+    """Masks twice as good as background everywhere; of boxes a tenth of full precision, where untrained ones miss."""
+    epochs, lr = (12, 2e-3) if task == "segmentation" else (40, 1e-3)
+    fields = {"epochs": epochs, "lr": lr, "clip": 1.0, "warmup_epochs": 1, "evaluate_every": epochs}
+    run = run_on(bright, task, tmp_path, method=method, **fields)
+    setup = build(run)
+    if task == "segmentation":
+        background = torch.cat([target for _, target in setup.feed.test_batches()]) == 0
+        least = 2 * 100 * float(background.double().mean()) / 3  # its IoU, and none of the two other classes
+    else:
+        least = 10.0
+        assert evaluate_dense(setup.model, run, setup, Processes())["accuracy"] < 1
     result = train(run, on_progress=silent)
     assert result.accuracy is not None
-    assert result.accuracy > 2 * CHANCE[task]
+    assert result.accuracy > least
     if method != "exact":
         assert result.layers is not None
         assert sum(group["layers"] for group in result.layers if group["method"] == method) >= 8

@@ -65,6 +65,10 @@ class Detector(nn.Module):
         for tokens in (embeddings.cls_token, embeddings.detection_tokens, embeddings.position_embeddings):
             nn.init.trunc_normal_(tokens, std=config.initializer_range)
         self.boxes: int = config.num_detection_tokens
+        # As DETR starts: with transformers' smaller weights, meant to be replaced by others, boxes are learned slowly.
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
         # Positions that start apart: from small random ones a short run would first have to learn where patches are.
         rows, columns = (side // config.patch_size for side in config.image_size)
         with torch.no_grad():
