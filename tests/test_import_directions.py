@@ -30,6 +30,7 @@ OUTER_MAY_IMPORT = {
         "peft",
         "transformers",
         "sklearn",
+        "scipy",
         "rich",
         "trackio",
     },

@@ -141,6 +141,20 @@ def language() -> Study:
     return Study("language", "Language: an encoder and a decoder from scratch", tuple(cells))
 
 
+def dense() -> Study:
+    """A segmenter and a detector on scenes of CIFAR-10's images, by the methods of the study of texts."""
+    cells: list[Cell] = []
+    methods = ("exact", DEFAULT, "hot", "hot-unbiased", "hla", "lbp-wht", "luq", "int4")
+    for seed in (0, 1, 2):
+        for title, recipe in (
+            ("SegFormer-B0, scenes", "short_segformer_scenes"),
+            ("YOLOS, scenes", "short_yolos_scenes"),
+        ):
+            run = replace(load_recipe(recipe), plan="memory", compile=True, audit=seed == 0, evaluate_every=4)
+            cells += grid("dense", title, run, methods, (seed,))
+    return Study("dense", "Dense prediction: a segmenter and a detector from scratch", tuple(cells))
+
+
 def lora() -> Study:
     """Table 3: HOT on the frozen layers, the adapters, both or neither; a ViT from one CIFAR, adapted to the other."""
     cells: list[Cell] = []
@@ -190,4 +204,6 @@ def costs() -> Study:
 @functools.cache
 def studies() -> dict[str, Study]:
     """Return all studies by name."""
-    return {study.name: study for study in (pretraining(), lora(), evmt(), rank(), language(), fidelity(), costs())}
+    return {
+        study.name: study for study in (pretraining(), lora(), evmt(), rank(), language(), dense(), fidelity(), costs())
+    }

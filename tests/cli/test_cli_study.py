@@ -231,6 +231,48 @@ def test_texts_are_prepared_and_a_study_trains_on_them(
     assert ("Bits per byte" in done.stdout) == (name == "text")
 
 
+SCENES = {
+    "short_segformer_scenes": (
+        {"depths": [1] * 4, "hidden_sizes": [32] * 4, "num_attention_heads": [1] * 4, "decoder_hidden_size": 32},
+        "mean IoU",
+    ),
+    "short_yolos_scenes": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1},
+        "AP at IoU 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", SCENES)
+def test_a_study_trains_on_scenes(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and tables say what their figure is, and that layers were converted."""
+    monkeypatch.setattr(study.subprocess, "Popen", InThisProcess)
+    sizes, metric = SCENES[recipe]
+    random = np.random.default_rng(0)
+    arrays = {
+        f"x_{split}": random.integers(0, 256, (n, 32, 32, 3), np.uint8) for split, n in (("train", 20), ("test", 6))
+    }
+    labels = {f"y_{split}": np.arange(n) % 2 for split, n in (("train", 20), ("test", 6))}
+    np.savez(tmp_path / "cifar10.npz", **arrays, **labels)
+    words = ["study", recipe, "--methods", "exact,hq8", "--seeds", "0", "--data", tmp_path, "--device", "cpu"]
+    sets = [f"model_args={json.dumps(sizes)}", "batch_size=4", "steps=2", "amp=none", "plan=memory"]
+    done = invoke(
+        *words, *(w for s in sets for w in ("--set", s)), "--records", tmp_path / "r.jsonl", "--work", tmp_path / "w"
+    )
+    assert done.exit_code == 0, f"{done.stderr}\n{done.exception!r}"
+    rows = read_rows([tmp_path / "r.jsonl"])
+    assert [(row["method"], row["status"], row["metric"]) for row in rows] == [
+        ("exact", "finished", metric),
+        ("hq8", "finished", metric),
+    ]
+    assert {(row["train_images"], row["test_images"]) for row in rows} == {(20, 6)}
+    assert rows[1]["saved_bytes"] < rows[0]["saved_bytes"]
+    assert sum(group["layers"] for group in rows[1]["layers"] if group["method"] == "hq8") >= 8
+    assert metric.lower() in done.stdout.lower()
+    assert ("Pixel accuracy" in done.stdout) == (metric == "mean IoU")
+    assert ": Accuracy" not in done.stdout
+
+
 CELLS = grid("s", "g", TrainRun(data="cifar10"), ("exact", "hot:rank=4@memory"), (0, 1))
 
 

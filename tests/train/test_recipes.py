@@ -7,7 +7,7 @@ import pytest
 import timm
 from hotrain_recipes.registry import recipe
 
-from hotrain.train import TrainRun, language
+from hotrain.train import TrainRun, dense, language
 from hotrain.train.models import SMALL, create_model
 
 RECIPES = hotrain_recipes.all()
@@ -27,10 +27,11 @@ def test_the_count_by_family() -> None:
         "ViT with LoRA": 4,
         "demo": 2,
         "studies, from scratch": 10,
+        "studies, scenes": 2,
         "studies, texts": 2,
         "studies, without labels": 4,
     }
-    assert len(RECIPES) == 87
+    assert len(RECIPES) == 89
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -40,7 +41,7 @@ def test_it_builds(name: str) -> None:
     assert isinstance(run, TrainRun)
     assert run.name == name
     assert run == hotrain_recipes.load_recipe(name)
-    assert run.model in (*SMALL, *language.MODELS) or timm.is_model(run.model)
+    assert run.model in (*SMALL, *language.MODELS, *dense.MODELS) or timm.is_model(run.model)
     if run.pretrained:
         assert timm.models.is_model_pretrained(run.model)
     assert "{" not in entry.description

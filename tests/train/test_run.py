@@ -24,7 +24,7 @@ BAD = [
     ({"epochs": True}, "epochs: got True"),  # bool is an int to Python
     ({"schedule": "linear"}, "schedule: got 'linear'"),
     ({"amp": "fp8"}, "amp: got 'fp8'"),
-    ({"task": "detection"}, "task: got 'detection', accepted is 'classification'"),
+    ({"task": "depth"}, "task: got 'depth', accepted is 'classification'"),
     ({"corrupt": "ignore"}, "corrupt: got 'ignore'"),
     ({"device": "tpu"}, "device: got 'tpu'"),
     ({"mixup": 0.8, "batch_size": 33}, "batch_size: got 33, mixup"),

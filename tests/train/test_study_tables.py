@@ -80,6 +80,25 @@ def test_bits_per_byte_are_of_text_models_alone_and_worse_is_above_zero() -> Non
     assert "above zero is worse" in bits.note
 
 
+def test_masks_and_boxes_have_tables_of_their_metric() -> None:
+    """Each model in the table of what it predicts, and in no other."""
+    study = STUDIES["dense"]
+    chosen = [cell for cell in study.cells if cell.run.seed == 0 and cell.method in ("exact", "hot")]
+    made = []
+    for cell in chosen:
+        history = [{"epoch": 1, "accuracy": 40.0, "train_loss": 1.0, "pixel_accuracy": 90.0}]
+        made.append(row(cell, 40.0, history=history, metric="mean IoU"))
+    iou, pixels, precision = tables(study, made)
+    assert (iou.title, pixels.title, precision.title) == ("Mean IoU", "Pixel accuracy", "AP at IoU 0.5")
+    assert iou.headers == pixels.headers == ["method", "SegFormer-B0, scenes"]
+    assert precision.headers == ["method", "YOLOS, scenes"]
+    assert iou.rows[0] == ["`exact`", "40.00; 1 of 3 runs"]
+    assert pixels.rows[0] == ["`exact`", "90.00; 1 of 3 runs"]
+    page = render("title", [], [Section("Dense", [], [], made)])
+    assert "SegFormer-B0, scenes: points above exact" in page
+    assert "mean IoU minus exact" in page
+
+
 @pytest.mark.parametrize(
     ("gap", "said"),
     # the standard error of (gap - 0.1, gap, gap + 0.1) is 0.058

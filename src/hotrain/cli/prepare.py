@@ -164,14 +164,14 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
 
     from hotrain.train import load_data
     from hotrain.train.models import default_image_size, resolve_device
-    from hotrain.train.setup import create
+    from hotrain.train.setup import create, seen_by
 
     if run.data in SHAPES or classes is not None:
         own, channels, side = SHAPES.get(run.data, (0, 3, 224))
-        classes = classes or own
+        classes = classes or own + (run.task == "segmentation")  # scenes have a background
     else:
         try:
-            data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
+            data = seen_by(run, load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt))
         except ValueError as error:
             raise ValueError(f"{error}. To use random images without data, give --classes N") from error
         classes, channels, side = len(data.classes), data.channels, data.image_size

@@ -66,6 +66,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         The row: what the cell is, a status, what was measured, what it ran on. It names no folder of this machine.
     """
     from hotrain.train import Diverged, Interrupted, TrainRun
+    from hotrain.train.dense import METRICS
     from hotrain.train.models import resolve_device
     from hotrain.train.record import environment
 
@@ -75,6 +76,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         "options": job["cell"]["options"],
         "model": run.model,
         "compiled": run.compile,
+        "metric": METRICS.get(run.task, "accuracy"),
         "config": _without_places(job["planned"]),
         **environment(resolve_device(run.device)),
         **job["common"],

@@ -11,7 +11,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from hotrain.plotting.style import Look, drawing, new_figure, stand_in, tag, to_svg
 
 
-def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[str, Look], title: str) -> str:
+def draw_curves(
+    curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[str, Look], title: str, metric: str = "accuracy"
+) -> str:
     """SVG of one model's curves over two epochs or more.
 
     Args:
@@ -19,6 +21,7 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[
         quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).
         looks: method → its look.
         title: of the figure.
+        metric: what the accuracy is.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
@@ -49,7 +52,7 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.margins(x=0.02)
         if quantity == "accuracy":
-            axes.set_ylabel("test accuracy (%)")
+            axes.set_ylabel(f"test {metric} (%)")
         else:
             axes.set_ylabel("training loss")
             if lowest and min(lowest) > 0:
@@ -57,7 +60,9 @@ def draw_curves(curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
                 axes.yaxis.set_minor_formatter("")
-        return to_svg(figure, f"{title}: {quantity} over epochs for {', '.join(by_method)}")
+        return to_svg(
+            figure, f"{title}: {metric if quantity == 'accuracy' else quantity} over epochs for {', '.join(by_method)}"
+        )
 
 
 def _mean_over_seeds(runs: Sequence[dict[str, Any]], quantity: str) -> tuple[list[int], list[float]]:

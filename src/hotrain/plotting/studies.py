@@ -65,12 +65,12 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     drawn = []
     for group in dict.fromkeys(row["group"] for row in trained):
         mine = [row for row in trained if row["group"] == group]
-        gaps = _gaps(mine)
+        gaps, metric = _gaps(mine), mine[0].get("metric", "accuracy")
         if gaps:
-            drawn.append(draw_gaps(gaps, look_of, group))
+            drawn.append(draw_gaps(gaps, look_of, group, metric))
         curves = [_curve(row) for row in mine]
         if any(len(curve["epoch"]) > 1 for curve in curves):
-            drawn.append(draw_curves(curves, "accuracy", look_of, f"{group}: accuracy"))
+            drawn.append(draw_curves(curves, "accuracy", look_of, f"{group}: {metric}", metric))
     for row in rows:
         if row["kind"] == "gradients" and row["status"] == "finished":
             drawn += _of_gradients(row)
@@ -97,7 +97,9 @@ def _gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def draw_gaps(gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], title: str) -> str:
+def draw_gaps(
+    gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], title: str, metric: str = "accuracy"
+) -> str:
     """SVG of each method's gaps to exact: a mark a seed, the mean, and a bar of two standard errors."""
     with drawing():
         figure = new_figure(f"{title}: points above exact", 0.9 + 0.24 * len(gaps))
@@ -114,7 +116,7 @@ def draw_gaps(gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], 
         axes.set_yticks(range(len(gaps)), list(gaps), fontsize=8, color=INK)
         axes.set_ylim(len(gaps) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("accuracy minus exact's with the same seed (points)")
+        axes.set_xlabel(f"{metric} minus exact's with the same seed (points)")
         return to_svg(figure, f"{title}: gap to exact of {', '.join(gaps)}")
 
 

@@ -17,12 +17,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hotrain.train.contrastive import two_views
-from hotrain.train.data import ArrayData, FolderData, open_image
+from hotrain.train.data import ArrayData, Data
+from hotrain.train.dense_folder import DenseFolder, read_item
+from hotrain.train.image_file import open_image
 from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
+from hotrain.train.scenes import SceneData, draws, scenes
 from hotrain.train.tokens import TokenData
 
-# Images float32 (B, C, H, W), two views (2B, C, H, W), or token ids (B, L); labels int64 (B,), or next tokens (B·L,).
+# Images float32 (B, C, H, W), two views (2B, C, H, W), or token ids (B, L); labels int64 (B,), next tokens (B·L,),
+# masks (B, H, W), or objects float32 (B, K, 5).
 Batch = tuple[Tensor, Tensor]
 
 
@@ -44,7 +48,7 @@ class Feed:
     def __init__(
         self,
         run: TrainRun,
-        data: ArrayData | FolderData | TokenData,
+        data: Data | SceneData,
         *,
         image_size: int,
         mean: Sequence[float] | None = None,
@@ -70,8 +74,8 @@ class Feed:
         if isinstance(data, TokenData):
             self._images = _Tokens(data, self.device)
         else:
-            kind = _Arrays if isinstance(data, ArrayData) else _Folder
-            self._images = kind(run, data, image_size, mean, std, self.device)  # type: ignore[arg-type]
+            kinds: dict[type, Any] = {ArrayData: _Arrays, SceneData: _Scenes, DenseFolder: _DenseFolder}
+            self._images = kinds.get(type(data), _Folder)(run, data, image_size, mean, std, self.device)
 
     @property
     def skipped(self) -> int:
@@ -188,6 +192,29 @@ class _Arrays:
         return x
 
 
+class _Scenes(_Arrays):
+    """Scenes of the images of a :class:`SceneData`, drawn on the device: other ones each epoch, one test set."""
+
+    def __init__(self, run: TrainRun, data: SceneData, *rest: Any) -> None:
+        super().__init__(run, data.images, *rest)
+        self.data = data
+
+    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
+        for indices, key in zip(chosen, keys, strict=True):
+            yield self._scenes(indices, draws(len(indices), self.data.channels, key), train=True)
+
+    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
+        drawn = draws(self.data.train_size if train else self.data.test_size, self.data.channels, int(train))
+        for indices in chosen:
+            yield self._scenes(indices, drawn[indices], train=train)
+
+    def _scenes(self, indices: Tensor, drawn: Tensor, train: bool) -> Batch:
+        x, y = (self.x_train, self.y_train) if train else (self.x_test, self.y_test)
+        first, drawn = to_device(indices, x.device), to_device(drawn, x.device)
+        picture, target = scenes(x, y, first, drawn, self.image_size, masks=self.data.masks)
+        return self._finish(picture), target
+
+
 class _Tokens:
     """Sequences of a :class:`TokenData` on the device, as they are."""
 
@@ -250,7 +277,7 @@ class _Folder:
     def __init__(
         self,
         run: TrainRun,
-        data: FolderData,
+        data: Any,
         image_size: int,
         mean: Sequence[float] | None,
         std: Sequence[float] | None,
@@ -301,6 +328,36 @@ class _Folder:
             yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
 
+class _DenseFolder(_Folder):
+    """Images of a :class:`DenseFolder` with masks or boxes, decoded and resized by worker processes."""
+
+    def __init__(self, run: TrainRun, data: DenseFolder, image_size: int, mean: Any, std: Any, device: Any) -> None:
+        from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+        self.run, self.device, self.skipped = run, device, 0
+        self.mean, self.std = (
+            255 * torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        )
+        self.data, self.image_size = data, image_size
+        self.train = _DenseFiles(self, data.train, mirror=run.flip)  # type: ignore[assignment]
+        self.test = _DenseFiles(self, data.test, mirror=False)  # type: ignore[assignment]
+
+
+class _DenseFiles(Dataset[tuple[Tensor, Tensor] | None]):
+    def __init__(self, folder: _DenseFolder, items: Sequence[Any], mirror: bool) -> None:
+        self.folder, self.items, self.mirror = folder, items, mirror
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+        index, seed = key
+        own = self.folder
+        mirror = self.mirror and bool(np.random.default_rng(seed).random() < 0.5)
+        found = read_item(self.items[index], own.data, own.image_size, own.run.corrupt, mirror)
+        return None if found is None else ((found[0] - own.mean) / own.std, found[1])
+
+
 class _Files(Dataset[tuple[Tensor, int] | None]):
     def __init__(self, items: Sequence[tuple[str, int]], transform: Callable[[Any], Tensor], corrupt: str) -> None:
         self.items, self.transform, self.corrupt = items, transform, corrupt
@@ -318,9 +375,9 @@ class _Files(Dataset[tuple[Tensor, int] | None]):
             return self.transform(image), label
 
 
-def _collate(items: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+def _collate(items: Sequence[tuple[Tensor, int | Tensor] | None]) -> tuple[Tensor, Tensor, int]:
     kept = [item for item in items if item is not None]
     if not kept:
         return torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), len(items)
     images = torch.stack([image for image, _ in kept])
-    return images, torch.tensor([label for _, label in kept], device="cpu"), len(items) - len(kept)
+    return images, torch.stack([torch.as_tensor(label, device="cpu") for _, label in kept]), len(items) - len(kept)

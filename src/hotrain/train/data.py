@@ -1,31 +1,29 @@
 """Data sets by name or path, checked when they are loaded.
 
-:func:`load_data` returns one of three kinds. :class:`ArrayData` holds small images as uint8 arrays; they are kept on
+:func:`load_data` returns one of four kinds. :class:`ArrayData` holds small images as uint8 arrays; they are kept on
 the device and augmented there. :class:`FolderData` lists image files; worker processes decode them. Texts are
-:class:`hotrain.train.tokens.TokenData`.
+:class:`hotrain.train.tokens.TokenData`, and image files with masks or boxes
+:class:`hotrain.train.dense_folder.DenseFolder`.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import struct
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotrain.train.arrays import check_labels, names_in, read_arrays
+from hotrain.train.dense_folder import DenseFolder, is_dense, load_dense
+from hotrain.train.image_file import open_image
 from hotrain.train.tokens import TokenData, load_tokens
 from hotrain.train.torchvision_shim import ensure_torchvision
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 NAMES = ("cifar10", "cifar100", "digits")
 CHECKED_FILES = 20_000  # about ten seconds of decoding at Tiny ImageNet's size
@@ -117,14 +115,17 @@ class FolderData:
         return len(self.test)
 
 
-def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> ArrayData | FolderData | TokenData:
+Data = ArrayData | FolderData | TokenData | DenseFolder
+
+
+def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> Data:
     """Read a data set.
 
     Args:
         name: ``cifar10`` or ``cifar100`` (through torchvision, downloaded into ``data_dir`` when absent),
             ``digits`` (scikit-learn's 1,797 real 8×8 images, offline), a folder with ``train/`` and ``val/`` or
-            ``test/``, each with one folder per class, or an ``.npz`` file with ``x_train, y_train, x_test, y_test``,
-            or with tokens (`hotrain.train.tokens`).
+            ``test/``, each with one folder per class, or with ``annotations/`` (`hotrain.train.dense_folder`), or an
+            ``.npz`` file with ``x_train, y_train, x_test, y_test``, or with tokens (`hotrain.train.tokens`).
         corrupt: ``refuse`` or ``skip`` image files that cannot be decoded. Folders of up to ``CHECKED_FILES`` files
             are decoded once before the run; in larger ones a bad file shows when its batch is read.
 
@@ -141,6 +142,8 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
         return load_tokens(path) if "vocabulary" in names_in(path) else load_npz(path)
     if path.suffix == ".tsv":
         raise ValueError(f"data: {name} is text: train on the tokens that `hotrain prepare sst2 --texts FOLDER` makes")
+    if path.is_dir() and is_dense(path):
+        return load_dense(path)
     if path.is_dir():
         return load_folder(path, corrupt=corrupt)
     near = difflib.get_close_matches(name, NAMES, n=1)
@@ -332,34 +335,3 @@ def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
             stacklevel=4,
         )
     return sorted(files, key=lambda item: natural_key(item[0]))
-
-
-def open_image(path: str, corrupt: str = "refuse") -> Image.Image | None:
-    """Decode one image file to RGB.
-
-    Args:
-        path: the file.
-        corrupt: ``refuse`` or ``skip`` a file that cannot be decoded.
-
-    Returns:
-        The image; None for a file that cannot be decoded with ``corrupt="skip"``.
-
-    Raises:
-        ValueError: a file that cannot be decoded with ``corrupt="refuse"``.
-    """
-    from PIL import Image
-
-    # What Pillow raises for truncated and garbled files, and for those that unpack to more than 179 million pixels.
-    bad = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError("it is no regular file")  # opening a pipe would wait for ever
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except bad as error:
-        if corrupt == "skip":
-            return None
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"data: {path} cannot be decoded ({reason}); repair or remove it, or leave such files out with corrupt=skip"
-        ) from error

@@ -1,11 +1,13 @@
-"""Accuracy of a model on the test images, and of a backbone's features."""
+"""Accuracy of a model on the test images, of a backbone's features, and of masks and boxes."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-from hotrain.train import contrastive
+import torch
+from torch import Tensor, nn
+
+from hotrain.train import contrastive, detection
 from hotrain.train.distributed import Processes
 from hotrain.train.meters import finite
 from hotrain.train.run import TrainRun
@@ -27,6 +29,61 @@ def evaluate(model: nn.Module, run: TrainRun, setup: Setup, ranks: Processes) ->
     model.train(was_training)
     loss, correct, count = ranks.total(sums).tolist()
     return finite(loss / count), 100.0 * correct / count
+
+
+@torch.no_grad()
+def evaluate_dense(model: nn.Module, run: TrainRun, setup: Setup, ranks: Processes) -> dict[str, Any]:
+    """Judge masks or boxes on the test images of all processes.
+
+    Returns:
+        ``test_loss``, and in percent ``accuracy``: of masks the mean over classes of IoU, of boxes that of average
+        precision at IoU 0.5, and of masks also ``pixel_accuracy``.
+    """
+    classes = len(setup.data.classes)
+    was_training = model.training
+    model.eval()
+    table = torch.zeros(classes, classes, dtype=torch.float64, device=setup.device)  # true class × predicted class
+    objects = torch.zeros(classes, dtype=torch.float64, device=setup.device)
+    found: list[Tensor] = []
+    sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    for x, target in setup.feed.test_batches():
+        with autocast(run, setup.device):
+            output = model(x).float()
+        if run.task == "segmentation":
+            seen = target >= 0
+            pairs = target[seen] * classes + output.argmax(1)[seen]
+            table += pairs.bincount(minlength=classes**2).view(classes, classes)
+            weight = seen.sum()
+        else:
+            label = target[..., 0].long()
+            objects += label[label >= 0].bincount(minlength=classes)
+            found.append(torch.stack([part.double() for part in detection.judged(output, target)]).flatten(1).cpu())
+            weight = torch.tensor(len(x), device=setup.device)
+        if weight:
+            sums += torch.stack((setup.loss(output, target).double() * weight, weight.double()))
+    model.train(was_training)
+    loss, count = ranks.total(sums).tolist()
+    row: dict[str, Any] = {"test_loss": finite(loss / max(1, count))}
+    if run.task == "segmentation":
+        return row | mask_accuracies(ranks.total(table))
+    scores, labels, hits = torch.cat(ranks.gather(torch.cat(found, 1)), 1)
+    mean = detection.mean_average_precision(scores, labels, hits, ranks.total(objects))
+    return row | {"accuracy": 100.0 * mean}
+
+
+def mask_accuracies(table: Tensor) -> dict[str, float]:
+    """Mean IoU of the classes that occur, and the share of pixels that are right, in percent.
+
+    Args:
+        table: numbers of pixels, true class × predicted class.
+    """
+    right = table.diagonal()
+    union = table.sum(0) + table.sum(1) - right
+    occurs = union > 0
+    return {
+        "accuracy": 100.0 * float((right[occurs] / union[occurs]).mean()),
+        "pixel_accuracy": 100.0 * float(right.sum() / table.sum()),
+    }
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hotrain._version import require
-from hotrain.train import language
+from hotrain.train import dense, language
 from hotrain.train.run import Lora
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -87,7 +87,7 @@ def create_model(
     pretrained: bool = False,
     args: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Build a model of ``SMALL``, of timm, or for texts (`hotrain.train.language`).
+    """Build a model of ``SMALL``, of timm, for texts (`hotrain.train.language`) or dense (`hotrain.train.dense`).
 
     Args:
         name: a key of ``SMALL`` or a timm model name (with or without a tag of pretrained weights), or for texts.
@@ -104,6 +104,8 @@ def create_model(
     """
     if name in language.MODELS:
         return language.create(name, classes=classes, vocabulary=channels, length=image_size, args=args)
+    if name in dense.MODELS:
+        return dense.create(name, classes=classes, channels=channels, image_size=image_size, args=args)
     ensure_torchvision()
     require("timm", "1.0.20", "vision")
     import timm

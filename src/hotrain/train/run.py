@@ -66,14 +66,15 @@ class TrainRun:
 
     # What is trained, and on what
     name: str = "run"
-    task: Literal["classification", "simclr", "byol"] = "classification"  # without labels: see contrastive.py
+    # without labels: see contrastive.py; a class for each pixel, or boxes: dense.py
+    task: Literal["classification", "simclr", "byol", "segmentation", "detection"] = "classification"
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
     init: str | None = (
         None  # a checkpoint of another run: its weights, but for the classifier, are where this one starts
     )
-    data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file
+    data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file; dense: scenes drawn of it
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
     corrupt: Literal["refuse", "skip"] = "refuse"  # what to do with an image file that cannot be decoded
@@ -160,7 +161,8 @@ class TrainRun:
         if self.calibration_file is not None and self.calibrate_batches:
             raise ValueError("calibration_file: got both a file and calibrate_batches, give one of them")
         if self.task != "classification":
-            others = ("lora", "ema", "mixup", "cutmix", "smoothing", "random_erase", "calibrate_batches")
+            others = ["lora", "ema", "mixup", "cutmix", "smoothing", "random_erase"]
+            others += ["calibrate_batches"] if self.task in ("simclr", "byol") else ["init", "pretrained"]
             given = [name for name in others if getattr(self, name)]
             if given:
                 raise ValueError(f"{given[0]}: it is not for task={self.task!r}; leave it out")

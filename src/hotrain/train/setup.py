@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.conversion import converted_layers
-from hotrain.train import checkpoint, contrastive, language, trackers
+from hotrain.train import checkpoint, contrastive, dense, language, trackers
 from hotrain.train.batches import Feed
-from hotrain.train.data import ArrayData, FolderData, load_data
+from hotrain.train.data import ArrayData, Data, FolderData, load_data
+from hotrain.train.dense_folder import DenseFolder
+from hotrain.train.detection import set_loss
 from hotrain.train.distributed import Processes
 from hotrain.train.models import add_lora, create_model, default_image_size, normalization, resolve_device
 from hotrain.train.rng import seed_all
 from hotrain.train.run import TrainRun
+from hotrain.train.scenes import SceneData
 from hotrain.train.tokens import TokenData
 
 
@@ -38,7 +41,7 @@ class Setup:
 
     run: TrainRun
     device: torch.device
-    data: ArrayData | FolderData | TokenData
+    data: Data | SceneData
     feed: Feed
     model: nn.Module
     report: Any = None
@@ -52,8 +55,14 @@ class Setup:
         return self.feed.example()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross-entropy of ``output`` (B, classes) and labels (B,) or probabilities (B, classes)."""
-        return F.cross_entropy(output.float(), target)
+        """Return the loss of the model's output.
+
+        Args:
+            output: logits (B, classes), of pixels (B, classes, H, W), or predicted boxes (B, boxes, classes + 5).
+            target: labels (B,) or probabilities (B, classes), masks (B, H, W), or objects (B, K, 5).
+        """
+        loss = set_loss if self.run.task == "detection" else F.cross_entropy
+        return loss(output.float(), target)
 
 
 def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -153,12 +162,14 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     """
     trackers.check(run.log)
     processes = processes or Processes(device=resolve_device(run.device))
-    data = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
+    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     _check_text(run, data)
+    _check_dense(run, data)
+    data = seen_by(run, data)
     size = run.image_size or default_image_size(run.model, data.image_size)
-    labelled = run.task == "classification"
+    labelled = run.task not in contrastive.TASKS
     if not labelled and not isinstance(data, ArrayData):
         raise ValueError(f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), not a folder")
     classes = len(data.classes) if labelled else 0
@@ -188,7 +199,14 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     return Setup(run, processes.device, data, feed, model, report)
 
 
-def _check_text(run: TrainRun, data: ArrayData | FolderData | TokenData) -> None:
+def seen_by(run: TrainRun, data: Data | SceneData) -> Data | SceneData:
+    """The data as a run sees them: where it predicts masks or boxes, scenes of the images in memory."""
+    if run.task in dense.METRICS and isinstance(data, ArrayData):
+        return SceneData(data, masks=run.task == "segmentation")
+    return data
+
+
+def _check_text(run: TrainRun, data: Data | SceneData) -> None:
     """Refuse a model of texts with images, one of images with texts, and what changes images alone."""
     is_text = isinstance(data, TokenData)
     if is_text != (run.model in language.MODELS):
@@ -202,6 +220,24 @@ def _check_text(run: TrainRun, data: ArrayData | FolderData | TokenData) -> None
         for name in ("image_size", "mixup", "cutmix", "random_erase", "lora", "init", "pretrained"):
             if getattr(run, name):
                 raise ValueError(f"{name}: it is not for texts; leave it out")
+
+
+def _check_dense(run: TrainRun, data: Data | SceneData) -> None:
+    """Refuse a model of another task, and data without what the task predicts."""
+    if dense.MODELS.get(run.model) != (run.task if run.task in dense.METRICS else None):
+        raise ValueError(
+            f"model: {run.model!r} is not for task={run.task!r}; accepted are "
+            + ", ".join(f"{name} with {task}" for name, task in dense.MODELS.items())
+        )
+    if isinstance(data, DenseFolder):
+        has = "segmentation" if data.masks else "detection"
+        if run.task != has:
+            raise ValueError(f"task: got {run.task!r}, the data {run.data!r} are for {has}")
+    elif run.task in dense.METRICS and isinstance(data, FolderData):
+        raise ValueError(
+            f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), of which it draws scenes, or "
+            "a folder with annotations/, not one of classes"
+        )
 
 
 def training_batches(setup: Setup, count: int) -> Iterator[tuple[Tensor, Tensor]]:

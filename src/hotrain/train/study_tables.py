@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotrain.train import language
+from hotrain.train import contrastive, dense, language
 from hotrain.train.study import CONTROL, DIVERGED, FAILED, FINISHED, Cell, Line, Study, lines, mean_text
 
 NOT_RUN = "not run"
@@ -55,15 +55,20 @@ def ran_on(study: Study, rows: Iterable[Row]) -> list[str]:
 def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
     """A line for each method, a column for each model and data set.
 
-    In further tables k-NN beside the probe where nothing has labels, and of text models bits per byte.
+    In further tables k-NN beside the probe where nothing has labels, and of text models bits per byte. Of masks and
+    boxes instead of an accuracy what `dense.METRICS` names, with the pixels that are right beside mean IoU.
     """
+    predicted = [table for task in dense.METRICS for table in _dense(task, study, rows)]
+    study = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task not in dense.METRICS))
+    if not study.cells:
+        return predicted
     modelled = replace(study, cells=tuple(cell for cell in study.cells if cell.run.model in language.DECODERS))
     of = "texts, of a GPT of the next bytes" if modelled.cells else "images"
     note = (
         f"Percent of the test {of}, mean ± deviation over seeds; in brackets the gap to exact with the same "
         "seeds, in points, mean ± standard error."
     )
-    probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task != "classification"))
+    probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task in contrastive.TASKS))
     shown = [_matrix("Accuracy", study, rows, note)]
     if probed.cells:
         shown.append(
@@ -81,6 +86,28 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
         )
         bits = _ended_with(rows, "test_loss", 1 / math.log(2))
         shown.append(_matrix("Bits per byte", modelled, bits, note, digits=3))
+    return shown + predicted
+
+
+_OF_DENSE = {
+    "segmentation": "Percent, mean over the classes of intersection over union, background included",
+    "detection": "Percent, mean over the classes of the area under precision over recall, a hit overlapping by IoU 0.5",
+}
+
+
+def _dense(task: str, study: Study, rows: list[Row]) -> list[Table]:
+    mine = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task == task))
+    if not mine.cells:
+        return []
+    note = (
+        f"{_OF_DENSE[task]}; mean ± deviation over seeds; in brackets the gap to exact with the same seeds, in points, "
+        "mean ± standard error."
+    )
+    name = dense.METRICS[task]
+    shown = [_matrix(name[0].upper() + name[1:], mine, rows, note)]
+    if task == "segmentation":
+        note = "Percent of the test scenes' pixels."
+        shown.append(_matrix("Pixel accuracy", mine, _ended_with(rows, "pixel_accuracy"), note))
     return shown
 
 

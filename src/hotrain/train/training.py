@@ -13,6 +13,7 @@ import math
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.optim import GrokfastEMA
-from hotrain.train import checkpoint, contrastive, record, trackers
+from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
-from hotrain.train.evaluation import evaluate, probe
+from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
 from hotrain.train.outcome import SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
@@ -75,7 +76,9 @@ class Training:
         self.erase: RandomErasing | None = None
         if run.random_erase:
             self.erase = RandomErasing(run.random_erase, mode="pixel", device=self.device)
-        self.loss_function = nn.CrossEntropyLoss(label_smoothing=0.0 if self.mixup else run.smoothing)
+        self.loss_function: Callable[[Tensor, Tensor], Tensor] = setup.loss
+        if run.task != "detection":
+            self.loss_function = nn.CrossEntropyLoss(label_smoothing=0.0 if self.mixup else run.smoothing)
 
         self.optimizer = create_optimizer(run, self.model)
         self.schedule = Schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
@@ -260,7 +263,9 @@ class Training:
         model = self.model if self.ema is None else self.ema.module
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = finite(float(totals[0] / totals[1]))
-        if self.learner is None:
+        if self.run.task in dense.METRICS:
+            row |= evaluate_dense(model, self.run, self.setup, self.ranks)
+        elif self.learner is None:
             row["test_loss"], row["accuracy"] = evaluate(model, self.run, self.setup, self.ranks)
         else:
             row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.run, self.setup, self.ranks)

@@ -1,0 +1,42 @@
+"""Decoding of image files, with errors that say which file and why."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+def open_image(path: str, corrupt: str = "refuse", mode: str | None = "RGB") -> Image.Image | None:
+    """Decode one image file.
+
+    Args:
+        path: the file.
+        corrupt: ``refuse`` or ``skip`` a file that cannot be decoded.
+        mode: what its pixels are converted to; None: as the file has them.
+
+    Returns:
+        The image; None for a file that cannot be decoded with ``corrupt="skip"``.
+
+    Raises:
+        ValueError: a file that cannot be decoded with ``corrupt="refuse"``.
+    """
+    from PIL import Image
+
+    # What Pillow raises for truncated and garbled files, and for those that unpack to more than 179 million pixels.
+    bad = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it is no regular file")  # opening a pipe would wait for ever
+        with Image.open(path) as image:
+            return image.convert(mode) if mode else image.copy()
+    except bad as error:
+        if corrupt == "skip":
+            return None
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"data: {path} cannot be decoded ({reason}); repair or remove it, or leave such files out with corrupt=skip"
+        ) from error
