@@ -90,6 +90,7 @@ def alone(name: str, args: Sequence[Any]) -> dict[str, Any]:
         "subject": name,
         "variant": " ".join(map(str, args)).replace("FOLDER", "").strip(),
         "error": None,
+        **dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes")),
     }
     lines = [line for line in done.stdout.splitlines() if line.startswith(LAST)]
     if done.returncode or not lines:

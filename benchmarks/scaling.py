@@ -134,12 +134,13 @@ def main() -> int:
                 exact = None
                 for variant in VARIANTS:
                     row: dict[str, Any] = {"bench": "scaling", "subject": subject, "way": way, "variant": variant}
-                    row |= {"processes": processes, "error": None, "scaling": None, "time_of_exact": None}
+                    row |= {"processes": processes, "error": None, "median_ms": None, "spread_ms": None}
+                    row |= {"peak_bytes": None, "activation_bytes": None, "scaling": None, "time_of_exact": None}
                     try:
                         row |= measure(subject, way, variant, device, args.steps, args.tiny, args.backend)
                     except (RuntimeError, ValueError) as error:
                         row["error"], failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", True
-                    ms = row.get("median_ms")
+                    ms = row["median_ms"]
                     if ms is not None:
                         alone |= {variant: ms} if way == "one" else {}
                         exact = ms if variant == "exact" else exact

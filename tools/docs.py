@@ -359,6 +359,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "low-rank": records.low_rank,
     "compatibility": records.compatibility,
     "newcomer": records.newcomer,
+    "scaling": records.scaling,
+    "examples": records.examples,
     "campaign": records.campaign,
     "example": example,
     "accuracy": records.accuracy,

@@ -470,6 +470,61 @@ def newcomer(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/newcomer.py` measures it.*"
 
 
+WAYS = {"one": "one GPU alone", "ddp": "DDP", "fsdp2": "FSDP2"}
+
+
+def scaling(folder: Path = RESULTS) -> str:
+    """Steps on several GPUs, exact and converted, of the latest run of each subject, from ``benchmarks/scaling.py``."""
+    found = _of_bench("scaling", folder)
+    last = {row["subject"]: row["run_id"] for row in found}
+    headers = ["model / batch on each GPU", "way", "exact ms", "hotrain ms", "× time"]
+    headers += ["× one GPU, exact", "× one GPU, hotrain", "exact GiB a GPU", "hotrain GiB a GPU", "layers"]
+    tables = []
+    for run_id, run in _by_run(found).items():
+        by_cell = {(row["subject"], row["way"], row["variant"]): row for row in run}
+        lines = []
+        for subject in (name for name, latest in last.items() if latest == run_id):
+            for way, title in WAYS.items():
+                pair = [by_cell.get((subject, way, variant)) for variant in ("exact", "hotrain-default")]
+                if any(row is None or row["median_ms"] is None for row in pair):
+                    continue
+                exact, ours = (row for row in pair if row is not None)
+                line = [f"`{subject}`", title, *(f"{row['median_ms']:.1f}" for row in (exact, ours))]
+                line.append(f"{ours['median_ms'] / exact['median_ms']:.2f}")
+                for row in (exact, ours):
+                    alone = by_cell.get((subject, "one", row["variant"]))
+                    several = way != "one" and alone is not None and alone["median_ms"] is not None
+                    times = row["processes"] * alone["median_ms"] / row["median_ms"] if several and alone else None
+                    line.append("–" if times is None else f"{times:.2f}")
+                line += [f"{row['peak_bytes'] / GIB:.2f}" for row in (exact, ours)]
+                groups = ours.get("layers") or []
+                ran = ", ".join(f"{group['layers']} {_of_layers(group)}" for group in groups)
+                lines.append([*line, ran or "not recorded"])
+        if lines:
+            what = f"{run[0]['processes']} × {_conditions(run[0])}"
+            tables.append(_markdown(headers, lines) + f"\n\n{what}{_notes(run)}")
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/scaling.py` measures it.*"
+
+
+def _of_layers(group: dict[str, Any]) -> str:
+    return "exact" if group["g_x"] == "exact" else "not reported" if group["g_x"] is None else group["method"]
+
+
+def examples(folder: Path = RESULTS) -> str:
+    """What the layers of each example ran on a GPU, from ``benchmarks/examples.py``."""
+    tables = []
+    for run, rows in _latest_runs(_of_bench("examples", folder)):
+        lines = []
+        for row in rows:
+            ran = ", ".join(f"{group['layers']} {_of_layers(group)}" for group in row.get("ran", []))
+            done = f"failed: {row['error']}" if row["error"] else f"{row['seconds']:.0f} s"
+            peak = "–" if not row["peak_bytes"] else f"{row['peak_bytes'] / 2**20:,.0f}"
+            lines.append([f"`{row['subject']}.py {row['variant']}`".replace(" `", "`"), done, peak, ran or "–"])
+        headers = ["example", "took", "peak MiB", "layers"]
+        tables.append(_markdown(headers, lines) + f"\n\n{_conditions(run[0])}{_notes(rows)}")
+    return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/examples.py` runs them.*"
+
+
 def campaign(folder: Path = RESULTS) -> str:
     """Cases tried by ``benchmarks/campaign.py`` and what became of them, a line a group of cases."""
     runs = _latest_runs(_of_bench("campaign", folder))
