@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import hotrain
 from hotrain import draws
 from hotrain.nn import layer_state
+from hotrain.nn.state import LayerState
 
 CLOSE = 1e-3
 
@@ -248,6 +249,23 @@ def test_blocks_compiled_one_by_one_share_a_graph() -> None:
     assert_close(gradients(model, lambda: squares(model(x)), 2), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert {state.draws.step for _, _, state in hotrain.converted_layers(model)} == {1}
+
+
+def test_the_report_knows_what_blocks_with_shared_code_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first block is traced. Where the plan left its layers exact, those of the others ran exact too, and none
+    is reported as converted."""
+    monkeypatch.setattr(LayerState, "_question", lambda *_: "asked")
+    monkeypatch.setattr(LayerState, "_why_exact", lambda *_: "slower on this GPU")
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3)))
+    report = hotrain.convert(blocks)
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    blocks(TOKENS.new_ones(2, 48, 32).requires_grad_()).sum().backward()
+    said = {row.name: row.reason for row in report.kept}
+    assert report.converted == []
+    assert said["0.0"] == "slower on this GPU"
+    assert said["2.2"] == "as 0.2, whose compiled code it runs: slower on this GPU"
+    assert [group["method"] for group in report.ran()] == ["exact"]
 
 
 def test_another_method_is_compiled_anew_and_followed() -> None:

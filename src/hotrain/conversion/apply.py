@@ -165,6 +165,7 @@ def convert(
         state.transposed = getattr(target, "transposed", False)
         weight = module.weight
         assert isinstance(weight, Tensor)
+        state.weight = tuple(weight.shape)
         state.choose_numbers(weight.device)
         module.__class__ = target
         module.__dict__[ATTRIBUTE] = state

@@ -92,9 +92,14 @@ class ConversionReport:
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
         trained = any(state.reached for _, state in self.layers)
+        # Equal blocks that are compiled one by one share the code of the first, which the plan was made for.
+        planned = {(s.spec, s.weight): (name, s.fallback) for name, s in self.layers[::-1] if s.fallback and s.asked}
         for name, state in self.layers:
+            first = None if state.reached else planned.get((state.spec, state.weight))
             if state.fallback is not None:
                 yield KeptRow(name, state.fallback)
+            elif first is not None:
+                yield KeptRow(name, f"as {first[0]}, whose compiled code it runs: {first[1]}")
             elif trained and not state.reached:
                 yield KeptRow(name, _UNCALLED)
             else:

@@ -46,6 +46,7 @@ class LayerState:
         spec: of method, grid and plan: what Dynamo reads of them, and so guards on.
         chosen: whether a `filter_fn` selected the layer, so that rows that are samples count as tokens too.
         transposed: whether the weight is (I, O).
+        weight: its shape, where `hotrain.convert` has made the state.
         fallback: why the layer ran exact, if it did.
         calls: training forwards that followed the method; of a compiled layer, those that were traced.
         draws: its random draws, the record of its last step, and its amax history.
@@ -54,6 +55,7 @@ class LayerState:
 
     def __init__(self, name: str, method: Method, grid: Grid | None = None, chosen: bool = False) -> None:
         self.name, self.chosen, self.transposed = name, chosen, False
+        self.weight: tuple[int, ...] | None = None
         self.fallback: str | None = None
         self.asked: planning.Question | None = None  # what a compiled step's plan was about
         self.calls = 0
