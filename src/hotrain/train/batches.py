@@ -336,7 +336,8 @@ class _DenseFolder(_Folder):
 
         self.run, self.device, self.skipped = run, device, 0
         self.mean, self.std = (
-            255 * torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+            255 * torch.tensor(values, device="cpu").view(3, 1, 1)
+            for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
         )
         self.data, self.image_size = data, image_size
         self.train = _DenseFiles(self, data.train, mirror=run.flip)  # type: ignore[assignment]

@@ -89,8 +89,8 @@ class Detector(nn.Module):
 
 def positions(rows: int, columns: int, width: int) -> Tensor:
     """Sines and cosines of the rows and columns of patches, (rows · columns, width); the width is divisible by 4."""
-    frequency = 1 / 100 ** (torch.arange(width // 4) / (width // 4))
-    places = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    frequency = 1 / 100 ** (torch.arange(width // 4, device="cpu") / (width // 4))
+    places = torch.meshgrid(*(torch.arange(n, device="cpu") for n in (rows, columns)), indexing="ij")
     angles = [place.reshape(-1, 1) * frequency for place in places]
     return torch.cat([each(angle) for angle in angles for each in (torch.sin, torch.cos)], 1)
 

@@ -181,10 +181,10 @@ def read_item(item: Item, data: DenseFolder, size: int, corrupt: str, mirror: bo
         rows, columns = (((np.arange(size) + 0.5) * side / size).astype(int) for side in (height, width))
         target = torch.from_numpy(mask[rows][:, columns])
     else:
-        target = torch.tensor([-1.0, 0, 0, 0, 0]).repeat(data.objects, 1)
+        target = torch.tensor([-1.0, 0, 0, 0, 0], device="cpu").repeat(data.objects, 1)
         for place, (label, left, top, across, down) in enumerate(known):
             centre = ((left + across / 2) / width, (top + down / 2) / height)
-            target[place] = torch.tensor([label, *centre, across / width, down / height])
+            target[place] = torch.tensor([label, *centre, across / width, down / height], device="cpu")
     if mirror:
         picture = picture.flip(-1)
         if data.masks:

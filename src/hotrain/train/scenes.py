@@ -65,7 +65,7 @@ class SceneData:
 def draws(count: int, channels: int, key: int) -> Tensor:
     """The random numbers of ``count`` scenes, float32 ``(count, …)`` in [0, 1), on the CPU."""
     generator = torch.Generator().manual_seed(key)
-    return torch.rand(count, 1 + 5 * OBJECTS + channels * FIELD**2, generator=generator)
+    return torch.rand(count, 1 + 5 * OBJECTS + channels * FIELD**2, generator=generator, device="cpu")
 
 
 def scenes(
