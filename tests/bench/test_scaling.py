@@ -35,9 +35,8 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_every_way_takes_the_same_steps(
     scaling: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ways differ in communication alone, so in one process exact losses are the same numbers: eager code, the same
-    weights and batches. What is outside of a converted model's blocks is exact under FSDP2: a first loss is the same,
-    and the last one, after seven updates, to a hundredth."""
+    """The ways differ in communication alone, so in one process their losses are the same numbers: eager code, the
+    same weights, batches and draws."""
     out = tmp_path / "records.jsonl"
     words = ["--subjects", "vit_base_patch16_224/b128", "--tiny", "--steps", "1", "--ways", "one,fsdp2"]
     monkeypatch.setattr(
@@ -49,10 +48,8 @@ def test_every_way_takes_the_same_steps(
         (w, v) for w in ("one", "fsdp2") for v in scaling.VARIANTS
     ]
     for variant in scaling.VARIANTS:
-        one, sharded = ((row["first_loss"], row["last_loss"]) for row in rows if row["variant"] == variant)
-        assert one[1] < one[0], "trained"
-        assert sharded[0] == one[0]
-        assert sharded[1] == (one[1] if variant == "exact" else pytest.approx(one[1], rel=0.01))
+        (losses,) = {(row["first_loss"], row["last_loss"]) for row in rows if row["variant"] == variant}
+        assert losses[1] < losses[0], "trained"
     exact, converted = ([row for row in rows if row["variant"] == v] for v in scaling.VARIANTS)
     assert exact[0]["first_loss"] == converted[0]["first_loss"]
     assert exact[0]["last_loss"] != converted[0]["last_loss"], "backward was converted"

@@ -102,7 +102,6 @@ def _leave_mode_uncompiled() -> bool:
     return traced_graph(Compressed.__torch_function__) is not None
 
 
-_BLOCKS = "_hotrain_blocks"  # of the model: its blocks, which have a mode of their own
 _FUNCTION = "_hotrain_function"  # of a module: the function that `WrappedFunction` replaces
 
 
@@ -110,6 +109,11 @@ class Wrapped(Mixin):
     """Mixin for a module: forward in training runs under the mode."""
 
     rank = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if any(kind.__name__ == "FSDPModule" for kind in cls.__mro__):  # fully_shard gives a module such a class
+            cls.__call__ = _called_outside_of_modes  # type: ignore[method-assign,assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Wrapped):
@@ -136,9 +140,9 @@ class Wrapped(Mixin):
             buffers.see(self, args, kwargs)
         if stands:  # a block behind another one: what that one made is known
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        if any(_is_sharded(block) for block in self.__dict__.get(_BLOCKS, ())):
-            buffers.record_full("outside of the blocks", "FSDP2's hooks, in this mode, would take the host's time")
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if buffers.origins.continues():  # a sharded block of a model whose forward runs
+            with Compressed(buffers):
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
         before = buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
             with Compressed(buffers):
@@ -153,10 +157,13 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _is_sharded(block: nn.Module) -> bool:
-    """Whether FSDP2's hooks run around a block's forward: they read many attributes of each tensor, and under a mode
-    each one is a call of it."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(block).__mro__)
+def _called_outside_of_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A sharded block's `__call__`: FSDP2's hooks read many attributes of each tensor, and each would be a call of the
+    mode of the whole model. The block's forward enters its own."""
+    if torch.compiler.is_compiling() or top() is None:
+        return nn.Module.__call__(self, *args, **kwargs)
+    with without_own_modes():
+        return nn.Module.__call__(self, *args, **kwargs)
 
 
 def _is_on_gpu(*inputs: Any) -> bool:
@@ -233,7 +240,6 @@ def wrap(model: nn.Module) -> Buffers:
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)
-    model.__dict__[_BLOCKS] = tuple(block for block in outer if block is not model)
     for module, name in functions.items():
         module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
@@ -253,8 +259,7 @@ def unwrap(model: nn.Module) -> None:
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)
-        for name in (_BLOCKS, _FUNCTION):
-            module.__dict__.pop(name, None)
+        module.__dict__.pop(_FUNCTION, None)
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:

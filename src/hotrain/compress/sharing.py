@@ -166,24 +166,30 @@ class Origins:
         recent: (tensor and its version, origin), the latest first.
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
         checkpoint: `current_checkpoint` of the running forward.
+        running: how many forwards of a model or a checkpointed block have begun and not ended.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
     unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
     checkpoint: int = 0
+    running: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recent": (), "unfinished": (), "checkpoint": 0}
+        return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
 
     def begin(self) -> int:
         """Start the forward of a model or a checkpointed block, with nothing known; returns the argument of `end`."""
         before = self.checkpoint
-        self.recent, self.checkpoint = (), current_checkpoint()
+        self.recent, self.checkpoint, self.running = (), current_checkpoint(), self.running + 1
         return before
+
+    def continues(self) -> bool:
+        """Whether a forward that begins now is a part of the running one, and of the same checkpoint."""
+        return self.running > 0 and current_checkpoint() == self.checkpoint
 
     def end(self, before: int) -> None:
         """End that forward; the enclosing one continues."""
-        self.recent, self.checkpoint = (), before
+        self.recent, self.checkpoint, self.running = (), before, self.running - 1
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None) -> None:
         """Record the origin of a tensor.
