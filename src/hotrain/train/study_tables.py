@@ -347,7 +347,7 @@ def advice(study: Study, rows: Iterable[Row], default: str) -> list[str]:
         elif mean >= -2 * error:
             out.append(f"{line.group}: choose `{default}` where memory is short; it costs no accuracy ({gap} points).")
         else:
-            out.append(f"{line.group}: choose exact unless memory is short; `{default}` costs {gap} points.")
+            out.append(f"{line.group}: choose exact unless memory is short; `{default}` is at {gap} points.")
     return out
 
 
