@@ -326,3 +326,10 @@ def test_no_trace_of_a_machine(what: str, pattern: str, example: str) -> None:
         if re.search(pattern, line)
     ]
     assert found == [], f"{what} has no place in the repository"
+
+
+def test_no_line_begins_with_the_comment_of_a_figure() -> None:
+    """Markdown takes such a line for HTML and ends the paragraph."""
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        lines = document.read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if line.startswith("<!-- figure")] == [], document.name
