@@ -17,11 +17,20 @@ import torch.multiprocessing as mp
 
 
 def found_by_each(worker: Callable[..., None], folder: Path, *args: Any) -> list[dict[str, Any]]:
-    """Run `worker(rank, port, folder, *args)` in two processes; each saves what it found as `RANK.pt` in the folder."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_run, args=(worker, port, str(folder), *args), nprocs=2)
+    """Run `worker(rank, port, folder, *args)` in two processes; each saves what it found as `RANK.pt` in the folder.
+
+    A port that is free here may be taken by a test beside this one before rank 0 listens on it: then by another.
+    """
+    for attempt in range(3):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        try:
+            mp.spawn(_run, args=(worker, port, str(folder), *args), nprocs=2)
+            break
+        except mp.ProcessRaisedException as error:
+            if "EADDRINUSE" not in str(error) or attempt == 2:
+                raise
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

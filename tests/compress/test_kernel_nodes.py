@@ -47,6 +47,11 @@ def test_results_are_those_that_the_operator_describes(rows: list[dict[str, Any]
         assert row["after"] == row["before"], row["name"]
 
 
+def test_an_operator_whose_kernel_has_failed_stays(rows: list[dict[str, Any]]) -> None:
+    """Its reference runs, which Inductor would fuse into something else."""
+    assert rows[-1]["broken"] is False
+
+
 def test_on_a_cpu_the_operators_stay() -> None:
     """There are no kernels to put in their place."""
     graph = torch.fx.Graph()

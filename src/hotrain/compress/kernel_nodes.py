@@ -37,7 +37,8 @@ _inductor = inductor()
 def insert(half: Graph) -> bool:
     """Replace the opaque operators of a graph by their kernels, where kernels run; False if nothing has changed.
 
-    A CUDA graph launches without the host; there the operators stay.
+    A CUDA graph launches without the host; there the operators stay. So does one whose kernel has failed to compile
+    before, and whose reference runs since (`plan="speed"` has tried each by then).
     """
     changed = False
     if _inductor.config.triton.cudagraphs:
