@@ -9,8 +9,9 @@ recompiled.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class Wrapped(Mixin):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(kind.__name__ == "FSDPModule" for kind in cls.__mro__):  # fully_shard gives a module such a class
-            cls.__call__ = _called_outside_of_modes  # type: ignore[method-assign,assignment]
+            cls.__call__ = _outside_of_modes(cls.__call__)  # type: ignore[attr-defined,method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Wrapped):
@@ -157,13 +158,18 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _called_outside_of_modes(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A sharded block's `__call__`: FSDP2's hooks read many attributes of each tensor, and each would be a call of the
-    mode of the whole model. The block's forward enters its own."""
-    if torch.compiler.is_compiling() or top() is None:
-        return nn.Module.__call__(self, *args, **kwargs)
-    with without_own_modes():
-        return nn.Module.__call__(self, *args, **kwargs)
+def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A sharded block's `__call__`, outside of the mode of the whole model: FSDP2's hooks read many attributes of each
+    tensor, and each would be a call of the mode. The block's forward enters its own."""
+
+    @functools.wraps(call)
+    def outside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or top() is None:
+            return call(self, *args, **kwargs)
+        with without_own_modes():
+            return call(self, *args, **kwargs)
+
+    return outside
 
 
 def _is_on_gpu(*inputs: Any) -> bool:
