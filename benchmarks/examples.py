@@ -45,7 +45,6 @@ def inside(name: str, args: Sequence[Any]) -> dict[str, Any]:
     Returns:
         Seconds, peak bytes on a GPU, the loss where the example returns one, and what the layers ran.
     """
-    import hotrain.conversion
     import hotrain.integrations.common
     import hotrain.train  # first: it lets timm load beside a CPU-only PyTorch
 

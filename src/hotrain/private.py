@@ -9,10 +9,11 @@ contain them.
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
@@ -269,7 +270,9 @@ class Inductor(NamedTuple):
     partitioner: type  # the base class of that setting
     cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
     decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
-    kernel: Any  # the target of a node that launches a Triton kernel, which writes to its arguments
+    kernel: (
+        Any  # the target of a node that launches a Triton kernel, which writes to its arguments; None: operators stay
+    )
     kernel_with_results: Any  # the same, written as a function: its results are new tensors
 
 
@@ -278,13 +281,19 @@ def inductor() -> Inductor:
     """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back."""
     import torch._inductor.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._higher_order_ops import triton_kernel_wrap
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
 
     _ = config.custom_partitioner_fn  # AttributeError where the setting is missing
-    launch = triton_kernel_wrap.triton_kernel_wrapper_mutation, triton_kernel_wrap.triton_kernel_wrapper_functional
-    return Inductor(config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table, *launch)
+    with suppress(ImportError):
+        importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")  # an attribute of torch from then on
+    wrap = "_higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper"
+    launch, with_results = (_find(f"{wrap}_{name}", SLOWER) for name in ("mutation", "functional"))
+    if with_results is None:
+        launch = None
+    return Inductor(
+        config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table, launch, with_results
+    )
 
 
 _exact_names = EXACT not in MISSING.values()

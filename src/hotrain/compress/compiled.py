@@ -78,7 +78,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
-        """The part of Inductor's cache key for this pass: a hash of this folder."""
+        """The part of Inductor's cache key for this pass: a hash of this folder and of the kernels in graphs."""
         ours = _hash_of_sources()
         if self.inner is None:
             return ours
@@ -88,7 +88,8 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
 @functools.cache
 def _hash_of_sources() -> bytes:
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    here = Path(__file__).parent
+    files = sorted([*here.rglob("*.py"), *here.with_name("kernels").rglob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from .. import autograd
 from ..private import fakes, inductor
 from . import launcher
+from .nodes import copied, traced
 
 _aten = torch.ops.aten
 _EMPTY = (
@@ -41,13 +41,13 @@ def insert(half: Graph) -> bool:
     before, and whose reference runs since (`plan="speed"` has tried each by then).
     """
     changed = False
-    if _inductor.config.triton.cudagraphs:
+    if _inductor.kernel is None or _inductor.config.triton.cudagraphs:
         return False
     for node in list(half.nodes):
         run = launcher.implementation(node.target)
         if run is None or not _on_kernels(node):
             continue
-        found = _traced(node, run)
+        found = _kernels_of(node, run)
         if found is not None:
             _splice(half, node, found)
             changed = True
@@ -63,17 +63,15 @@ def _on_kernels(node: Node) -> bool:
     return kernels is not None and kernels.inlines(values[0].device)
 
 
-def _traced(node: Node, run: Any) -> Graph | None:
+def _kernels_of(node: Node, run: Any) -> Graph | None:
     """What the operator does, as a graph of its tensor arguments; None if it launches nothing."""
     inputs = node.all_input_nodes
-    values = [n.meta["val"] for n in inputs]
 
     def called(*tensors: Tensor) -> Any:
         given = dict(zip(inputs, tensors, strict=True))
         return run(*map_arg(node.args, given.__getitem__), **map_arg(node.kwargs, given.__getitem__))
 
-    with values[0].fake_mode, torch.no_grad():
-        found = make_fx(called, decomposition_table=_inductor.decompositions())(*values).graph
+    found = traced(called, inputs)
     kernels = found.find_nodes(op="call_function", target=_inductor.kernel)
     if not kernels or found.find_nodes(op="get_attr") or not all(_made_functional(found, n) for n in kernels):
         return None
@@ -101,18 +99,11 @@ def _made_functional(graph: Graph, node: Node) -> bool:
 
 def _splice(half: Graph, node: Node, found: Graph) -> None:
     """Put the nodes of a traced operator in its place."""
-    env: dict[Node, Any] = dict(zip(found.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    results: Any = None
-    with half.inserting_before(node):
-        for step in found.nodes:
-            if step.op == "output":
-                results = map_arg(step.args[0], env.__getitem__)
-            elif step.op != "placeholder":
-                env[step] = half.node_copy(step, env.__getitem__)
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
+    results = copied(found, half, node, node.all_input_nodes)
+    if isinstance(node.meta["val"], Tensor):
+        node.replace_all_uses_with(results[0])
     else:
         for part in list(node.users):
-            part.replace_all_uses_with(results[part.args[1]])
+            part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
             half.erase_node(part)
     half.erase_node(node)

@@ -76,21 +76,28 @@ def computed(node: Node) -> Any:
 
 def inlined(graph: Graph, before: Node, fn: Callable[..., Any], inputs: Sequence[Node]) -> list[Node]:
     """Trace fn into a graph as operators that Inductor supports; returns the nodes of its results."""
+    found = traced(fn, inputs)
+    for step in found.find_nodes(op="get_attr"):
+        raise RuntimeError(f"hotrain: a formula for a graph traced the constant {step.target}; please report this")
+    return copied(found, graph, before, inputs)
+
+
+def traced(fn: Callable[..., Any], inputs: Sequence[Node]) -> Graph:
+    """A graph of what fn does with tensors like those of the nodes, as operators that Inductor supports."""
     values = [node.meta["val"] for node in inputs]
     mode = next(value.fake_mode for value in values if isinstance(value, fakes.tensor))
     with mode, torch.no_grad():
-        traced = make_fx(fn, decomposition_table=inductor().decompositions())(*values)
-    places = traced.graph.find_nodes(op="placeholder")
-    env: dict[Node, Any] = dict(zip(places, inputs, strict=True))
+        return make_fx(fn, decomposition_table=inductor().decompositions())(*values).graph
+
+
+def copied(found: Graph, graph: Graph, before: Node, inputs: Sequence[Node]) -> list[Node]:
+    """Copy a traced graph into another one; returns the nodes of its results."""
+    env: dict[Node, Any] = dict(zip(found.find_nodes(op="placeholder"), inputs, strict=True))
     with graph.inserting_before(before):
-        for step in traced.graph.nodes:
+        for step in found.nodes:
             if step.op == "output":
                 results = step.args[0] if isinstance(step.args[0], tuple | list) else [step.args[0]]
                 return [env[result] for result in results]
-            if step.op == "get_attr":
-                raise RuntimeError(
-                    f"hotrain: a formula for a graph traced the constant {step.target}; please report this"
-                )
             if step.op != "placeholder":
                 env[step] = graph.node_copy(step, env.__getitem__)
     raise AssertionError("a graph without an output")
