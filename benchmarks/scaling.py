@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 2 benchmarks/scaling.py --subjects vit_base_patch16_224/b128 --out FILE
 
 Every process takes part in every cell; under ``one`` they do not communicate. Models are compiled: whole for ``one``
-and DDP, block by block for FSDP2. A cell's time and peak are those of the slowest and of the fullest process;
+and DDP, which can run as CUDA graphs (``--graphs``), block by block for FSDP2, which cannot. A cell's time and peak are those of the slowest and of the fullest process;
 ``scaling`` is the images a second of all processes over those of ``one``.
 """
 
@@ -36,7 +36,7 @@ VARIANTS = ("exact", "hotrain-default")
 WARM_UP = 6  # steps: compiling, the plan's measurements, the optimizer's state
 
 
-def wrapped(task: Task, way: str, device: torch.device, backend: str) -> nn.Module:
+def wrapped(task: Task, way: str, device: torch.device, backend: str, graphs: bool) -> nn.Module:
     """Return the task's model, compiled and as ``way`` trains it."""
     if way == "fsdp2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -45,12 +45,12 @@ def wrapped(task: Task, way: str, device: torch.device, backend: str) -> nn.Modu
             fully_shard(block, mesh=mesh)
         fully_shard(task.model, mesh=mesh)
         return task.model
-    task.model.compile(backend=backend)
+    task.model.compile(**({"mode": "reduce-overhead"} if graphs else {"backend": backend}))
     return nn.parallel.DistributedDataParallel(task.model) if way == "ddp" else task.model
 
 
 def measure(
-    subject: str, way: str, variant: str, device: torch.device, steps: int, tiny: bool, backend: str
+    subject: str, way: str, variant: str, device: torch.device, steps: int, tiny: bool, backend: str, graphs: bool
 ) -> dict[str, Any]:
     """Time ``steps`` updates of one cell.
 
@@ -64,19 +64,23 @@ def measure(
         for tensor in batch if isinstance(batch, tuple) else (batch,):
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
-    report = hotrain.convert(task.model) if variant == "hotrain-default" else None
+    report = None
+    if variant == "hotrain-default":
+        report = hotrain.convert(task.model, plan="graphs" if graphs else "speed")
     began = time.perf_counter()
-    model = wrapped(task, way, device, backend)
+    model = wrapped(task, way, device, backend, graphs)
     optimizer = task.optimizer() or torch.optim.SGD(task.model.parameters(), lr=1e-4)
     clock = CudaEvents() if device.type == "cuda" else WallClock()
     losses = []
 
     def step(number: int) -> None:
+        if graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         loss = task.loss(model, task.batches[number % len(task.batches)])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())
 
     for number in range(WARM_UP):
         step(number)
@@ -112,6 +116,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--subjects", default="vit_base_patch16_224/b128", help="comma-separated, as of bench step")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--graphs", action="store_true", help="one and ddp as CUDA graphs (GPU only)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
@@ -131,13 +137,13 @@ def main() -> int:
         for subject in args.subjects.split(","):
             alone: dict[str, float] = {}
             for way in args.ways.split(","):
-                exact = None
-                for variant in VARIANTS:
+                exact, graphs = None, args.graphs and way != "fsdp2"
+                for variant in args.variants.split(","):
                     row: dict[str, Any] = {"bench": "scaling", "subject": subject, "way": way, "variant": variant}
-                    row |= {"processes": processes, "error": None, "median_ms": None, "spread_ms": None}
+                    row |= {"graphs": graphs, "processes": processes, "error": None, "median_ms": None, "spread_ms": None}
                     row |= {"peak_bytes": None, "activation_bytes": None, "scaling": None, "time_of_exact": None}
                     try:
-                        row |= measure(subject, way, variant, device, args.steps, args.tiny, args.backend)
+                        row |= measure(subject, way, variant, device, args.steps, args.tiny, args.backend, graphs)
                     except (RuntimeError, ValueError) as error:
                         row["error"], failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", True
                     ms = row["median_ms"]

@@ -1,7 +1,8 @@
-"""FSDP2's hooks run without the mode of the whole model, and change nothing of what it compresses."""
+"""FSDP2's hooks and compiled blocks run without the mode of the whole model, and compress the same."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,3 +109,27 @@ def test_gradients_and_saved_formats_are_those_of_one_process(first: bool) -> No
     assert found[0][1] == found[1][1]
     for got, want in zip(found[1][0], found[0][0], strict=True):
         assert torch.equal(got, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's, of the second block's input
+def test_compiled_blocks_call_no_mode() -> None:
+    """What the compiler made calls operators at every step; each would be a call. The blocks' own mode is in it."""
+    model, x, found = Model(first=True).train(), torch.randn(4, 64, 64), []
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    for blocks in (model.blocks, nn.ModuleList()):  # and the norm behind them alone
+        model.blocks = blocks
+        model(x)
+        found.append(calls_of_modes(model, x))
+    assert found[0] == found[1] > 0
+
+
+def calls_of_modes(model: nn.Module, x: Tensor) -> int:
+    codes = []
+    sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)
+    try:
+        model(x)
+    finally:
+        sys.setprofile(None)
+    return codes.count(interpose.Compressed.__torch_function__.__code__)

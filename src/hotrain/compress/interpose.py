@@ -116,6 +116,11 @@ class Wrapped(Mixin):
         if any(kind.__name__ == "FSDPModule" for kind in cls.__mro__):  # fully_shard gives a module such a class
             cls.__call__ = _outside_of_modes(cls.__call__)  # type: ignore[attr-defined,method-assign]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        compiled: Any = self.__dict__["_compiled_call_impl"]
+        self._compiled_call_impl = _outside_of_modes(compiled)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Wrapped):
             return type(self).forward(self, *args, **kwargs)
@@ -159,15 +164,16 @@ class Wrapped(Mixin):
 
 
 def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A sharded block's `__call__`, outside of the mode of the whole model: FSDP2's hooks read many attributes of each
-    tensor, and each would be a call of the mode. The block's forward enters its own."""
+    """A call of a sharded or of a compiled block, outside of the mode of the whole model: FSDP2's hooks read many
+    attributes of each tensor, what the compiler made calls many operators, and each would be a call of the mode. The
+    block's forward enters its own, which the compiler traces."""
 
     @functools.wraps(call)
-    def outside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def outside(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or top() is None:
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
         with without_own_modes():
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
 
     return outside
 
