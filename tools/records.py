@@ -474,29 +474,32 @@ WAYS = {"one": "one GPU alone", "ddp": "DDP", "fsdp2": "FSDP2"}
 
 
 def scaling(folder: Path = RESULTS) -> str:
-    """Steps on several GPUs, exact and converted, of the latest run of each subject, from ``benchmarks/scaling.py``."""
-    found = _of_bench("scaling", folder)
-    last = {row["subject"]: row["run_id"] for row in found}
+    """Steps on several GPUs, exact and converted, of the latest run of each subject and way of compiling, from
+    ``benchmarks/scaling.py``."""
+    found = [{"graphs": False, **row} for row in _of_bench("scaling", folder)]
+    last = {(row["subject"], row["graphs"]): row["run_id"] for row in found}
     headers = ["model / batch on each GPU", "way", "exact ms", "hotrain ms", "× time"]
     headers += ["× one GPU, exact", "× one GPU, hotrain", "exact GiB a GPU", "hotrain GiB a GPU", "layers"]
     tables = []
     for run_id, run in _by_run(found).items():
-        by_cell = {(row["subject"], row["way"], row["variant"]): row for row in run}
+        by_cell = {(row["subject"], row["graphs"], row["way"], row["variant"]): row for row in run}
         lines = []
-        for subject in (name for name, latest in last.items() if latest == run_id):
+        for subject, graphs in (name for name, latest in last.items() if latest == run_id):
             for way, title in WAYS.items():
-                pair = [by_cell.get((subject, way, variant)) for variant in ("exact", "hotrain-default")]
+                pair = [by_cell.get((subject, graphs, way, variant)) for variant in ("exact", "hotrain-default")]
                 if any(row is None or row["median_ms"] is None for row in pair):
                     continue
                 exact, ours = (row for row in pair if row is not None)
+                title += ", CUDA graphs; reserved" if graphs else ""
                 line = [f"`{subject}`", title, *(f"{row['median_ms']:.1f}" for row in (exact, ours))]
                 line.append(f"{ours['median_ms'] / exact['median_ms']:.2f}")
                 for row in (exact, ours):
-                    alone = by_cell.get((subject, "one", row["variant"]))
+                    alone = by_cell.get((subject, graphs, "one", row["variant"]))
                     several = way != "one" and alone is not None and alone["median_ms"] is not None
                     times = row["processes"] * alone["median_ms"] / row["median_ms"] if several and alone else None
                     line.append("–" if times is None else f"{times:.2f}")
-                line += [f"{row['peak_bytes'] / GIB:.2f}" for row in (exact, ours)]
+                # The pool of CUDA graphs is no tensor's: it is in what is reserved.
+                line += [f"{row['reserved_bytes' if graphs else 'peak_bytes'] / GIB:.2f}" for row in (exact, ours)]
                 groups = ours.get("layers") or []
                 ran = ", ".join(f"{group['layers']} {_of_layers(group)}" for group in groups)
                 lines.append([*line, ran or "not recorded"])

@@ -38,7 +38,17 @@ def test_every_way_takes_the_same_steps(
     """The ways differ in communication alone, so in one process their losses are the same numbers: eager code, the
     same weights, batches and draws."""
     out = tmp_path / "records.jsonl"
-    words = ["--subjects", "vit_base_patch16_224/b128", "--tiny", "--steps", "1", "--ways", "one,fsdp2"]
+    words = [
+        "--subjects",
+        "vit_base_patch16_224/b128",
+        "--tiny",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--ways",
+        "one,fsdp2",
+    ]
     monkeypatch.setattr(
         sys, "argv", ["benchmarks/scaling.py", *words, "--backend", "eager", "--out", str(out), "--commit", "c"]
     )
