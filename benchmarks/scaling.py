@@ -4,8 +4,8 @@
 
 Every process takes part in every cell; under ``one`` they do not communicate. Models are compiled: whole for ``one``
 and DDP, which can run as CUDA graphs (``--graphs``), block by block for FSDP2, which cannot. Exact and converted models
-are timed in turns. A cell's time and peak are those of the slowest and of the fullest process; ``scaling`` is the images
-a second of all processes over those of ``one``.
+are timed in turns. A cell's time and peak are those of the slowest and of the fullest process; ``scaling`` is the
+images a second of all processes over those of ``one``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import autograd
-from ..private import FULL, constant_in_graphs, falls_back, is_transformed, traced_graph
+from ..private import FULL, compiled_part, constant_in_graphs, falls_back, is_transformed, traced_graph
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
@@ -144,6 +144,7 @@ class Wrapped(Mixin):
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
         if buffers.example is None and buffers.root is not None and buffers.root() is self:
             buffers.see(self, args, kwargs)
+            _leave_modes_to_compiled(self)  # type: ignore[arg-type]
         if stands:  # a block behind another one: what that one made is known
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if buffers.origins.continues():  # a sharded block of a model whose forward runs
@@ -176,6 +177,15 @@ def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return outside
+
+
+def _leave_modes_to_compiled(model: nn.Module) -> None:
+    """The same for blocks that `torch.compile` has put into modules of its own (as accelerate does), from the model's
+    first training forward on."""
+    for module in model.modules():
+        part = compiled_part(module)
+        if part is not None and part is not module:
+            module.forward = _outside_of_modes(module.forward)
 
 
 def _is_on_gpu(*inputs: Any) -> bool:
