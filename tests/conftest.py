@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-import hotrain
-
 # Without a GPU kernels run in Triton's interpreter. Its own functions are made for it when Triton is imported, which
 # torch._inductor does too: so it is said before anything else is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import hotrain
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -168,8 +168,8 @@ def hot_importance() -> Method:
 
     The bytes of HOT (r = 8 in int8) and its arithmetic, but what is left out is chosen when both operands are known: of
     the rows of P x and P g_y half are drawn with probabilities proportional to ‖P g_y‖·‖P x‖, and weighted, so that
-    E[g_w] is exact (docs/maths.md). Every operand is rounded without bias. No kernels yet: g_w and g_x run in plain
-    PyTorch. Convolutions whose patches overlap multiply all rows.
+    E[g_w] is exact (docs/maths.md). Every operand is rounded without bias. Convolutions whose patches overlap multiply
+    all rows.
     """
     return Method(
         "hot-importance",

@@ -115,7 +115,7 @@ def test_gradients_and_saved_formats_are_those_of_one_process(first: bool) -> No
 @pytest.mark.parametrize("in_place", [True, False], ids=["Module.compile", "torch.compile"])
 def test_compiled_blocks_call_no_mode(in_place: bool) -> None:
     """What the compiler made calls operators at every step; each would be a call. The blocks' own mode is in it.
-    `torch.compile` returns another module, which stands in the block's place (accelerate compiles regions so)."""
+    `torch.compile` returns another module, which replaces the block (accelerate compiles regions so)."""
     model, x, found = Model(first=True).train(), torch.randn(4, 64, 64), []
     hotrain.convert(model, "exact", memory="block", plan="memory")
     for number, block in enumerate(model.blocks):

@@ -34,6 +34,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("hq8", INTEGERS),
     ("hq8", FP8),  # as on an H200: the same codes of g_y for both gradients
     ("hla", {}),  # no codes: P x in 16 or 32 bits
+    ("hq4", {}),  # int4 with a scale for each row of P x
 ]
 # in, out, kernel, size, options; multiples of 16, so that noise has one numbering with the definition.
 LAYERS: list[tuple[str, tuple[int, int, Any, tuple[int, int], dict[str, Any]]]] = [

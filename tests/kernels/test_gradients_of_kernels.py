@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_cases import KEY, gpu_only, key_on, layout_of
@@ -11,7 +13,7 @@ pytest.importorskip("triton")
 
 from hotrain import backward, kernels
 from hotrain.layer_record import AmaxHistory
-from hotrain.method import Method
+from hotrain.method import Method, Saved
 from hotrain.presets import preset
 from hotrain.saved import Format
 from hotrain.transform.tokens import Grid, Layout, project
@@ -22,6 +24,8 @@ METHODS = {
     "hot-unbiased": preset("hot-unbiased"),
     "hq": preset("hq"),
     "hla": preset("hla"),
+    "hq4": preset("hq4"),
+    "hot-importance": preset("hot-importance"),
     "hot-e4m3": preset("hot", number="e4m3"),
     "hot-unbiased-e4m3": preset("hot-unbiased", number="e4m3"),
     "hot-unbiased-e5m2": preset("hot-unbiased", number="e5m2"),
@@ -93,13 +97,13 @@ def test_gradients_are_the_definitions(lead, grid, outputs, inputs, name, dtype,
         assert relative(g_b, g_y.double().sum(0)) <= torch.finfo(dtype).eps + 2**-20
 
 
-@pytest.mark.parametrize("name", ["hot-unbiased", "hot-unbiased-e4m3", "hla"])
+@pytest.mark.parametrize("name", ["hot-unbiased", "hot-unbiased-e4m3", "hla", "hq4"])
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
 )
 def test_only_what_is_needed_is_computed(name, needs, device):
     method = METHODS[name]
-    lay = layout_of((2, 32), None, 8, method.grad_weight.sampled)
+    lay = layout_of((2, 32), None, method.grad_weight.rank, method.grad_weight.sampled)
     x, g_y, w = data((2, 32), 48, 32, torch.bfloat16, device)
     key = key_on(device)
     kept = kernels.keep(x, method, lay, key, None) if needs[1] else ()
@@ -221,7 +225,10 @@ def test_reasons_name_what_is_unsupported(device, monkeypatch):
     assert kernels.reason(method, lay, torch.bfloat16, device) is None
     assert "float64" in kernels.reason(method, lay, torch.float64, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
-    assert "8 bits" in kernels.reason(preset("hq4"), lay, torch.bfloat16, device)
+    assert "8 bits" in kernels.reason(preset("hq4").override(forward="int8"), lay, torch.bfloat16, device)
+    assert "rows" in kernels.reason(preset("hq").override(share=0.5), lay, torch.bfloat16, device)
+    one_scale = dataclasses.replace(preset("hq"), saved=Saved(4))
+    assert "a scale for each row" in kernels.reason(one_scale, lay, torch.bfloat16, device)
     assert "drop" in kernels.reason(
         Method("d", grad_weight=preset("hot").grad_weight.__class__(tile=16, rank=8, drop=0.5)),
         lay,

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, draws, kernels, published
-from hotrain.kernels import dispatch, quantize_kernels
+from hotrain.kernels import operands, quantize_kernels
 from hotrain.nn.state import layer_states
 
 
@@ -50,12 +50,20 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "options", [{"number": "int"}, {"number": "e4m3"}, {"number": "e4m3", "forward": "fp8"}], ids=str
+    ("name", "options"),
+    [
+        ("hot-unbiased", {"number": "int"}),
+        ("hot-unbiased", {"number": "e4m3"}),
+        ("hot-unbiased", {"number": "e4m3", "forward": "fp8"}),
+        ("hq4", {}),  # x in int4 with scales of rows
+        ("hot-importance", {}),  # rows that are picked in backward
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_on_kernels_follows_the_definition(options, compiled, device):
+def test_a_layer_on_kernels_follows_the_definition(name, options, compiled, device):
     """Same key, same draws: what differs is float32 rounding, and e4m3's underflow."""
-    net, _ = pair("hot-unbiased", device, **options)
+    net, _ = pair(name, device, **options)
     x = torch.randn(2, 32, 32, device=device)
     hotrain.manual_seed(3)
     run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
@@ -199,19 +207,26 @@ def _as_if_on_a_gpu(question):
 
 
 @pytest.mark.parametrize(
-    "options", [{"number": "e4m3"}, {"number": "int"}, {"number": "e4m3", "forward": "fp8"}], ids=str
+    ("name", "options"),
+    [
+        ("hot-unbiased", {"number": "e4m3"}),
+        ("hot-unbiased", {"number": "int"}),
+        ("hot-unbiased", {"number": "e4m3", "forward": "fp8"}),
+        ("hot-importance", {}),
+    ],
+    ids=str,
 )
-def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkeypatch):
+def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, device, monkeypatch):
     """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then."""
     from hotrain import planning
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    caches = (quantize_kernels._index, quantize_kernels.natural_rows, dispatch._no_key)
+    caches = (quantize_kernels._index, quantize_kernels.natural_rows, operands.no_key)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(quantize_kernels, "_plans", {})
-    method = hotrain.preset("hot-unbiased")
-    if options["number"] != "int":
+    method = hotrain.preset(name)
+    if options.get("number", "int") != "int":
         method = method.override(number=options["number"])
     method = method.override(forward=options.get("forward", "exact"))
     kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device
@@ -224,7 +239,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(options, device, monkey
     plans = len(quantize_kernels._plans)
     assert plans
     net = nn.Linear(32, 48).to(device)
-    hotrain.convert(net, "hot-unbiased", plan="memory", filter_fn=lambda m, n: True, **options)
+    hotrain.convert(net, name, plan="memory", filter_fn=lambda m, n: True, **options)
     grads(net, torch.randn(2, 50, 32, device=device))
     assert [cache.cache_info().misses for cache in caches] == made
     assert len(quantize_kernels._plans) == plans
@@ -255,7 +270,7 @@ def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for
 def test_hashes_are_those_of_the_definition(count: int, start: int, device: torch.device) -> None:
     """The draws of layers that no kernel computes come from one, whatever the key's sign."""
     for word in torch.randint(-(1 << 63), (1 << 63) - 1, (4,)).tolist():
-        key = dispatch.device_key(torch.tensor(word, device=device))
+        key = operands.device_key(torch.tensor(word, device=device))
         assert key.hashes is not None
         got = draws.hash_bits(count, key, draws.GRAD_INPUT, device, start).cpu()
         assert torch.equal(got, draws.hash_bits(count, word % (1 << 64), draws.GRAD_INPUT, torch.device("cpu"), start))
@@ -278,7 +293,7 @@ def test_luq_is_that_of_the_definition(
     word = int(torch.randint(-(1 << 63), (1 << 63) - 1, ()))
     want, alpha = published.luq(t, word % (1 << 64), draws.GRAD_INPUT)
     given = t.to(device).contiguous(memory_format=torch.channels_last) if channels_last else t.to(device)
-    key = dispatch.device_key(torch.tensor(word, device=device))
+    key = operands.device_key(torch.tensor(word, device=device))
     got, same = published.luq(given, key, draws.GRAD_INPUT)
     assert same == alpha
     assert got.stride() == given.stride()
@@ -292,5 +307,5 @@ def test_luq_passes_on_what_is_not_finite(at: str, device: torch.device) -> None
     """A gradient scaler must see it."""
     t = torch.randn(16, 16)
     t[3, 4] = float(at)
-    codes, alpha = published.luq(t.to(device), dispatch.device_key(torch.tensor(5, device=device)), draws.GRAD_INPUT)
+    codes, alpha = published.luq(t.to(device), operands.device_key(torch.tensor(5, device=device)), draws.GRAD_INPUT)
     assert not (codes * alpha).isfinite().any()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from .convolution import conv2d_gradients
 from .dispatch import (
     accumulation,
-    device_key,
     forward,
     grad_codes,
     gradients,
@@ -23,6 +22,7 @@ from .dispatch import (
     weight_codes,
 )
 from .launch import inlines
+from .operands import device_key
 from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason, rows_in_memory, run, switched_off
 
 __all__ = [

@@ -24,8 +24,9 @@ from ..products import of_products
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
-from . import dispatch
+from . import dispatch, int4_rows
 from .dispatch import Grads, Needs
+from .operands import given_key, tilings
 from .support import or_reference
 
 
@@ -80,6 +81,8 @@ def conv2d_gradients(
         assert w is not None
         g_x = product_for_input(g_y, w.to(g_y.dtype), shape, geometry)
     if needs[1]:
+        if int4_rows.applies(method):
+            kept = int4_rows.restored(kept, shape[1], g_y.dtype), dispatch._filled_side(lay, call.key)
         codes, side = kept
         x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
         size = (outputs, shape[1] // geometry.groups, *geometry.kernel)
@@ -102,7 +105,7 @@ class _Codes:
     """Codes with the draws and the amax history of one backward pass of a layer."""
 
     def __init__(self, key: Tensor | None, history: AmaxHistory | None, g_y: Tensor) -> None:
-        self.key = dispatch._key(key, g_y.device)
+        self.key = given_key(key, g_y.device)
         self.history = history or dispatch._without_layer(g_y.device)
 
     def of(
@@ -116,7 +119,7 @@ class _Codes:
         def kernel() -> tuple[Tensor | None, ...]:
             return compress(
                 t, tokens, None, self.key, output, rotate=rotate, sums=sums, history=self.history,
-                quantities=(quantity, X), tiling=dispatch._tilings(t.dtype, output.is_fp8)[1],
+                quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
             )  # fmt: skip
 
         def reference() -> tuple[Tensor | None, ...]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .. import draws, published
+from .. import draws
 from ..layer_record import AmaxHistory
 from ..method import FLOATS, Method, partner
 from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
+from . import int4_rows
+from .operands import given_key, no_key, product, tilings
 from .support import or_reference, unsupported_device
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def prepare(device: torch.device) -> None:
     """Allocate what all layers share, before anything is captured into a CUDA graph."""
     if unsupported_device(device) is None:
         _without_layer(device)
-        _no_key(device)
+        no_key(device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,6 +84,8 @@ def kept_shapes(
     """
     from .quantize_kernels import DTYPES, padded
 
+    if int4_rows.applies(method):
+        return int4_rows.kept_shapes(columns, lay)
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
     return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
 
@@ -101,6 +105,15 @@ def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
     return side
 
 
+def _filled_side(lay: Layout, key: Tensor) -> Tensor:
+    """A buffer with the rows, for a method that saves none."""
+    from .quantize_kernels import COPY, Output
+
+    side = _new_side(lay, key.device, Output(COPY))
+    _fill_side(lay, key, side, None)
+    return side
+
+
 def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> None:
     """Fill `side` with the rows and the scale (None for none) of the reference."""
     from .reference import kept_rows
@@ -115,9 +128,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
-def keep(
-    x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None
-) -> tuple[Tensor, Tensor]:
+def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, ...]:
     """The tensors that forward saves for g_w: the codes of P x, transposed, with their scale and the rows of P.
 
     Args:
@@ -129,19 +140,20 @@ def keep(
 
     Returns:
         Codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile keeps,
-        as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16.
+        as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
+        `int4_rows.packed` returns.
     """
-    from .quantize_kernels import ROTATED, X, compress
+    from .quantize_kernels import COPY, ROTATED, Output, X, compress
 
-    x = _contiguous_rows(x)
-    output = _outputs(method)[0]
-    key = _key(key, x.device)
+    x, by_rows = _contiguous_rows(x), int4_rows.applies(method)
+    output = Output(COPY, dtype=torch.float32) if by_rows else _outputs(method)[0]
+    key = given_key(key, x.device)
     side = _new_side(lay, x.device, output)
 
     def kernel() -> Tensor:
         codes = compress(
             x, lay, _rows(lay, side), key, projected=output, draw=True, history=history or _without_layer(x.device),
-            quantities=(ROTATED, X), scale_to=side[:1], tiling=_tilings(x.dtype, _few_rows(lay, output))[0],
+            quantities=(ROTATED, X), scale_to=side[:1], tiling=tilings(x.dtype, _few_rows(lay, output))[0],
         )[2]  # fmt: skip
         assert codes is not None
         return codes
@@ -154,7 +166,8 @@ def keep(
         assert codes is not None
         return codes
 
-    return or_reference("keep", kernel, reference), side
+    codes = or_reference("keep", kernel, reference)
+    return int4_rows.packed(codes, x.shape[1], lay, method, key) if by_rows else (codes, side)
 
 
 def forward(
@@ -186,7 +199,7 @@ def forward(
     """
     from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
 
-    x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), _key(key, x.device)
+    x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), given_key(key, x.device)
     fp8 = method.forward == "fp8"
     operand = Output(E4M3, floating.largest_code("e4m3")) if fp8 else Output(INT, float(largest_code(8)), each=True)
     output = _outputs(method)[0] if keeps else NOTHING
@@ -198,7 +211,7 @@ def forward(
         return compress(
             x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps,
             history=history, quantities=(FORWARD, X), scale_to=None if side is None else side[:1],
-            tiling=_tilings(x.dtype, _few_rows(lay, operand))[1],
+            tiling=tilings(x.dtype, _few_rows(lay, operand))[1],
         )  # fmt: skip
 
     def reference() -> tuple[Tensor | None, ...]:
@@ -214,7 +227,7 @@ def forward(
     def weight_kernel() -> tuple[Tensor | None, ...]:
         return compress(
             w, whole(outputs, False), None, key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
-            tiling=_tilings(w.dtype, fp8)[1],
+            tiling=tilings(w.dtype, fp8)[1],
         )  # fmt: skip
 
     def weight_reference() -> tuple[Tensor | None, ...]:
@@ -235,35 +248,8 @@ def forward(
     return y, () if side is None or kept is None else (kept, side)
 
 
-@functools.lru_cache(maxsize=8)
-def _no_key(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
-def _key(key: Tensor | None, device: torch.device) -> Tensor:
-    return _no_key(device) if key is None else key
-
-
-@functools.cache
-def _tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
-    """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
-
-    Tuned on an H200: there programs over x have long loops, because each draws its rows first,
-    and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
-    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
-    """
-    from .quantize_kernels import Tiling
-
-    if dtype == torch.float32:
-        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
-    w = Tiling(2, 128, 4, 8, 3, programs=2.5)
-    if few_rows:
-        return Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), w
-    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
-
-
 def _few_rows(lay: Layout, *outputs: Output) -> bool:
-    """The argument `few_rows` of `_tilings`."""
+    """The argument `few_rows` of `tilings`."""
     return any(output.is_fp8 for output in outputs) and 2 * lay.lines.rank <= lay.lines.tile
 
 
@@ -290,14 +276,15 @@ def grad_codes(
     Returns:
         (codes of g_y H, their scale, codes of P g_y, their scale, column sums), None where not needed.
     """
-    from .quantize_kernels import NOTHING, compress, whole
+    from .quantize_kernels import COPY, NOTHING, Output, compress, whole
 
     _, rotated, projected, _ = _outputs(method)
+    projected = Output(COPY, dtype=torch.float32) if int4_rows.applies(method) else projected
     rotated = rotated if needs[0] else NOTHING
     projected = projected if needs[1] else NOTHING
     if rotated is NOTHING and projected is NOTHING:
         return None, None, None, None, None
-    key, rotates = _key(key, g_y.device), method.grad_input.transform == "hadamard"
+    key, rotates = given_key(key, g_y.device), method.grad_input.transform == "hadamard"
     rows = _rows(lay, side) if side is not None and needs[1] else None
     # Without P the order of the tokens does not matter.
     tokens = lay if needs[1] else whole(len(g_y), False)
@@ -306,7 +293,7 @@ def grad_codes(
         return compress(
             g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2],
             history=history or _without_layer(g_y.device),
-            tiling=_tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
+            tiling=tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
         )  # fmt: skip
 
     def reference() -> tuple[Tensor | None, ...]:
@@ -362,14 +349,14 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHis
 def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
     from .quantize_kernels import compress_weight
 
-    key, history = _key(key, w.device), history or _without_layer(w.device)
+    key, history = given_key(key, w.device), history or _without_layer(w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
     if w.stride(0) == 1 < w.stride(1) and not output.stochastic:
         return _codes_as_stored(w.T, method, output, key, history)
     w = _contiguous_rows(w)
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(w, key, output, history, rotates, _tilings(w.dtype, False)[2])
+        return compress_weight(w, key, output, history, rotates, tilings(w.dtype, False)[2])
 
     def reference() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
@@ -390,7 +377,7 @@ def _codes_as_stored(
     def kernel() -> tuple[Tensor | None, ...]:
         return compress(
             w, whole(len(w), False), None, key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
-            tiling=_tilings(w.dtype, output.is_fp8)[1],
+            tiling=tilings(w.dtype, output.is_fp8)[1],
         )  # fmt: skip
 
     def reference() -> tuple[Tensor | None, ...]:
@@ -433,15 +420,18 @@ def gradients(
         needs: which of x, w and b require gradients.
         transposed: whether w is (I, O).
         dtype: of g_w; None is g_y's.
-        columns: I, needed where w is not given.
+        columns: I; None: that of w, or of kept codes without scales of rows.
 
     Returns:
         (g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, as w in `dtype`, and (O,) in g_y's dtype.
     """
-    g_y = _contiguous_rows(g_y)
+    g_y, by_rows = _contiguous_rows(g_y), int4_rows.applies(method)
     codes, side = kept if needs[1] else (None, None)
     if columns is None:
         columns = w.shape[0 if transposed else 1] if w is not None else codes.shape[0] if codes is not None else 0
+    if by_rows and needs[1]:
+        key = given_key(key, g_y.device)
+        side = _filled_side(lay, key)
     rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, history, needs)
     g_x = g_w = g_b = None
     if needs[2]:
@@ -458,7 +448,10 @@ def gradients(
         assert codes is not None
         assert side is not None
         outputs, dtype = g_y.shape[1], g_y.dtype if dtype is None else dtype
-        if proj_scale is None:
+        if by_rows:
+            assert key is not None
+            g_w = int4_rows.grad_weight(proj, kept, method, lay, key, (outputs, columns), dtype, transposed)
+        elif proj_scale is None:
             a, b = (codes[:columns], proj[:outputs]) if transposed else (proj[:outputs], codes[:columns])
             g_w = (a @ b.T).to(dtype)
         elif transposed:
@@ -466,56 +459,6 @@ def gradients(
         else:
             g_w = product(proj[:outputs], codes, side[0], proj_scale, dtype, columns)
     return g_x, g_w, g_b
-
-
-def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
-    """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
-    from .gemm import fp8_product, int8_product
-
-    assert scale_a is not None
-    if a.dtype != torch.int8:
-        found = fp8_product(a, b, scale_a, scale_b, dtype)
-        return found if columns == found.shape[1] else found[:, :columns].contiguous()
-
-    def reference() -> Tensor:
-        from .reference import int8_product
-
-        return int8_product(a, b[:columns], scale_a, scale_b, dtype)
-
-    return or_reference("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), reference)
-
-
-def device_key(word: Tensor) -> draws.DeviceKey:
-    """The key for the reference on a device, int64 (): hashes are made by a kernel where one runs."""
-    if unsupported_device(word.device) is not None:
-        return draws.DeviceKey(word)
-    return draws.DeviceKey(word, _hashes, _luq)
-
-
-def _hashes(word: Tensor, count: int, stream: int, start: int) -> Tensor:
-    def kernel() -> Tensor:
-        from .noise import hashes
-
-        return hashes(word, count, stream, start)
-
-    def reference() -> Tensor:
-        return draws.hash_bits(count, draws.DeviceKey(word), stream, word.device, start)
-
-    found: Tensor = or_reference("hashes", kernel, reference)
-    return found
-
-
-def _luq(t: Tensor, alpha: Tensor, word: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    def kernel() -> Tensor:
-        from .luq import luq
-
-        return luq(t, alpha, word, stream, dtype)
-
-    def reference() -> Tensor:
-        return published.luq_codes(t, alpha, draws.DeviceKey(word, _hashes), stream, dtype)
-
-    found: Tensor = or_reference("luq", kernel, reference)
-    return found
 
 
 def next_key(counter: Tensor, moves: bool = True) -> Tensor:

@@ -236,8 +236,11 @@ def _block(
             if WRITE:
                 v = v * rot_factor
                 noise = v
-                if ROT_NOISE:
-                    noise = noise16(row[:, None], c0, CP, r0, r1, BC, True)
+                if ROT_NOISE:  # numbered as in the definition, which pads to whole blocks only to rotate
+                    if ROTATE:
+                        noise = noise16(row[:, None], c0, CP, r0, r1, BC, True)
+                    else:
+                        noise = noise16(row[:, None], c0, C, r0, r1, BC, EVEN)
                 codes = encode(v, noise, ROT, ROT_LIMIT, ROT_NOISE, UPCAST)
                 if ROT_FLOAT:
                     codes = codes.to(tl.float32)
@@ -467,7 +470,7 @@ class Output:
         stream: of the draws.
         each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
         dtype: of the rotated output, for a product that takes no codes: the codes, which are exact in bfloat16, or the
-            codes times the scale of their token. None is the codes' own.
+            codes times the scale of their token; of a copy. None is the codes' own, and for a copy the matrix's.
     """
 
     number: int
@@ -671,7 +674,8 @@ def compress(
     if rotated.number:
         rot = torch.empty(tokens, plan.wide, dtype=rotated.dtype or DTYPES[rotated.number], device=device)
     if projected.number:
-        proj = torch.empty(plan.wide, plan.kept, dtype=DTYPES.get(projected.number, t.dtype), device=device)
+        dtype = projected.dtype or DTYPES.get(projected.number, t.dtype)
+        proj = torch.empty(plan.wide, plan.kept, dtype=dtype, device=device)
         if plan.wide > channels:
             proj[channels:].zero_()
         if plan.kept > lay.rows:

@@ -59,11 +59,12 @@ def compress(
     rot = rot_scale = proj = proj_scale = None
     if rotated.number != NONE:
         rows = rotate_channels(values) if rotate else values
-        rot, rot_scale = _codes(F.pad(rows, (0, padded(rows.shape[1]) - rows.shape[1])), rotated, "token", word)
+        rot, rot_scale = _codes(rows, rotated, "token", word)
+        rot = F.pad(rot.view(torch.int8), (0, padded(rows.shape[1]) - rows.shape[1])).view(rot.dtype)
         if rotated.dtype is not None:
             rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.each else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
-        proj = _pad(project(values, lay, word).to(t.dtype).T)
+        proj = _pad(project(values, lay, word).to(projected.dtype or t.dtype).T)
     elif projected.number != NONE:
         codes, proj_scale = _codes(project(values, lay, word), projected, "column", word)
         proj = _pad(codes.T)

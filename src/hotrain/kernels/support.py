@@ -68,16 +68,20 @@ def _unsupported_method(method: Method) -> str | None:
         return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
     if g_w.drop:
         return "the kernels do not drop elements of g_y"
-    if g_w.share < 1:
-        return "the kernels multiply all rows that are kept"
+    if g_w.share < 1 and saved.scale != "row":
+        return "the kernels choose among rows with scales of their own"
     if g_x.transform == "lowpass" or "luq" in (g_x.number, g_w.number) or saved.number == "sawb":
         return f"the kernels do not support the number formats of {method.name}"
     if "pseudo" in (g_x.rounding, g_x.weight_rounding, g_w.rounding, saved.rounding):
         return "the kernels do not round pseudo-stochastically"
     if (g_w.bits is None) != (saved.bits is None):
         return "the kernels need both operands of g_w quantized, or none"
-    if saved.bits is not None and (saved.bits != 8 or saved.scale != "tensor"):
-        return "the kernels save x in 8 bits with one scale"
+    if saved.bits is None or (saved.bits, saved.scale) == (8, "tensor"):
+        return None
+    if (saved.bits, saved.scale, saved.number, g_w.number) != (4, "row", "int", "int"):
+        return "the kernels save x in 8 bits with one scale, or in int4 with a scale for each row"
+    if method.forward != "exact":
+        return "the kernels' forward in low precision saves x in 8 bits"
     return None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -132,12 +132,22 @@ class Places:
         filled: those slots, None when all are.
         singles: the dense tokens.
         fixed: the natural indices of the rows of H that each tile of a sample keeps, (tiles, fixed).
+        alike: whether all tiles keep the same fixed rows.
     """
 
     tokens: Tensor
     filled: Tensor | None
     singles: Tensor
     fixed: Tensor
+    alike: bool
+    _matrices: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def matrices(self, tile: int, dtype: torch.dtype) -> Tensor:
+        """The fixed rows of H of each tile of a sample, of one tile where all are alike: (tiles, fixed, tile)."""
+        if dtype not in self._matrices:
+            fixed = self.fixed[:1] if self.alike else self.fixed
+            self._matrices[dtype] = hadamard.matrix(tile, dtype, fixed.device)[fixed]
+        return self._matrices[dtype]
 
     @classmethod
     def of(cls, lay: Layout, device: torch.device) -> Places:
@@ -150,9 +160,9 @@ class Places:
                 tokens = tokens[filled]
         square, line = lay.squares.fixed_rows(device), lay.lines.fixed_rows(device)
         fixed = torch.cat((square.expand(lay.square, -1), line.expand(lay.line, -1)))
-        return cls(
-            _moved(tokens, device), None if filled is None else _moved(filled, device), _moved(singles, device), fixed
-        )
+        filled = None if filled is None else _moved(filled, device)
+        alike = not (lay.square and lay.line) or lay.squares == lay.lines
+        return cls(_moved(tokens, device), filled, _moved(singles, device), fixed, alike)
 
 
 # Of captured CUDA graphs, which read them at their address: kept alive here.
@@ -249,11 +259,14 @@ def row_indices(lay: Layout, key: draws.Key, device: torch.device) -> Tensor:
 
 
 def matrices(lay: Layout, key: draws.Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """P of every tile, drawn rows scaled: (samples·tiles, rank, tile)."""
+    """P of every tile, drawn rows scaled: (samples·tiles, rank, tile); do not write to it."""
     rows = lay.lines
+    if not rows.sampled:
+        places = lay.places(device)
+        p = places.matrices(rows.tile, dtype)
+        return p.expand(lay.samples * lay.tiles, -1, -1) if places.alike else p.repeat(lay.samples, 1, 1)
     p = hadamard.matrix(rows.tile, dtype, device)[row_indices(lay, key, device)]
-    if rows.sampled:
-        p[:, rows.fixed :] *= rows.gain
+    p[:, rows.fixed :] *= rows.gain
     return p
 
 

@@ -1,0 +1,130 @@
+"""x saved in int4 with a scale for each row of P x, and g_w of all of these rows or of the important ones.
+
+The kernel of `quantize_kernels` writes P x and P g_y as copies and rounds their rows; packing, norms and the choice of
+rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import draws
+from ..method import Method
+from ..quantize.integer import Quantized, largest_code
+from ..quantize.packing import pack, unpack
+from ..transform.importance import drawn
+from ..transform.tokens import Layout
+from .operands import device_key, product, tilings
+from .support import or_reference
+
+if TYPE_CHECKING:
+    from .quantize_kernels import Output
+
+Kept = tuple[Tensor, ...]
+
+
+def applies(method: Method) -> bool:
+    """Whether the method saves x so."""
+    return method.saved.scale == "row"
+
+
+def kept_shapes(columns: int, lay: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of codes and scales."""
+    return [((lay.rows, -(-columns // 2)), torch.uint8), ((lay.rows, 1), torch.float32)]
+
+
+def packed(copied: Tensor, columns: int, lay: Layout, method: Method, key: Tensor) -> Kept:
+    """Codes and scales of the rows of P x.
+
+    Args:
+        copied: P x, transposed, (I', R').
+        columns: I.
+        lay: of x's tokens.
+        method: of the layer.
+        key: of the draws.
+
+    Returns:
+        uint8 (R, ⌈I/2⌉) and float32 (R, 1).
+    """
+    from .quantize_kernels import INT, Output
+
+    rows = copied[:columns, : lay.rows].T.contiguous()
+    stochastic = method.saved.rounding == "stochastic"
+    output = Output(INT, float(largest_code(4)), stochastic, draws.SAVED, each=True)
+    codes, scale = _rounded(rows, key, output, transposed=False)
+    return pack(codes[:, :columns]), scale[:, None]
+
+
+def grad_weight(
+    copied: Tensor, kept: Kept, method: Method, lay: Layout, key: Tensor, size: tuple[int, int], dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    """g_w: the scales of rows, and the weights of those that are picked, go into P g_y before it is rounded.
+
+    Args:
+        copied: P g_y, transposed, (O', R').
+        kept: of `packed`.
+        method: of the layer.
+        lay: of the tokens.
+        key: of the draws.
+        size: O and I.
+        dtype: of the result.
+        transposed: whether w is (I, O).
+
+    Returns:
+        (O, I), or (I, O) when `transposed`.
+    """
+    from .quantize_kernels import INT, Output
+
+    (outputs, columns), (codes, scale), path = size, kept, method.grad_weight
+    g, factor = copied[:outputs, : lay.rows], scale[:, 0]
+    if path.share < 1:
+        of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
+        of_x = torch.linalg.vector_norm(unpack(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
+        picked, weight = drawn(of_g * of_x * factor, path.share, device_key(key))
+        g, codes = g.index_select(1, picked), codes.index_select(0, picked)
+        factor = factor[picked] * weight.to(torch.float32)
+    rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
+    torch.mul(g.T, factor[:, None], out=rows)
+    limit = float(largest_code(8 if path.bits is None else path.bits))
+    output = Output(INT, limit, path.rounding == "stochastic", draws.GRAD_WEIGHT)
+    of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
+    of_x_rows = F.pad(unpack(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
+    one = torch.ones((), dtype=torch.float32, device=g.device)
+    if transposed:
+        return product(of_x_rows, of_g_y, g_scale, one, dtype, outputs)
+    return product(of_g_y[:outputs], of_x_rows, one, g_scale, dtype, columns)
+
+
+def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
+    """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
+    from .quantize_kernels import padded
+
+    codes, scale = kept
+    rows = Quantized(codes, scale, 4, columns, packed=True).dequantize(dtype)
+    return F.pad(rows.T, (0, padded(len(rows)) - len(rows), 0, padded(columns) - columns)).contiguous()
+
+
+def _rounded(t: Tensor, key: Tensor, output: Output, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix, (T, C') or `transposed`, (C', T'), and their scale."""
+    from .quantize_kernels import NOTHING, compress, whole
+
+    lay = whole(len(t), False)
+    outputs = (NOTHING, output) if transposed else (output, NOTHING)
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        return compress(t, lay, None, key, *outputs, rotate=False, tiling=tilings(t.dtype, False)[1])
+
+    def reference() -> tuple[Tensor | None, ...]:
+        from .reference import compress
+
+        return compress(t, lay, key, *outputs, rotate=False)
+
+    codes, scale = or_reference("rows", kernel, reference)[2 * transposed :][:2]
+    assert codes is not None
+    assert scale is not None
+    return codes, scale

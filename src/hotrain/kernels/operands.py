@@ -1,0 +1,91 @@
+"""What the calls of a layer share: keys on a device, block sizes, and the product of two matrices of codes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import draws, published
+from .support import or_reference, unsupported_device
+
+
+@functools.lru_cache(maxsize=8)
+def no_key(device: torch.device) -> Tensor:
+    """The key of methods that draw nothing."""
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def given_key(key: Tensor | None, device: torch.device) -> Tensor:
+    """The key, or `no_key`."""
+    return no_key(device) if key is None else key
+
+
+@functools.cache
+def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
+    """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
+
+    Tuned on an H200: there programs over x have long loops, because each draws its rows first,
+    and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
+    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
+    """
+    from .quantize_kernels import Tiling
+
+    if dtype == torch.float32:
+        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
+    w = Tiling(2, 128, 4, 8, 3, programs=2.5)
+    if few_rows:
+        return Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), w
+    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
+
+
+def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
+    """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
+    from .gemm import fp8_product, int8_product
+
+    assert scale_a is not None
+    if a.dtype != torch.int8:
+        found = fp8_product(a, b, scale_a, scale_b, dtype)
+        return found if columns == found.shape[1] else found[:, :columns].contiguous()
+
+    def reference() -> Tensor:
+        from .reference import int8_product
+
+        return int8_product(a, b[:columns], scale_a, scale_b, dtype)
+
+    return or_reference("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), reference)
+
+
+def device_key(word: Tensor) -> draws.DeviceKey:
+    """The key for the reference on a device, int64 (): hashes are made by a kernel where one runs."""
+    if unsupported_device(word.device) is not None:
+        return draws.DeviceKey(word)
+    return draws.DeviceKey(word, _hashes, _luq)
+
+
+def _hashes(word: Tensor, count: int, stream: int, start: int) -> Tensor:
+    def kernel() -> Tensor:
+        from .noise import hashes
+
+        return hashes(word, count, stream, start)
+
+    def reference() -> Tensor:
+        return draws.hash_bits(count, draws.DeviceKey(word), stream, word.device, start)
+
+    found: Tensor = or_reference("hashes", kernel, reference)
+    return found
+
+
+def _luq(t: Tensor, alpha: Tensor, word: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
+    def kernel() -> Tensor:
+        from .luq import luq
+
+        return luq(t, alpha, word, stream, dtype)
+
+    def reference() -> Tensor:
+        return published.luq_codes(t, alpha, draws.DeviceKey(word, _hashes), stream, dtype)
+
+    found: Tensor = or_reference("luq", kernel, reference)
+    return found
