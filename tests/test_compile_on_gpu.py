@@ -69,7 +69,7 @@ def test_device_keys_are_the_hosts() -> None:
 
 @pytest.mark.filterwarnings("ignore:hotrain. no kernel:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("method", ["hot-unbiased", "hot", "hla", "luq", "hot-importance"])  # no kernels: the last two
+@pytest.mark.parametrize("method", ["hot-unbiased", "hot", "hla", "luq", "hot-importance"])  # luq: no kernels
 def test_compiled_steps_are_the_uncompiled_ones(method: str, mode: str) -> None:
     """Each step its own draws, under CUDA graphs too, whose replays run no Python."""
     net, x = model()

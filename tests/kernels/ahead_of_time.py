@@ -115,6 +115,10 @@ def layers(fp8: bool) -> None:
             wide = replace(output, dtype=torch.bfloat16)
             own = quantize_kernels.whole(2048, False)
             quantize_kernels.compress(g_y, own, None, key, wide, history=history)
+    method = hotrain.preset("hot-importance")  # x in int4, rows that are picked
+    lay, w = layout((8, 16, 16), 16, 16, 0, "auto", None, True), torch.empty(64, 64, dtype=torch.bfloat16)
+    kept = dispatch.keep(x, method, lay, key, history)
+    dispatch.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
     noise.hashes(key, 4096, 1, 0)
     luq.luq(torch.empty(8, 64, 8, 8, dtype=torch.bfloat16), torch.empty(()), key, 1, torch.bfloat16)
     if not fp8:
