@@ -66,6 +66,16 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     return x, rotated, projected, weight
 
 
+def _written(method: Method) -> tuple[Output, Output, Output]:
+    """What the kernel that reads x, and g_y, writes of P x, g_y H and P g_y; rows with scales are rounded after it."""
+    from .quantize_kernels import COPY, Output
+
+    x, rotated, projected, _ = _outputs(method)
+    if int4_rows.applies(method):
+        x = projected = Output(COPY, dtype=torch.float32)  # rounded from float32, as in the definition
+    return x, rotated, projected
+
+
 def _row_words(lay: Layout) -> int:
     """float32 words that the rows of a layout take."""
     return -(-lay.samples * lay.tiles * lay.lines.rank // 4)
@@ -143,11 +153,9 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
         `int4_rows.packed` returns.
     """
-    from .quantize_kernels import COPY, ROTATED, Output, X, compress
+    from .quantize_kernels import ROTATED, X, compress
 
-    x, by_rows = _contiguous_rows(x), int4_rows.applies(method)
-    output = Output(COPY, dtype=torch.float32) if by_rows else _outputs(method)[0]
-    key = given_key(key, x.device)
+    x, output, key = _contiguous_rows(x), _written(method)[0], given_key(key, x.device)
     side = _new_side(lay, x.device, output)
 
     def kernel() -> Tensor:
@@ -167,7 +175,9 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         return codes
 
     codes = or_reference("keep", kernel, reference)
-    return int4_rows.packed(codes, x.shape[1], lay, method, key) if by_rows else (codes, side)
+    if int4_rows.applies(method):
+        return int4_rows.packed(codes, x.shape[1], lay, method, key)
+    return codes, side
 
 
 def forward(
@@ -276,10 +286,9 @@ def grad_codes(
     Returns:
         (codes of g_y H, their scale, codes of P g_y, their scale, column sums), None where not needed.
     """
-    from .quantize_kernels import COPY, NOTHING, Output, compress, whole
+    from .quantize_kernels import NOTHING, compress, whole
 
-    _, rotated, projected, _ = _outputs(method)
-    projected = Output(COPY, dtype=torch.float32) if int4_rows.applies(method) else projected
+    _, rotated, projected = _written(method)
     rotated = rotated if needs[0] else NOTHING
     projected = projected if needs[1] else NOTHING
     if rotated is NOTHING and projected is NOTHING:

@@ -90,8 +90,8 @@ def grad_weight(
         factor = factor[picked] * weight.to(torch.float32)
     rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
     torch.mul(g.T, factor[:, None], out=rows)
-    limit = float(largest_code(8 if path.bits is None else path.bits))
-    output = Output(INT, limit, path.rounding == "stochastic", draws.GRAD_WEIGHT)
+    assert path.bits is not None
+    output = Output(INT, float(largest_code(path.bits)), path.rounding == "stochastic", draws.GRAD_WEIGHT)
     of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
     of_x_rows = F.pad(unpack(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
     one = torch.ones((), dtype=torch.float32, device=g.device)
