@@ -130,6 +130,18 @@ def test_compiled_blocks_call_no_mode(in_place: bool) -> None:
     assert found[0] == found[1] > 0
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_regions_of_accelerate_call_no_mode() -> None:
+    """It returns a copy of the model, whose blocks and norms it has compiled."""
+    utils = pytest.importorskip("accelerate.utils")
+    model, x = Model(first=True).train(), torch.randn(4, 64, 64)
+    report = hotrain.convert(model, "exact", memory="block", plan="memory")
+    regions = utils.compile_regions(model, backend="aot_eager")
+    regions(x)
+    assert calls_of_modes(regions, x) == 0 < calls_of_modes(model, x)
+    assert "layer_norm" in str(report.buffers)
+
+
 def calls_of_modes(model: nn.Module, x: Tensor) -> int:
     codes = []
     sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)

@@ -144,9 +144,11 @@ class Wrapped(Mixin):
         buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
         if buffers.example is None and buffers.root is not None and buffers.root() is self:
             buffers.see(self, args, kwargs)
-            _leave_modes_to_compiled(self)  # type: ignore[arg-type]
         if stands:  # a block behind another one: what that one made is known
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self not in buffers.entered:
+            buffers.entered.add(self)
+            _leave_modes_to_compiled(self)  # type: ignore[arg-type]
         if buffers.origins.continues():  # a sharded block of a model whose forward runs
             with Compressed(buffers):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -180,8 +182,8 @@ def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_modes_to_compiled(model: nn.Module) -> None:
-    """The same for blocks that `torch.compile` has put into modules of its own (as accelerate does), from the model's
-    first training forward on."""
+    """The same for blocks that `torch.compile` has put into modules of its own (as accelerate does) before the model's
+    first training forward."""
     for module in model.modules():
         part = compiled_part(module)
         if part is not None and part is not module:

@@ -84,6 +84,7 @@ class Buffers:
         graphs: bytes that each compiled graph keeps.
         example: the first call.
         root: a weak reference to the model.
+        entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
         must_not_lose: whether a compiled graph may keep tensors exact to be as fast as before.
         gains: tells the ms of a step that converted layers are faster than exact ones.
     """
@@ -99,6 +100,7 @@ class Buffers:
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
+    entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     must_not_lose: bool = field(default=False, repr=False, compare=False)
     gains: Callable[[], float] = field(default=_nothing, repr=False, compare=False)
 
@@ -118,7 +120,14 @@ class Buffers:
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"passing": set(), "example": None, "root": None, "gains": _nothing}
+        own: dict[str, Any] = {
+            "passing": set(),
+            "example": None,
+            "root": None,
+            "entered": weakref.WeakSet(),
+            "gains": _nothing,
+        }
+        return self.__dict__ | own
 
     def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the shapes of the first call, from which the report predicts total bytes."""
