@@ -1,117 +1,97 @@
-"""Host time of one converted layer, by kernel launch; for the "Laboratory notes" of `docs/kernels.md`.
+"""Host time of a layer's forward and backward in eager mode, exact and converted: what a GPU waits for.
 
-    python benchmarks/host.py [--tokens 25216] [--outputs 768] [--inputs 768]
+    python benchmarks/host.py --out FILE
 
-For a Linear in fp8 on a GPU: host time of forward and backward, of each launch, and of possible replacements of
-`hotrain.kernels.launch.launch`, each checked to give the same gradients.
+A step is issued without waiting for the GPU; the time until Python is free again is the host's. Each variant is a layer
+of its own, in turns with the others, since the host's speed changes. The launches of one step are counted by the
+profiler. On a CPU (``--device cpu``) the time has the work itself in it: whether it runs, not how fast.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from hotrain_bench.conditions import conditions, device_named, write
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import hotrain
-from hotrain import autograd
-from hotrain.kernels import launch, quantize_kernels, rows
-from hotrain.layer import Config
+
+VARIANTS = ("exact", "hq8", "hq8:number=int", "hot-unbiased", "hot-importance")
+STEPS = 10  # issued in a row: few enough for the GPU's queue
 
 
-def host_us(work: Callable[[], object], repeats: int = 50) -> float:
-    """Return the microseconds that the host needs to issue the work, without waiting for the GPU."""
-    work()
-    torch.cuda.synchronize()
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(repeats // 5):
-            work()
-        best = min(best, (time.perf_counter() - began) / (repeats // 5))
-        torch.cuda.synchronize()
-    return best * 1e6
+def built(variant: str, outputs: int, inputs: int, device: torch.device) -> nn.Module:
+    """A layer that follows the method ``name[:number=N]``, or an exact one."""
+    name, _, options = variant.partition(":")
+    layer = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    if name != "exact":
+        given = dict(part.split("=") for part in options.split("+") if part)
+        hotrain.convert(layer, name, plan="memory", memory="linear", filter_fn=lambda *_: True, **given)
+    return layer
 
 
-def as_numbers(args: tuple[Any, ...]) -> list[Any]:
-    """Replace tensors by their addresses."""
-    return [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
+    """Forward and backward."""
+    torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
 
 
-def by_getitem(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
-    """Launch by ``kernel[grid]``."""
-    compiled[(programs, 1, 1)](*args, *tail)
+def waited(device: torch.device) -> float:
+    """The time in seconds, once the device has no work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
-def by_getitem_with_numbers(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
-    """Launch by ``kernel[grid]`` with addresses."""
-    compiled[(programs, 1, 1)](*as_numbers(args), *tail)
+def launches(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> int | None:
+    """Kernels and copies that one step puts on the GPU; None on a CPU."""
+    if x.device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step(layer, x, g)
+        torch.cuda.synchronize(x.device)
+    return sum(event.count for event in found.key_averages())
 
 
-def by_run(compiled: Any, programs: int, args: tuple[Any, ...], tail: tuple[Any, ...]) -> None:
-    """Launch by the compiled kernel's ``run`` with addresses."""
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    compiled.run(
-        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *as_numbers(args), *tail
-    )
-
-
-def main() -> None:
-    """Measure and print."""
+def main() -> int:
+    """Measure, write and print the records."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    for name, default in (("tokens", 25216), ("outputs", 768), ("inputs", 768)):
+    for name, default in (("tokens", 25216), ("outputs", 768), ("inputs", 768), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--device")
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
+    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
-    x = torch.randn(args.tokens, args.inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = torch.randn(args.outputs, args.inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    call = autograd.call_of(Config(hotrain.preset("hot-unbiased", number="e4m3")), x)
-    g = torch.randn(args.tokens, args.outputs, device="cuda", dtype=torch.bfloat16)
-
-    def layer() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(autograd.apply(x, w, None, call, 1), (x, w), g)
-
-    def exact() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(torch.nn.functional.linear(x, w), (x, w), g)
-
-    print(f"exact, forward and backward: {host_us(exact):7.1f} µs of the host")
-    print(f"converted:                   {host_us(layer):7.1f} µs")
-    want = [t.clone() for t in layer()]
-    original = launch.launch
-    for way in (by_getitem, by_getitem_with_numbers, by_run):
-
-        def launched(
-            kernel: Any, programs: int, case: Any, args: tuple[Any, ...], constants: Any, way: Any = way, **options: Any
-        ) -> None:
-            found = launch._compiled.get((kernel.__name__, case))
-            if found is None:
-                original(kernel, programs, case, args, constants, **options)
-            else:
-                way(found[0], programs, args, found[1])
-
-        quantize_kernels.launch = rows.launch = launched  # type: ignore[assignment]
-        try:
-            same = all(torch.equal(a, b) for a, b in zip(layer(), want, strict=True))
-            print(
-                f"  {way.__name__:26} {host_us(layer):7.1f} µs, {'the same gradients' if same else 'OTHER GRADIENTS'}"
-            )
-        except (TypeError, RuntimeError) as error:
-            print(f"  {way.__name__:26} {type(error).__name__}: {error}")
-    quantize_kernels.launch = rows.launch = lambda *_, **__: None  # type: ignore[assignment]
-    print(f"  without any launch         {host_us(layer):7.1f} µs")
-    quantize_kernels.launch = rows.launch = original
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(50):
-        layer()
-    profile.disable()
-    torch.cuda.synchronize()
-    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    device = device_named(args.device)
+    x = torch.randn(args.tokens, args.inputs, device=device, dtype=torch.bfloat16)[None].requires_grad_()
+    g = torch.randn(1, args.tokens, args.outputs, device=device, dtype=torch.bfloat16)
+    layers = {variant: built(variant, args.outputs, args.inputs, device) for variant in args.variants.split(",")}
+    times: dict[str, list[float]] = {variant: [] for variant in layers}
+    for number in range(args.rounds + 1):
+        for variant, layer in layers.items():
+            began = waited(device)
+            for _ in range(STEPS):
+                step(layer, x, g)
+            ms = (time.perf_counter() - began) * 1e3 / STEPS
+            waited(device)
+            if number:  # the first compiles and finds scales
+                times[variant].append(ms)
+    common = conditions(device, sys.argv, args.commit)
+    for variant, found in times.items():
+        row: dict[str, Any] = {"bench": "host", "subject": f"linear/{args.tokens}x{args.outputs}x{args.inputs}"}
+        row |= {"variant": variant, "median_ms": statistics.median(found), "spread_ms": statistics.stdev(found)}
+        row |= {"peak_bytes": None, "activation_bytes": None, "launches": launches(layers[variant], x, g)}
+        write(args.out, row | common)
+        print(f"{variant:<20}{row['median_ms']:7.3f} ± {row['spread_ms']:.3f} ms  {row['launches']} launches")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
