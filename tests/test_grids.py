@@ -77,6 +77,21 @@ def test_transformers_vits(kind: str, options: dict[str, Any], prefix: int) -> N
     assert 64 + prefix in lengths
 
 
+def test_boxes_of_yolos_follow_the_patches() -> None:
+    """The patches are where the model puts them: a layer's input, token by token, is that of the image's patches."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    config = transformers.YolosConfig(image_size=[32, 48], patch_size=8, num_detection_tokens=7, **sizes)
+    model = transformers.YolosModel(config).eval()
+    grids = grids_of(model)
+    assert {grid for name, grid in grids.items() if "layer" in name} == {Grid(4, 6, 1, suffix=7)}
+    images = [torch.zeros(1, 3, 32, 48) for _ in range(2)]
+    images[1][..., 8:16, 16:24] = 1.0  # the patch of row 1 and column 2
+    first, second = (model.embeddings(image) for image in images)
+    assert first.shape[1] == Grid(4, 6, 1, suffix=7).tokens
+    assert (first != second).any(-1).nonzero()[:, 1].tolist() == [1 + 6 * 1 + 2]
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet", "convnext"])
 def test_models_without_a_token_grid_have_none(name: str) -> None:
     """Text is a line; convolutions and channels-last layers bring their own height and width."""

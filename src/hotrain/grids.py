@@ -17,7 +17,7 @@ def token_grids(model: nn.Module) -> dict[str, Grid]:
 
     Supports timm's ViT and DeiT (`patch_embed.grid_size`, class, distillation and register tokens), Swin (window
     attention and blocks at their resolution), EfficientFormer's attention (`resolution`), and transformers' ViT
-    family (`config.image_size`, `config.patch_size`).
+    family (`config.image_size`, `config.patch_size`) with YOLOS, whose tokens of boxes follow the patches.
 
     Args:
         model: any model.
@@ -65,9 +65,10 @@ def _grid_of(module: nn.Module) -> Grid | None:
     image, patch = _pair(getattr(config, "image_size", None)), _pair(getattr(config, "patch_size", None))
     if image is not None and patch is not None and all(patch):
         grid = (image[0] // patch[0], image[1] // patch[1])
-        prefix = _position_tokens(module) + (getattr(config, "num_register_tokens", 0) or 0) - math.prod(grid)
+        registers, boxes = (getattr(config, f"num_{kind}_tokens", 0) or 0 for kind in ("register", "detection"))
+        prefix = _position_tokens(module) + registers - boxes - math.prod(grid)
         # Modules further in have the config too but embed no positions; theirs is the grid around them.
-        return Grid(*grid, prefix) if prefix >= 0 else None
+        return Grid(*grid, prefix, suffix=boxes) if prefix >= 0 else None
     return None
 
 

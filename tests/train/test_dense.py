@@ -298,8 +298,8 @@ def test_perfect_predictions_are_at_100_percent(task: str, bright: Path, tmp_pat
 # ---- models ----
 
 
-def test_tokens_of_boxes_come_first_and_change_nothing(bright: Path, tmp_path: Path) -> None:
-    """The detector is transformers' YOLOS; its patches are where `hotrain.grids` looks for them."""
+def test_the_detector_is_that_of_transformers(bright: Path, tmp_path: Path) -> None:
+    """With a grid that `hotrain.grids` finds, and boxes that start apart."""
     from hotrain.grids import grid_at, token_grids
 
     setup = build(run_on(bright, "detection", tmp_path, method="exact"))
@@ -309,7 +309,7 @@ def test_tokens_of_boxes_come_first_and_change_nothing(bright: Path, tmp_path: P
     torch.testing.assert_close(got, torch.cat((want.logits, want.pred_boxes), -1), rtol=1e-4, atol=1e-5)
     grid = grid_at("model.vit.encoder.layer.0.attention", token_grids(model))
     assert grid is not None
-    assert (grid.height, grid.width, grid.prefix) == (8, 8, 16)
+    assert (grid.height, grid.width, grid.prefix, grid.suffix) == (8, 8, 1, 15)
     assert len(got[0].unique(dim=0)) == 15, "tokens that start equal would predict one box"
 
 

@@ -128,6 +128,18 @@ def test_register_tokens() -> None:
     assert set(range(5)) <= {t for tile in tiles_of(joined)[9:] for t in tile}
 
 
+def test_tokens_after_the_patches() -> None:
+    """Those of YOLOS's boxes; where the patches begin does not depend on them."""
+    grid = Grid(14, 14, 1, suffix=7)
+    lay = lay_of((1, 204), grid=grid)
+    assert tiles_of(lay)[:9] == tiles_of(lay_of((1, 197), grid=GRID))[:9]
+    dense = set(lay.slots[lay.tiles * 16 :].tolist())
+    assert {0, *range(197, 204)} <= dense
+    joined = lay_of((1, 204), grid=Grid(14, 14, 1, dense_prefix=False, suffix=7))
+    assert sorted(t for t in joined.slots.tolist() if t >= 0) == list(range(204))
+    assert not {0, *range(197, 204)} & set(joined.slots[joined.tiles * 16 :].tolist())
+
+
 def test_a_seven_by_seven_grid() -> None:
     lay = lay_of((4, 49), grid=Grid(7, 7))
     assert (lay.samples, lay.square) == (4, 1)
@@ -218,6 +230,7 @@ CASES = [
     ((3, 197), {"grid": GRID}),  # squares, lines, remainder, prefix
     ((3, 197), {"grid": Grid(14, 14, 1, dense_prefix=False)}),
     ((2, 201), {"grid": Grid(14, 14, 5)}),
+    ((2, 204), {"grid": Grid(14, 14, 1, suffix=7)}),
     ((2, 49), {"grid": Grid(7, 7)}),
     ((2, 8, 8), {}),  # Swin's layout, in place after the permutation
     ((2, 5, 9), {}),  # a non-square map

@@ -7,6 +7,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def convert(
         grid: (height, width) of the patches of a token sequence, for models where it cannot be detected
             (`hotrain.grids`).
         prefix_tokens: how many class or register tokens precede the patches of `grid`.
-        dense_prefix: keep those tokens exact in g_w; False puts them into the tiles with the rest.
+        dense_prefix: keep those tokens, and those after the patches, exact in g_w; False puts them into the tiles with
+            the rest.
         number: number format: ``"int"``, ``"e4m3"``, ``"e5m2"`` or ``"auto"``: e4m3 where the device has fp8 matrix
             units, else integers (`Method.override`). None is the method's own: ``"auto"`` for `hq8` and
             `hot-unbiased`, as published for the others. The report states the choice.
@@ -153,7 +155,7 @@ def convert(
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
         if place is not None and not dense_prefix:
-            place = Grid(place.height, place.width, place.prefix, dense_prefix=False)
+            place = replace(place, dense_prefix=False)
         state = layer_state(module)
         label = name or type(module).__name__
         if state is None:

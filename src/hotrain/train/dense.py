@@ -48,9 +48,6 @@ class Segmenter(nn.Module):
 class Detector(nn.Module):
     """YOLOS: a ViT with a token for each box that it may predict.
 
-    The tokens of boxes come first, not last as in transformers: the same network, as nothing in it but the embedding of
-    positions knows an order, with the patches in one block at the end, where `hotrain.grids` looks for them.
-
     Args:
         config: of transformers' YOLOS.
     """
@@ -80,9 +77,8 @@ class Detector(nn.Module):
         The last class is *no object*; after the classes' logits come centre and size (x, y, w, h) from 0 to 1.
         """
         vit = self.model.vit
-        tokens = vit.embeddings(images).roll(self.boxes, 1)
-        tokens = vit.encoder(tokens, *images.shape[-2:]).last_hidden_state
-        tokens = vit.layernorm(tokens)[:, : self.boxes]
+        tokens = vit.encoder(vit.embeddings(images), *images.shape[-2:]).last_hidden_state
+        tokens = vit.layernorm(tokens)[:, -self.boxes :]
         logits, boxes = self.model.class_labels_classifier(tokens), self.model.bbox_predictor(tokens)
         return torch.cat((logits.float(), boxes.float().sigmoid()), -1)
 

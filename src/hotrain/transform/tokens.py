@@ -29,24 +29,26 @@ _WASTE = 1.125  # rows kept over rows wanted, beyond which samples are flattened
 
 @dataclass(frozen=True)
 class Grid:
-    """The token grid of an image: `prefix` class or register tokens, then height × width patches, row by row.
+    """The token grid of an image: `prefix` class or register tokens, height × width patches, row by row, `suffix` more.
 
     Attributes:
         height: in patches.
         width: in patches.
         prefix: number of class or register tokens before the patches.
-        dense_prefix: whether the prefix tokens are kept out of the tiles (exact in g_w).
+        dense_prefix: whether the tokens before and after the patches are kept out of the tiles (exact in g_w).
+        suffix: number of tokens after the patches (YOLOS's boxes).
     """
 
     height: int
     width: int
     prefix: int = 0
     dense_prefix: bool = True
+    suffix: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of a sample."""
-        return self.prefix + self.height * self.width
+        return self.prefix + self.height * self.width + self.suffix
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,15 @@ class Layout:
         """
         with no_dispatch_modes():  # those of a tracer, whose tensors have no data
             rest, none = torch.arange(self.tokens, device="cpu"), torch.arange(0, device="cpu")
-            squares = prefix = none
+            squares = ends = none
             if self.grid is not None:
-                prefix = torch.arange(self.grid.prefix, device="cpu")
+                ends = torch.cat((rest[: self.grid.prefix], rest[self.tokens - self.grid.suffix :]))
                 squares, border = _square_tiles(self.grid, math.isqrt(self.lines.tile), self.down, self.square)
-                rest = border if self.grid.dense_prefix else torch.cat((prefix, border))
-                prefix = prefix if self.grid.dense_prefix else none
+                rest = border if self.grid.dense_prefix else torch.cat((ends, border))
+                ends = ends if self.grid.dense_prefix else none
             line = self.line * self.lines.tile
             padded = F.pad(rest[:line], (0, max(0, line - len(rest))), value=-1)
-            return torch.cat((squares, padded, rest[line:], prefix))
+            return torch.cat((squares, padded, rest[line:], ends))
 
     @functools.cached_property
     def _places(self) -> dict[torch.device, Places]:
@@ -221,7 +223,7 @@ def _cut(samples: int, length: int, grid: Grid | None, squares: Rows, lines: Row
             down, across = -(-height // side), -(-width // side)
         rest -= min(down * side, height) * min(across * side, width)
         if grid.dense_prefix:
-            dense = grid.prefix
+            dense = grid.prefix + grid.suffix
             rest -= dense
     line, remainder = divmod(rest, tile)
     if remainder > rank:
@@ -237,7 +239,8 @@ def _square_tiles(grid: Grid, side: int, down: int, square: int) -> tuple[Tensor
     """
     across = square // down if down else grid.width // side
     height, width = down * side, across * side
-    image = torch.arange(grid.prefix, grid.tokens, device="cpu").view(grid.height, grid.width)
+    patches = torch.arange(grid.height * grid.width, device="cpu") + grid.prefix
+    image = patches.view(grid.height, grid.width)
     padding = (0, max(0, width - grid.width), 0, max(0, height - grid.height))
     inside = F.pad(image[:height, :width], padding, value=-1).reshape(down, side, across, side)
     return inside.transpose(1, 2).flatten(), torch.cat((image[:height, width:].flatten(), image[height:].T.flatten()))
