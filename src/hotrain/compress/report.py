@@ -120,14 +120,12 @@ class Buffers:
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            "passing": set(),
-            "example": None,
-            "root": None,
-            "entered": weakref.WeakSet(),
-            "gains": _nothing,
-        }
-        return self.__dict__ | own
+        state = self.__dict__ | {"passing": set(), "example": None, "root": None, "gains": _nothing}
+        del state["entered"]  # weak references cannot be pickled
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, entered=weakref.WeakSet())
 
     def see(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the shapes of the first call, from which the report predicts total bytes."""
