@@ -22,18 +22,19 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import hotrain
+from hotrain.train import parse_method
 
 VARIANTS = ("exact", "hq8", "hq8:number=int", "hot-unbiased", "hot-importance")
 STEPS = 10  # issued in a row: few enough for the GPU's queue
 
 
 def built(variant: str, outputs: int, inputs: int, device: torch.device) -> nn.Module:
-    """A layer that follows the method ``name[:number=N]``, or an exact one."""
-    name, _, options = variant.partition(":")
+    """A layer that follows the method (`parse_method`), or an exact one."""
+    name, overrides = parse_method(variant)
     layer = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     if name != "exact":
-        given = dict(part.split("=") for part in options.split("+") if part)
-        hotrain.convert(layer, name, plan="memory", memory="linear", filter_fn=lambda *_: True, **given)
+        method = hotrain.preset(name, **overrides)
+        hotrain.convert(layer, method, plan="memory", memory="linear", filter_fn=lambda *_: True)
     return layer
 
 
@@ -86,7 +87,7 @@ def main() -> int:
     common = conditions(device, sys.argv, args.commit)
     for variant, found in times.items():
         row: dict[str, Any] = {"bench": "host", "subject": f"linear/{args.tokens}x{args.outputs}x{args.inputs}"}
-        row |= {"variant": variant, "median_ms": statistics.median(found), "spread_ms": statistics.stdev(found)}
+        row |= {"variant": variant, "median_ms": statistics.median(found), "spread_ms": statistics.pstdev(found)}
         row |= {"peak_bytes": None, "activation_bytes": None, "launches": launches(layers[variant], x, g)}
         write(args.out, row | common)
         print(f"{variant:<20}{row['median_ms']:7.3f} ± {row['spread_ms']:.3f} ms  {row['launches']} launches")

@@ -69,7 +69,7 @@ class Cell:
     def __init__(
         self, args: argparse.Namespace, subject: str, way: str, variant: str, device: torch.device, graphs: bool
     ) -> None:
-        self.others = _allocated(device)
+        others = _allocated(device)
         self.task = task = build(subject, device, args.tiny)
         generator = torch.Generator(device).manual_seed(dist.get_rank())
         for batch in task.batches:  # images of its own on every process
@@ -93,7 +93,7 @@ class Cell:
         self.peaks = (0, 0)
         if device.type == "cuda":
             now = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-            self.peaks = now[0] - self.others[0], now[1] - self.others[1]
+            self.peaks = now[0] - others[0], now[1] - others[1]
 
     def step(self) -> None:
         if self.graphs:

@@ -270,9 +270,8 @@ class Inductor(NamedTuple):
     partitioner: type  # the base class of that setting
     cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
     decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
-    kernel: (
-        Any  # the target of a node that launches a Triton kernel, which writes to its arguments; None: operators stay
-    )
+    # The target of a node that launches a Triton kernel, which writes to its arguments. None: operators stay.
+    kernel: Any
     kernel_with_results: Any  # the same, written as a function: its results are new tensors
 
 

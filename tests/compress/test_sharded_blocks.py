@@ -142,6 +142,19 @@ def test_regions_of_accelerate_call_no_mode() -> None:
     assert "layer_norm" in str(report.buffers)
 
 
+def test_a_method_of_a_class_that_is_named_compile_is_left_alone() -> None:
+    """As Keras's, which takes an optimizer: it compiles no forward, and what it returns is returned."""
+
+    class Own(Model):
+        def compile(self, optimizer: str) -> str:  # type: ignore[override]
+            return f"with {optimizer}"
+
+    model = Own(first=True).train()
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    assert model.compile("adam") == "with adam"
+    assert model._compiled_call_impl is None
+
+
 def calls_of_modes(model: nn.Module, x: Tensor) -> int:
     codes = []
     sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)

@@ -116,10 +116,12 @@ class Wrapped(Mixin):
         if any(kind.__name__ == "FSDPModule" for kind in cls.__mro__):  # fully_shard gives a module such a class
             cls.__call__ = _outside_of_modes(cls.__call__)  # type: ignore[attr-defined,method-assign]
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        super().compile(*args, **kwargs)  # type: ignore[misc]
-        compiled: Any = self.__dict__["_compiled_call_impl"]
-        self._compiled_call_impl = _outside_of_modes(compiled)
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compile(*args, **kwargs)  # type: ignore[misc]
+        compiled: Any = self.__dict__.get("_compiled_call_impl")
+        if compiled is not None:  # not where a class has another method of that name
+            self._compiled_call_impl = _outside_of_modes(compiled)
+        return result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Wrapped):

@@ -57,7 +57,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
         return Output(numbers[number], limit, rounding == "stochastic", stream, each)
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
-    x = output(saved.number, saved.bits, saved.rounding, draws.SAVED)
+    x = output(saved.number, saved.bits, saved.rounding, draws.SAVED, int4_rows.applies(method))
     projected = output(g_w.number, g_w.bits, g_w.rounding, draws.GRAD_WEIGHT)
     if g_x.bits is None:
         return x, NOTHING, projected, NOTHING
@@ -176,7 +176,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
 
     codes = or_reference("keep", kernel, reference)
     if int4_rows.applies(method):
-        return int4_rows.packed(codes, x.shape[1], lay, method, key)
+        return int4_rows.packed(codes, x.shape[1], lay, _outputs(method)[0], key)
     return codes, side
 
 
@@ -459,7 +459,8 @@ def gradients(
         outputs, dtype = g_y.shape[1], g_y.dtype if dtype is None else dtype
         if by_rows:
             assert key is not None
-            g_w = int4_rows.grad_weight(proj, kept, method, lay, key, (outputs, columns), dtype, transposed)
+            share, output = method.grad_weight.share, _outputs(method)[2]
+            g_w = int4_rows.grad_weight(proj, kept, share, output, lay, key, (outputs, columns), dtype, transposed)
         elif proj_scale is None:
             a, b = (codes[:columns], proj[:outputs]) if transposed else (proj[:outputs], codes[:columns])
             g_w = (a @ b.T).to(dtype)

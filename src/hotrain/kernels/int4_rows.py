@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import draws
 from ..method import Method
-from ..quantize.integer import Quantized, largest_code
+from ..quantize.integer import Quantized
 from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
@@ -37,38 +36,35 @@ def kept_shapes(columns: int, lay: Layout) -> list[tuple[tuple[int, ...], torch.
     return [((lay.rows, -(-columns // 2)), torch.uint8), ((lay.rows, 1), torch.float32)]
 
 
-def packed(copied: Tensor, columns: int, lay: Layout, method: Method, key: Tensor) -> Kept:
+def packed(copied: Tensor, columns: int, lay: Layout, output: Output, key: Tensor) -> Kept:
     """Codes and scales of the rows of P x.
 
     Args:
         copied: P x, transposed, (I', R').
         columns: I.
         lay: of x's tokens.
-        method: of the layer.
+        output: the format of a row.
         key: of the draws.
 
     Returns:
         uint8 (R, ⌈I/2⌉) and float32 (R, 1).
     """
-    from .quantize_kernels import INT, Output
-
     rows = copied[:columns, : lay.rows].T.contiguous()
-    stochastic = method.saved.rounding == "stochastic"
-    output = Output(INT, float(largest_code(4)), stochastic, draws.SAVED, each=True)
     codes, scale = _rounded(rows, key, output, transposed=False)
     return pack(codes[:, :columns]), scale[:, None]
 
 
 def grad_weight(
-    copied: Tensor, kept: Kept, method: Method, lay: Layout, key: Tensor, size: tuple[int, int], dtype: torch.dtype,
-    transposed: bool,
+    copied: Tensor, kept: Kept, share: float, output: Output, lay: Layout, key: Tensor, size: tuple[int, int],
+    dtype: torch.dtype, transposed: bool,
 ) -> Tensor:  # fmt: skip
     """g_w: the scales of rows, and the weights of those that are picked, go into P g_y before it is rounded.
 
     Args:
         copied: P g_y, transposed, (O', R').
         kept: of `packed`.
-        method: of the layer.
+        share: of the rows that are multiplied.
+        output: the format of P g_y.
         lay: of the tokens.
         key: of the draws.
         size: O and I.
@@ -78,20 +74,16 @@ def grad_weight(
     Returns:
         (O, I), or (I, O) when `transposed`.
     """
-    from .quantize_kernels import INT, Output
-
-    (outputs, columns), (codes, scale), path = size, kept, method.grad_weight
+    (outputs, columns), (codes, scale) = size, kept
     g, factor = copied[:outputs, : lay.rows], scale[:, 0]
-    if path.share < 1:
+    if share < 1:
         of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
         of_x = torch.linalg.vector_norm(unpack(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
-        picked, weight = drawn(of_g * of_x * factor, path.share, device_key(key))
+        picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
         g, codes = g.index_select(1, picked), codes.index_select(0, picked)
         factor = factor[picked] * weight.to(torch.float32)
     rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
     torch.mul(g.T, factor[:, None], out=rows)
-    assert path.bits is not None
-    output = Output(INT, float(largest_code(path.bits)), path.rounding == "stochastic", draws.GRAD_WEIGHT)
     of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
     of_x_rows = F.pad(unpack(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
     one = torch.ones((), dtype=torch.float32, device=g.device)
