@@ -279,7 +279,8 @@ class Method:
         grad_input: how g_x is computed.
         grad_weight: how g_w is computed.
         saved: the format in which the input is saved.
-        knobs: names of the overrides that this method accepts.
+        knobs: names of the overrides that this method accepts; not printed, since the order of a set differs between
+            processes.
         forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
         memory: which activations are compressed: ``"linear"``, the inputs that converted layers save, or ``"block"``,
             all other saved activations as well (`hotrain.compress`).
@@ -294,7 +295,7 @@ class Method:
     grad_input: GradInput = field(default_factory=GradInput)
     grad_weight: GradWeight = field(default_factory=GradWeight)
     saved: Saved = field(default_factory=Saved)
-    knobs: frozenset[str] = frozenset()
+    knobs: frozenset[str] = field(default=frozenset(), repr=False)
     forward: str = "exact"
     memory: str = "linear"
     automatic: bool = False

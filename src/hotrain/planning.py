@@ -95,6 +95,11 @@ class Question:
     def outputs(self) -> int:
         return self.w[1 if self.transposed else 0]
 
+    @property
+    def key(self) -> str:
+        """The question in words, the same on every rank: each has a GPU of its own."""
+        return repr(dataclasses.replace(self, device=torch.device(self.device.type)))
+
 
 @dataclass(frozen=True)
 class Roofs:
@@ -189,8 +194,7 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float, float
             _rehearsed.add(question)
         except torch.OutOfMemoryError:
             own = None
-        key = dataclasses.replace(question, device=torch.device(question.device.type))  # ranks have one GPU each
-        _times[place] = agreed(f"layer {key} {graphs}", own)
+        _times[place] = agreed(f"layer {question.key} {graphs}", own)
     return _times[place]
 
 
