@@ -197,7 +197,7 @@ def test_kept_bytes_of_the_table_are_those_of_the_storages(
     name: str, docs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = hotrain.preset(name)
-    monkeypatch.setattr(docs, "EXAMPLE", ((4, 197), 64, Grid(14, 14, prefix=1)))
+    monkeypatch.setattr(docs.low_rank, "EXAMPLE", ((4, 197), 64, Grid(14, 14, prefix=1)))
     x = torch.randn(4, 197, 64, dtype=torch.bfloat16)
     w = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, int] = {}
@@ -210,7 +210,7 @@ def test_kept_bytes_of_the_table_are_those_of_the_storages(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         hotrain.functional.linear(x, w, method=method, grid=Grid(14, 14, prefix=1))
     key = 8 if method.draws else 0
-    assert sum(kept.values()) - key == docs._kept_bytes(method)
+    assert sum(kept.values()) - key == docs.low_rank.kept_bytes(method)
 
 
 TOKENS, CHANNELS, DRAWS = 64, 32, 256

@@ -18,21 +18,18 @@ from pathlib import Path
 import drawings
 import formats_table
 import front
+import low_rank
 import records
 import studies
-import torch
 
 import hotrain
 from hotrain.method import Method
-from hotrain.saved import Format
 from hotrain.transform.rows import Rows, order
-from hotrain.transform.tokens import Grid, Layout, layout
+from hotrain.transform.tokens import Grid
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/hotrain"
 RECIPES = "recipes/hotrain_recipes"
-# The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.
-EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
 LENGTHS: tuple[tuple[int, Grid | None], ...] = (
     (1, None),
     (7, None),
@@ -93,28 +90,15 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def presets() -> str:
     """What each preset computes, loses and keeps."""
-    lead, channels, _ = EXAMPLE
-    exact = math.prod(lead) * channels * torch.bfloat16.itemsize
     rows = []
     for name in hotrain.presets():
         method = hotrain.preset(name)
         formula = str(method).removeprefix(name).strip().replace("  ", " · ")
-        kept = f"{_kept_bytes(method) / exact:.3f}"
+        kept = f"{low_rank.kept(method):.3f}"
         if method.memory == "block":
             kept += "; 0 where it is shared"
         rows.append([f"`{name}`", formula, grad_input_loss(method), grad_weight_loss(method), kept])
     return table(["preset", "as it prints", "g_x loses", "g_w loses", "x kept"], rows)
-
-
-def _kept_bytes(method: Method) -> int:
-    lead, channels, grid = EXAMPLE
-    return Format(method.saved, channels, torch.bfloat16).nbytes(_layout(method, lead, grid).rows)
-
-
-def _layout(method: Method, lead: tuple[int, ...], grid: Grid | None) -> Layout:
-    rows = method.grad_weight
-    across = method.grad_input.transform != "lowpass"
-    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
 
 
 def grad_input_loss(method: Method) -> str:
@@ -162,7 +146,7 @@ def lengths() -> str:
     rows = []
     for tokens, grid in LENGTHS:
         place = "–" if grid is None else f"{grid.height}×{grid.width}" + (f" + {grid.prefix}" if grid.prefix else "")
-        one, many = (_layout(method, (samples, tokens), grid) for samples in (1, 128))
+        one, many = (low_rank.tiles(method, (samples, tokens), grid) for samples in (1, 128))
         flat = "in one line" if many.samples == 1 else "each by itself"
         first = f"{one.rows} ({one.kept_fraction:.2f})"
         batch = f"{many.rows} ({many.kept_fraction:.2f})"
@@ -327,7 +311,7 @@ def figures() -> dict[Path, str]:
 
     folder = ROOT / "docs" / FIGURES
     steps = {_figure_name(subject): draw_steps(points, subject) for subject, points in records.step_points().items()}
-    drawn = {f"{name}.svg": draw() for name, draw in drawings.ALL.items()}
+    drawn = {f"{name}.svg": draw() for name, draw in drawings.ALL.items()} | {"low_rank.svg": low_rank.curve()}
     return {folder / name: text for name, text in {**steps, **drawn}.items()}
 
 
@@ -367,6 +351,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "evidence": records.evidence,
     "study": studies.study,
     "study-head": studies.head,
+    "half": low_rank.table,
+    "half-answer": low_rank.answer,
     "formats": formats_table.operators,
     "formats-together": formats_table.together,
     "rules": formats_table.rule_book,

@@ -26,6 +26,7 @@ METHODS = {
     "hla": preset("hla"),
     "hq4": preset("hq4"),
     "hot-importance": preset("hot-importance"),
+    "hot-importance-int8": preset("hot-importance", saved_bits=8, grad_input_bits=8),
     "hot-e4m3": preset("hot", number="e4m3"),
     "hot-unbiased-e4m3": preset("hot-unbiased", number="e4m3"),
     "hot-unbiased-e5m2": preset("hot-unbiased", number="e5m2"),
@@ -225,7 +226,7 @@ def test_reasons_name_what_is_unsupported(device, monkeypatch):
     assert kernels.reason(method, lay, torch.bfloat16, device) is None
     assert "float64" in kernels.reason(method, lay, torch.float64, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
-    assert "8 bits" in kernels.reason(preset("hq4").override(forward="int8"), lay, torch.bfloat16, device)
+    assert "one scale" in kernels.reason(preset("hq4").override(forward="int8"), lay, torch.bfloat16, device)
     assert "rows" in kernels.reason(preset("hq").override(share=0.5), lay, torch.bfloat16, device)
     one_scale = dataclasses.replace(preset("hq"), saved=Saved(4))
     assert "a scale for each row" in kernels.reason(one_scale, lay, torch.bfloat16, device)

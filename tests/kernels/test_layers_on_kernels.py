@@ -28,7 +28,7 @@ def _kernels_here(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iter
     torch._dynamo.reset()
 
 
-def pair(method: str, device: torch.device, **options: object) -> tuple[nn.Module, nn.Module]:
+def pair(method: str | hotrain.Method, device: torch.device, **options: object) -> tuple[nn.Module, nn.Module]:
     """A small net converted, and its exact twin."""
     torch.manual_seed(0)
     exact = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(device)
@@ -57,6 +57,7 @@ def relative(a: Tensor, b: Tensor) -> float:
         ("hot-unbiased", {"number": "e4m3", "forward": "fp8"}),
         ("hq4", {}),  # x in int4 with scales of rows
         ("hot-importance", {}),  # rows that are picked in backward
+        (hotrain.preset("hot-importance", saved_bits=8), {}),  # from codes of 8 bits
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from ..products import of_products
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
-from . import dispatch, int4_rows
+from . import dispatch, row_scales
 from .dispatch import Grads, Needs
 from .operands import given_key, tilings
 from .support import or_reference
@@ -81,8 +81,8 @@ def conv2d_gradients(
         assert w is not None
         g_x = product_for_input(g_y, w.to(g_y.dtype), shape, geometry)
     if needs[1]:
-        if int4_rows.applies(method):
-            kept = int4_rows.restored(kept, shape[1], g_y.dtype), dispatch._filled_side(lay, call.key)
+        if row_scales.applies(method):
+            kept = row_scales.restored(kept, shape[1], g_y.dtype), dispatch._filled_side(lay, call.key)
         codes, side = kept
         x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
         size = (outputs, shape[1] // geometry.groups, *geometry.kernel)

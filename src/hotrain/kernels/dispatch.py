@@ -17,7 +17,7 @@ from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
-from . import int4_rows
+from . import row_scales
 from .operands import given_key, no_key, product, tilings
 from .support import or_reference, unsupported_device
 
@@ -57,7 +57,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
         return Output(numbers[number], limit, rounding == "stochastic", stream, each)
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
-    x = output(saved.number, saved.bits, saved.rounding, draws.SAVED, int4_rows.applies(method))
+    x = output(saved.number, saved.bits, saved.rounding, draws.SAVED, row_scales.applies(method))
     projected = output(g_w.number, g_w.bits, g_w.rounding, draws.GRAD_WEIGHT)
     if g_x.bits is None:
         return x, NOTHING, projected, NOTHING
@@ -71,7 +71,7 @@ def _written(method: Method) -> tuple[Output, Output, Output]:
     from .quantize_kernels import COPY, Output
 
     x, rotated, projected, _ = _outputs(method)
-    if int4_rows.applies(method):
+    if row_scales.applies(method):
         x = projected = Output(COPY, dtype=torch.float32)  # rounded from float32, as in the definition
     return x, rotated, projected
 
@@ -94,8 +94,8 @@ def kept_shapes(
     """
     from .quantize_kernels import DTYPES, padded
 
-    if int4_rows.applies(method):
-        return int4_rows.kept_shapes(columns, lay)
+    if row_scales.applies(method):
+        return row_scales.kept_shapes(columns, lay, method.saved.bits or 8)
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
     return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
 
@@ -151,7 +151,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
     Returns:
         Codes (I', R'), and float32 words: the scale (1.0 without codes), then the natural rows that each tile keeps,
         as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
-        `int4_rows.packed` returns.
+        `row_scales.packed` returns.
     """
     from .quantize_kernels import ROTATED, X, compress
 
@@ -175,8 +175,8 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         return codes
 
     codes = or_reference("keep", kernel, reference)
-    if int4_rows.applies(method):
-        return int4_rows.packed(codes, x.shape[1], lay, _outputs(method)[0], key)
+    if row_scales.applies(method):
+        return row_scales.packed(codes, x.shape[1], lay, _outputs(method)[0], method.saved.bits or 8, key)
     return codes, side
 
 
@@ -434,7 +434,7 @@ def gradients(
     Returns:
         (g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, as w in `dtype`, and (O,) in g_y's dtype.
     """
-    g_y, by_rows = _contiguous_rows(g_y), int4_rows.applies(method)
+    g_y, by_rows = _contiguous_rows(g_y), row_scales.applies(method)
     codes, side = kept if needs[1] else (None, None)
     if columns is None:
         columns = w.shape[0 if transposed else 1] if w is not None else codes.shape[0] if codes is not None else 0
@@ -460,7 +460,7 @@ def gradients(
         if by_rows:
             assert key is not None
             share, output = method.grad_weight.share, _outputs(method)[2]
-            g_w = int4_rows.grad_weight(proj, kept, share, output, lay, key, (outputs, columns), dtype, transposed)
+            g_w = row_scales.grad_weight(proj, kept, share, output, lay, key, (outputs, columns), dtype, transposed)
         elif proj_scale is None:
             a, b = (codes[:columns], proj[:outputs]) if transposed else (proj[:outputs], codes[:columns])
             g_w = (a @ b.T).to(dtype)

@@ -78,10 +78,10 @@ def _unsupported_method(method: Method) -> str | None:
         return "the kernels need both operands of g_w quantized, or none"
     if saved.bits is None or (saved.bits, saved.scale) == (8, "tensor"):
         return None
-    if (saved.bits, saved.scale, saved.number, g_w.number) != (4, "row", "int", "int"):
-        return "the kernels save x in 8 bits with one scale, or in int4 with a scale for each row"
+    if (saved.scale, saved.number, g_w.number) != ("row", "int", "int"):
+        return "the kernels save x in 8 bits with one scale, or as integers with a scale for each row"
     if method.forward != "exact":
-        return "the kernels' forward in low precision saves x in 8 bits"
+        return "the kernels' forward in low precision saves x with one scale"
     return None
 
 

@@ -1,7 +1,8 @@
-"""x saved in int4 with a scale for each row of P x, and g_w of all of these rows or of the important ones.
+"""x saved as integers with a scale for each row of P x, and g_w of all of these rows or of the important ones.
 
 The kernel of `quantize_kernels` writes P x and P g_y as copies and rounds their rows; packing, norms and the choice of
-rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`).
+rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in
+uint8, or 8-bit ones, in int8.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..method import Method
-from ..quantize.integer import Quantized
 from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
@@ -31,27 +31,32 @@ def applies(method: Method) -> bool:
     return method.saved.scale == "row"
 
 
-def kept_shapes(columns: int, lay: Layout) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kept_shapes(columns: int, lay: Layout, bits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of codes and scales."""
-    return [((lay.rows, -(-columns // 2)), torch.uint8), ((lay.rows, 1), torch.float32)]
+    codes = ((lay.rows, -(-columns // 2)), torch.uint8) if bits == 4 else ((lay.rows, columns), torch.int8)
+    return [codes, ((lay.rows, 1), torch.float32)]
 
 
-def packed(copied: Tensor, columns: int, lay: Layout, output: Output, key: Tensor) -> Kept:
-    """Codes and scales of the rows of P x.
+def packed(copied: Tensor, columns: int, lay: Layout, output: Output, bits: int, key: Tensor) -> Kept:
+    """Codes and scales of the rows of P x, as in `kept_shapes`.
 
     Args:
         copied: P x, transposed, (I', R').
         columns: I.
         lay: of x's tokens.
         output: the format of a row.
+        bits: of its codes, 4 or 8.
         key: of the draws.
-
-    Returns:
-        uint8 (R, ⌈I/2⌉) and float32 (R, 1).
     """
     rows = copied[:columns, : lay.rows].T.contiguous()
     codes, scale = _rounded(rows, key, output, transposed=False)
-    return pack(codes[:, :columns]), scale[:, None]
+    codes = codes[:, :columns]
+    return (pack(codes) if bits == 4 else codes.contiguous()), scale[:, None]
+
+
+def _codes(kept: Tensor, columns: int) -> Tensor:
+    """The codes as int8, (R, I)."""
+    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept
 
 
 def grad_weight(
@@ -78,14 +83,14 @@ def grad_weight(
     g, factor = copied[:outputs, : lay.rows], scale[:, 0]
     if share < 1:
         of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
-        of_x = torch.linalg.vector_norm(unpack(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
+        of_x = torch.linalg.vector_norm(_codes(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
         picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
         g, codes = g.index_select(1, picked), codes.index_select(0, picked)
         factor = factor[picked] * weight.to(torch.float32)
     rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
     torch.mul(g.T, factor[:, None], out=rows)
     of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
-    of_x_rows = F.pad(unpack(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
+    of_x_rows = F.pad(_codes(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
     one = torch.ones((), dtype=torch.float32, device=g.device)
     if transposed:
         return product(of_x_rows, of_g_y, g_scale, one, dtype, outputs)
@@ -97,7 +102,7 @@ def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     from .quantize_kernels import padded
 
     codes, scale = kept
-    rows = Quantized(codes, scale, 4, columns, packed=True).dequantize(dtype)
+    rows = (_codes(codes, columns) * scale).to(dtype)
     return F.pad(rows.T, (0, padded(len(rows)) - len(rows), 0, padded(columns) - columns)).contiguous()
 
 

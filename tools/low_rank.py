@@ -1,0 +1,165 @@
+"""Accuracy against the arithmetic of g_w and the bytes of x, from the records of the pre-training study."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from hotrain_recipes.studies import pretraining
+from records import _markdown
+from studies import RECORDS
+
+from hotrain.method import Method
+from hotrain.plotting.labels import arrange
+from hotrain.plotting.steps import alone
+from hotrain.plotting.style import INK, MUTED, drawing, looks, new_figure, stand_in, to_svg
+from hotrain.saved import Format
+from hotrain.train.study import CONTROL, Line, lines, mean_text, read_rows, with_method
+from hotrain.transform.tokens import Grid, Layout, layout
+
+# The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.
+EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
+GROUPS = ("ResNet-18, CIFAR-10", "small ViT, CIFAR-10")
+GOAL, LOSS = 0.5, 0.2  # of the rows, and points
+APART = 0.04  # of the axis: between methods with the same share
+FALL = 6.0  # points: who loses more is drawn at the lower edge
+
+
+def tiles(method: Method, lead: tuple[int, ...], grid: Grid | None) -> Layout:
+    """The tiles and rows of a method."""
+    rows = method.grad_weight
+    across = method.grad_input.transform != "lowpass"
+    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
+
+
+def kept_bytes(method: Method) -> int:
+    """Bytes kept of the example's x."""
+    lead, channels, grid = EXAMPLE
+    return Format(method.saved, channels, torch.bfloat16).nbytes(tiles(method, lead, grid).rows)
+
+
+def kept(method: Method) -> float:
+    """Bytes kept of the example's x, as a share of its own."""
+    lead, channels, _ = EXAMPLE
+    return kept_bytes(method) / (math.prod(lead) * channels * torch.bfloat16.itemsize)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method whose layers are all converted.
+
+    Attributes:
+        label: of the study.
+        method: what it computes.
+        gaps: group → points above exact, of each seed.
+        planned: group → number of seeds.
+    """
+
+    label: str
+    method: Method
+    gaps: dict[str, tuple[float, ...]]
+    planned: dict[str, int]
+
+    @property
+    def rows(self) -> float:
+        """Share of the rows of g_w that are multiplied."""
+        return self.method.grad_weight.rank / self.method.grad_weight.tile * self.method.grad_weight.share
+
+
+def points() -> list[Point]:
+    """The methods of the study that compute g_w from codes or from some of its rows, most rows first."""
+    study = pretraining()
+    run = study.cells[0].run
+    by: dict[str, list[Line]] = {}
+    for line in lines(study, read_rows([RECORDS / "pretraining.jsonl"])):
+        if line.group in GROUPS and line.method != CONTROL and "@" not in line.method:
+            by.setdefault(line.method, []).append(line)
+    found = [
+        Point(
+            label,
+            with_method(run, label).resolve_method(),
+            {line.group: line.gaps for line in mine},
+            {line.group: line.planned for line in mine},
+        )
+        for label, mine in by.items()
+    ]
+    return sorted(found, key=lambda point: (-point.rows, -kept(point.method)))
+
+
+def table() -> str:
+    """What each method multiplies, keeps and loses."""
+    body = []
+    for point in points():
+        g_x = point.method.grad_input
+        rounds = "exact" if g_x.is_exact else "low rank" if g_x.transform == "lowpass" else f"{g_x.bits} bits"
+        cells = [_gap(point, group) for group in GROUPS]
+        body.append([f"`{point.label}`", f"{point.rows:.2f}", f"{kept(point.method):.2f}", rounds, *cells])
+    return _markdown(["method", "rows of g_w", "x kept", "g_x", *GROUPS], body)
+
+
+def _gap(point: Point, group: str) -> str:
+    gaps, planned = point.gaps.get(group, ()), point.planned.get(group, 0)
+    if not gaps:
+        return "not run"
+    text = mean_text(gaps, error=True, sign="+")
+    return text if len(gaps) == planned else f"{text}; {len(gaps)} of {planned} runs"
+
+
+def curve() -> str:
+    """SVG: points above exact against the rows that are multiplied, and against the bytes that are kept of x."""
+    shown = [point for point in points() if any(point.gaps.values())]
+    look_of = looks(point.label for point in shown)
+    with drawing():
+        figure = new_figure("What half of the arithmetic costs", 5.6)
+        panels = figure.subplots(len(GROUPS), 2, sharey="row", sharex="col", squeeze=False)
+        for axes, group in zip(panels, GROUPS, strict=True):
+            axes[0].set_title(group, loc="left", fontsize=8.5, color=INK)
+            axes[0].set_ylabel("points above exact")
+            for side, share in zip(axes, (lambda p: p.rows, lambda p: kept(p.method)), strict=True):
+                side.axhline(0, color=MUTED, linewidth=0.9)
+                side.axhline(-LOSS, color=MUTED, linewidth=0.7, linestyle=(0, (3, 2)))
+                side.set_xlim(0, 1.12)
+                labels, places = [], []
+                drawn = [point for point in shown if point.gaps.get(group)]
+                for point, x in zip(drawn, _apart([share(point) for point in drawn]), strict=True):
+                    gaps = point.gaps[group]
+                    mean = max(statistics.fmean(gaps), -FALL)
+                    place, colour = (x, mean), stand_in(look_of[point.label])
+                    side.errorbar(*place, yerr=2 * _error(gaps), color=colour, elinewidth=1, capsize=2.5)
+                    marker = "v" if mean == -FALL else look_of[point.label].marker
+                    side.plot(*place, color=colour, marker=marker, markersize=6, markeredgewidth=0)
+                    text = point.label if mean > -FALL else f"{point.label}, {statistics.fmean(gaps):.1f}"
+                    kind = {"textcoords": "offset points", "fontsize": 7.5, "color": INK}
+                    labels.append(side.annotate(text, place, (0, 0), **kind))
+                    places.append(place)
+                figure.draw_without_rendering()
+                arrange(side, labels, places)
+        panels[-1][0].set_xlabel("rows of g_w that are multiplied")
+        panels[-1][1].set_xlabel("bytes kept of x, of its 16 bits")
+        names = ", ".join(point.label for point in shown)
+        return alone(to_svg(figure, f"Points above exact of {names} on CIFAR-10, against arithmetic and against bytes"))
+
+
+def _apart(shares: Sequence[float]) -> list[float]:
+    """The shares, those that are nearly equal moved apart, so that bars do not cover each other."""
+    alike = [[i for i, other in enumerate(shares) if abs(other - share) < 0.03] for share in shares]
+    return [s + APART * (a.index(i) - (len(a) - 1) / 2) for i, (s, a) in enumerate(zip(shares, alike, strict=True))]
+
+
+def _error(gaps: Sequence[float]) -> float:
+    return statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+
+
+def answer() -> str:
+    """Which methods multiply at most half of the rows, and how many points they lose."""
+    said = []
+    for point in points():
+        done = [group for group in GROUPS if len(point.gaps.get(group, ())) > 1]
+        if point.rows <= GOAL and done:
+            kept_it = [g for g in done if statistics.fmean(point.gaps[g]) >= -LOSS]
+            held = "; ".join(f"{g} {mean_text(point.gaps[g], error=True, sign='+')}" for g in done)
+            said.append(f"* `{point.label}`: {held}: {'reached' if len(kept_it) == len(GROUPS) else 'not reached'}.")
+    return "\n".join(said) or "Not measured yet."
