@@ -47,7 +47,7 @@ MAY_USE = {
 
 # Each room imports only from rooms above it (and from itself).
 ORDER = [
-    ("hotrain._version", "hotrain.files", "hotrain.tables", "hotrain.private"),
+    ("hotrain._version", "hotrain.files", "hotrain.tables", "hotrain.private", "hotrain.casting"),
     ("hotrain.method",),
     ("hotrain.layer_record",),
     ("hotrain.presets", "hotrain.plans"),

@@ -23,6 +23,7 @@ from hotrain.draws import mix
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.presets import preset
+from hotrain.quantize.rounding import wide
 from hotrain.saved import Format, Kept
 from hotrain.train import parse_method
 from hotrain.transform.tokens import Grid, Layout, layout, project
@@ -179,7 +180,7 @@ class Definition:
 
     def keep(self, s: Inputs) -> tuple[Tensor, ...]:
         """Project and pack x, as at forward."""
-        whole = s.x if self.method.saved.bits is None else s.x.to(backward.wide(s.x.dtype))
+        whole = s.x if self.method.saved.bits is None else wide(s.x)
         rows = project(whole.view(*self.lead, -1), self.lay, self.key)
         return self._format(s).keep(rows, self.key)
 
@@ -194,7 +195,7 @@ class Definition:
         """Compute both quantities made from g_y: transformed for g_x, projected for g_w."""
         path = self.method.grad_input
         rotated = None if path.bits is None else backward.rotated_grad(s.g_y, path, self.key)
-        return rotated, project(s.g_y.to(backward.wide(s.g_y.dtype)).view(*self.lead, -1), self.lay, self.key)
+        return rotated, project(wide(s.g_y).view(*self.lead, -1), self.lay, self.key)
 
     def weight_codes(self, s: Inputs) -> object:
         """Transform and quantize w; None if the method does not quantize it."""

@@ -23,20 +23,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import backward, convolution, draws, forward
+from .casting import autocast, autocast_dtype, autocast_to, outside_autocast
 from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory
 from .private import constant_in_graphs, is_transformed, is_view
+from .quantize.rounding import wide
 from .transform.tokens import Layout, project
 
 Needs = tuple[bool, bool, bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 Key = int | Tensor | None  # of the draws; None for a method that draws nothing
 Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what the kernels keep beside them
-
-# Evaluated once, here: Dynamo cannot trace the call.
-_AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 
 def kernels_for(device: torch.device) -> Any:
@@ -100,9 +99,9 @@ def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory 
     if config.kernels:
         kept: Packed = kernels_for(x.device).keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
-    word = reference_key(key)
-    wide = x if config.method.saved.bits is None else x.to(backward.wide(x.dtype))
-    codes, *scale = config.format(x.shape[-1], x.dtype).keep(project(wide, lay, word), word)
+    word, dtype = reference_key(key), x.dtype
+    x = x if config.method.saved.bits is None else wide(x)
+    codes, *scale = config.format(x.shape[-1], dtype).keep(project(x, lay, word), word)
     return codes, scale[0] if scale else None
 
 
@@ -290,7 +289,7 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
     return why
 
 
-# ---- autograd and autocast ----
+# ---- autograd ----
 
 
 def differentiates() -> bool:
@@ -306,28 +305,6 @@ def differentiates() -> bool:
 @constant_in_graphs
 def _is_traced_or_transformed() -> bool:
     return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-def autocast_dtype(t: Tensor) -> torch.dtype:
-    """The dtype to which autocast casts t for a product: its own where autocast is off, and for float64."""
-    return t.dtype if t.dtype == torch.float64 else autocast_to(t.device.type) or t.dtype
-
-
-def autocast_to(kind: str) -> torch.dtype | None:
-    """The dtype of autocast on that kind of device, None where it is off."""
-    return torch.get_autocast_dtype(kind) if kind in _AUTOCASTS and torch.is_autocast_enabled(kind) else None
-
-
-def autocast(t: Tensor) -> Tensor:
-    """The tensor as autocast casts it for a product."""
-    return t.to(autocast_dtype(t))
-
-
-def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
-    # Casts are made explicitly: autocast's cache must not get copies of weights that have no graph. And a context, not
-    # a flag: a backward within autocast clears the cache, else casts of one stream would be used in a graph of another.
-    kind = x.device.type
-    return nullcontext() if autocast_to(kind) is None else torch.autocast(kind, enabled=False)
 
 
 class _SecondDerivative(torch.autograd.Function):

@@ -27,7 +27,7 @@ from .method import GradInput, GradWeight, Method, partner
 from .products import code_matmul
 from .quantize import encode
 from .quantize.integer import Quantized, largest_code
-from .quantize.rounding import wide
+from .quantize.rounding import wide, wide_dtype
 from .saved import Kept, values
 from .transform.hadamard import rotate
 from .transform.importance import drawn
@@ -78,7 +78,7 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: draws
     if path.drop:
         g_y = published.dropped(g_y, path.drop, key)
     if path.multiplies_codes:
-        g, kept = _shared(project(g_y.to(wide(g_y.dtype)), lay, key), kept, path, key)
+        g, kept = _shared(project(wide(g_y), lay, key), kept, path, key)
         return _product_of_codes(g, kept, path, key)
     if path.number == "luq":
         return published.grad_weight(g_y, kept, lay, key)
@@ -90,7 +90,7 @@ def _shared(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -> tuple[Te
     """The rows of g = P g_y, (R, O), and of P x, (R, I), that the product takes, with their weights in g."""
     if path.share == 1.0:
         return g, kept
-    x = values(kept, wide(g.dtype))
+    x = values(kept, wide_dtype(g.dtype))
     picked, weight = drawn(_norms(g) * _norms(x), path.share, key)
     g = g[picked] * weight.to(g.dtype)[:, None]
     if not isinstance(kept, Quantized):
@@ -121,7 +121,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
 def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(g_y H): codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = g_y.to(wide(g_y.dtype))
+    g = wide(g_y)
     g = rotate(g) if path.transform == "hadamard" else g
     return encode(g, path.number, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
@@ -129,7 +129,7 @@ def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
 def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
     assert path.bits is not None
-    w = w.to(wide(w.dtype))
+    w = wide(w)
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
     number = partner(path.number)
     return encode(w, number, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)

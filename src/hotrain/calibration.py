@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from . import draws
 from .audit.unchanged import as_found
-from .backward import rotated_grad, wide
+from .backward import rotated_grad
 from .files import digest, parse_json, read_text, write_text
 from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
+from .quantize.rounding import wide
 from .tables import table
 from .transform.hadamard import rotate
 
@@ -243,7 +244,7 @@ def scale_errors(g_y: Tensor, path: GradInput, key: int, statistic: str = "l2") 
     Returns:
         (per-tensor error, per-token error); 0 for a g_y of zeros.
     """
-    g = g_y.to(wide(g_y.dtype))
+    g = wide(g_y)
     want = rotate(g) if path.transform == "hadamard" else g
     size = float(want.norm())
     errors = []

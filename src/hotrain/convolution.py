@@ -166,7 +166,7 @@ def _coded_grad_weight(
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
     path, dtype = method.grad_weight, of_products(g_y)
-    matrix = channels_last(g_y).reshape(-1, g_y.shape[1]).to(wide(g_y.dtype))
+    matrix = wide(channels_last(g_y).reshape(-1, g_y.shape[1]))
     grad = projected_grad(matrix, path, key)
     if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
         codes = kept  # x itself was saved in codes: no second rounding

@@ -22,12 +22,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autograd
 from .autograd import Call, Grads, Needs, Packed
-from .backward import wide
+from .casting import autocast_to
 from .compress.sharing import Origin
 from .draws import in_backward, layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
+from .quantize.rounding import wide_dtype
 
 _lib = torch.library.Library("hotrain", "DEF")
 
@@ -41,7 +42,7 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     """A layer's result; `recipe` and `given` are x's origin, filled in by `compress.interpose`, which sees the call."""
     found = Config.of(config)
-    call = Call(found, found.layout_of(tuple(x.shape)), autograd.autocast_to(x.device.type), traced=history)
+    call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history)
     key = None if counter is None else _pinned_key(counter)
     return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given)) if recipe else None)
 
@@ -97,7 +98,7 @@ def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> t
     if kernels is not None:
         shapes = kernels.kept_shapes(columns, lay, found.method, x.dtype)
     else:  # found with one row
-        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide(x.dtype), device="cpu")
+        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide_dtype(x.dtype), device="cpu")
         one = found.format(columns, x.dtype).keep(row, 0)
         shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import autograd
+from .casting import autocast
 from .geometry import Geometry
 from .layer import Config
 from .method import Method
@@ -282,8 +283,8 @@ class _Layer:
 
     def exact(self) -> Tensor:
         if self.q.geometry is not None:
-            b = None if self.b is None else autograd.autocast(self.b)
-            return self.q.geometry.forward(autograd.autocast(self.x), autograd.autocast(self.w), b)
+            b = None if self.b is None else autocast(self.b)
+            return self.q.geometry.forward(autocast(self.x), autocast(self.w), b)
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
     def converted(self) -> Tensor:

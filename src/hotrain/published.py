@@ -77,7 +77,7 @@ def luq(t: Tensor, key: draws.Key, stream: int) -> tuple[Tensor, Tensor]:
 
 def luq_codes(t: Tensor, alpha: Tensor, key: draws.Key, stream: int, dtype: torch.dtype) -> Tensor:
     """The codes of `luq`, given alpha."""
-    t = t.to(wide(t.dtype))
+    t = wide(t)
     y = t.abs() / alpha
     noise = draws.noise16(t.numel(), key, stream, t.device).view(t.shape)
     u = noise.to(t.dtype).add_(0.5 + 2**15).mul_(2.0**-16)  # in (0, 1)
@@ -106,7 +106,7 @@ def sawb_scale(t: Tensor) -> Tensor:
     Returns:
         float32 (float64 for float64), ().
     """
-    t = t.to(wide(t.dtype))
+    t = wide(t)
     smallest = torch.finfo(t.dtype).tiny
     if not t.numel():
         return t.new_full((), smallest)

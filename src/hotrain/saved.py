@@ -21,7 +21,7 @@ from .method import Saved
 from .quantize import encode
 from .quantize.integer import Quantized
 from .quantize.packing import pack_parts, parts, unpack_parts
-from .quantize.rounding import dither, wide
+from .quantize.rounding import dither, wide, wide_dtype
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -157,7 +157,7 @@ class Grouped:
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns)
-        rows = rows.to(wide(rows.dtype))
+        rows = wide(rows)
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
@@ -181,7 +181,7 @@ class Grouped:
         """Dequantize what `keep` returned to a shape and a dtype."""
         packed, scale = kept
         codes = unpack_parts(packed, self.bits)
-        accurate = wide(dtype)
+        accurate = wide_dtype(dtype)
         rows = ((codes.to(accurate) - self.top) * scale.unsqueeze(-1).to(accurate)).flatten(-3)
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
@@ -234,7 +234,7 @@ class Levels:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""
         codes = unpack_parts(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
-        return ((codes.to(wide(dtype)) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
+        return ((codes.to(wide_dtype(dtype)) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""

@@ -15,6 +15,7 @@ from hotrain import backward, kernels
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method, Saved
 from hotrain.presets import preset
+from hotrain.quantize.rounding import wide
 from hotrain.saved import Format
 from hotrain.transform.tokens import Grid, Layout, project
 
@@ -53,7 +54,7 @@ def by_definition(
     x: Tensor, g_y: Tensor, w: Tensor, method: Method, lay: Layout, lead: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     kept = Format(method.saved, x.shape[1], x.dtype)
-    rows = x if method.saved.bits is None else x.to(backward.wide(x.dtype))
+    rows = x if method.saved.bits is None else wide(x)
     kept_x = kept.restore(kept.keep(project(rows.view(*lead, -1), lay, KEY), KEY))
     return (
         backward.grad_input(g_y, w, method, KEY, lay),

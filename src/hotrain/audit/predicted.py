@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import autocast_to
+from ..casting import autocast_to
 from ..compress.report import Example, map_tensors
 from ..nn.state import layer_states
 from ..private import fakes

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..quantize.rounding import wide
 from .nodes import inlined
-from .rematerialize import wide
 from .slopes import ACTIVATIONS
 
 _NORMALIZE = torch.ops.hotrain.normalize.default

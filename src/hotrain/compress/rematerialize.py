@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backward
+from ..quantize.rounding import wide, wide_dtype
 from ..saved import Bits, Grouped, Levels, group_size, memory_order
 from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
@@ -123,11 +123,6 @@ def noted(name: str, value: Any) -> Iterator[None]:
             meta[CUSTOM] = before
 
 
-def wide(t: Tensor) -> Tensor:
-    """t in float32, or in float64 if it is."""
-    return t.to(backward.wide(t.dtype))
-
-
 # ---- recipes; `made` computes the tensor, and takes what it reads from `supply`, in order ----
 
 Supply = Iterator[Tensor | None]
@@ -175,7 +170,7 @@ class Normed:
 
     def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         image = self.inner.kind == "image"
-        normal = self.inner.made(supply, shape if image else (-1, self.inner.columns), backward.wide(dtype))
+        normal = self.inner.made(supply, shape if image else (-1, self.inner.columns), wide_dtype(dtype))
         w, b = next(supply), next(supply)
         if self.cast:
             normal = wide(normal.to(dtype))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import autograd
+from ..casting import autocast_to
 from ..private import constant_in_graphs
 from .sharing import Origins
 
@@ -62,7 +62,7 @@ class Example:
 
         shapes, named = map_tensors(shape_alone, (args, dict(kwargs)))
         kind = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
-        return cls(weakref.ref(model), shapes, named, (kind, autograd.autocast_to(kind)))
+        return cls(weakref.ref(model), shapes, named, (kind, autocast_to(kind)))
 
 
 def _nothing() -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
+from ..casting import autocast_dtype, autocast_to
 from ..compress.mode_stack import top, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
@@ -132,7 +133,7 @@ class LayerState:
             return None
         device, kernels = x.device, autograd.kernels_for(x.device)
         off = None if kernels is None else kernels.switched_off()
-        cast = autograd.autocast_to(device.type)
+        cast = autocast_to(device.type)
         seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
@@ -284,7 +285,7 @@ def _is_of_samples(x: Tensor, place: Place | None) -> bool:
 def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What a plan depends on: of x its shape, dtype in a product, device and gradient, then of the weight, and bias."""
     w = module.weight
-    of_x = constants(x.shape), autograd.autocast_dtype(x), x.device, x.requires_grad
+    of_x = constants(x.shape), autocast_dtype(x), x.device, x.requires_grad
     return *of_x, constants(w.shape), w.dtype, w.requires_grad, module.bias is not None
 
 

@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...kernels import FUNCTIONS
+from ...quantize.rounding import wide
 from ...saved import Levels, as_it_was, memory_order
 from .. import rematerialize
 from ..codes import pack, unpack
 from ..formats import BITS, FORMATS
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..rematerialize import restore, wide
+from ..rematerialize import restore
 from ..sharing import Gate, Unfinished
 from ..slopes import ACTIVATIONS, ELSE, FACTOR
 from .base import (

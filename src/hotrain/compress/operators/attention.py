@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ...autograd import autocast, once
+from ...autograd import once
+from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import constant_in_graphs, no_dispatch_modes, under_dispatch_mode
 from ...saved import group_size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import autograd
+from ... import casting
 from ...private import autocasts_itself, is_view
 from ...saved import memory_order
 from .. import rematerialize
@@ -47,7 +47,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of tensors, run outside of autocast."""
 
     def run(x: Tensor, *args: Any) -> Any:
-        with autograd.outside_autocast(x):
+        with casting.outside_autocast(x):
             return function(x, *args)
 
     return run
@@ -55,7 +55,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def lower(*tensors: Tensor | None) -> list[Tensor | None]:
     """Tensors as autocast casts them for a product."""
-    return [t if t is None or not t.is_floating_point() else autograd.autocast(t) for t in tensors]
+    return [t if t is None or not t.is_floating_point() else casting.autocast(t) for t in tensors]
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def _is_raised(name: str, device: str) -> bool:
 def float32(name: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
     """Tensors as autocast casts them for a norm or a softmax: to float32 if it is on and lists that operator."""
     kind = first.device.type
-    on = autograd.autocast_to(kind) not in (None, torch.float32)
+    on = casting.autocast_to(kind) not in (None, torch.float32)
     low = (torch.float16, torch.bfloat16) if on and _is_raised(name, kind) else ()
     return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
 

@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from ... import autograd
 from ...kernels import FUNCTIONS
 from ...private import memory_format_of
+from ...quantize.rounding import wide
 from ...saved import Bits
 from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack
 from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..rematerialize import wide
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
 from .base import (

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import backward
 from ...autograd import once
 from ...private import constant_in_graphs
+from ...quantize.rounding import wide_dtype
 from ...saved import memory_order
 from .. import rematerialize
 from ..codes import factors_of
@@ -38,7 +38,7 @@ def _gated_gradient(g: Tensor, given: Sequence[Tensor], name: str, form: str) ->
     """g_x and g_b from the codes and scales of x, and then of b."""
 
     def reference() -> tuple[Tensor, Tensor]:
-        dtype, kind = backward.wide(g.dtype), ACTIVATIONS[name]
+        dtype, kind = wide_dtype(g.dtype), ACTIVATIONS[name]
         x, b = (GROUPED[form].restore(kept, g.shape, dtype) for kept in (given[:2], given[2:]))
         return (g * b * kind.slope(x)).to(g.dtype), (g * kind.f(x)).to(g.dtype)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once, outside_autocast
+from ...autograd import once
+from ...casting import outside_autocast
 from ..rematerialize import FASTER, noted
 from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed, wants_gradient
 

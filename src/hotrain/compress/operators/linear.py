@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once, outside_autocast
+from ...autograd import once
+from ...casting import outside_autocast
 from ..formats import FORMATS
 from ..rematerialize import in_place_of, source
 from .base import Handlers, Scope, custom_op, is_large, lower, not_a_view, pair, values, wants_gradient, with_codes

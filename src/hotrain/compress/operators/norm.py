@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import autograd, backward
+from ... import autograd
+from ...casting import outside_autocast
 from ...private import memory_format_of
+from ...quantize.rounding import wide, wide_dtype
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..rematerialize import wide
 from ..report import ATTRIBUTE, Buffers
 from .base import Handlers, Scope, custom_op, float32, is_large, values, wants_gradient, with_codes
 
@@ -276,7 +277,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kind != "rms_cast":  # which is no function of PyTorch
         x, w, b = float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
-    with autograd.outside_autocast(x):
+    with outside_autocast(x):
         return Norm.apply(x, w, b, kind, dims, eps, form)  # type: ignore[no-any-return]
 
 
@@ -327,7 +328,7 @@ def _rms_norm(
     if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
         return None
     if eps is None:
-        eps = torch.finfo(backward.wide(input.dtype)).eps
+        eps = torch.finfo(wide_dtype(input.dtype)).eps
     return _replaced(scope, input, weight, None, "rms", len(normalized_shape), eps)
 
 

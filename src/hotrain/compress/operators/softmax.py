@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import once
+from ...quantize.rounding import wide
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
-from ..rematerialize import keep, wide
+from ..rematerialize import keep
 from .base import (
     Handlers,
     Scope,
