@@ -154,6 +154,14 @@ def test_a_process_that_dies_is_a_failed_row(tmp_path: Path, monkeypatch: pytest
     assert row["error"] == "the process ended with status 1: killed by the kernel"
 
 
+def test_cells_are_chosen_by_several_patterns(tmp_path: Path) -> None:
+    """A part of a name, or a pattern of all of it."""
+    shown = invoke(*ARGUMENTS, "--work", tmp_path, "--list", "--json", "--cells", "exact-s0, *-s1")
+    missing = json.loads(shown.stdout)["missing"]
+    assert len(missing) == 3
+    assert all(name.endswith("exact-s0") or name.endswith("-s1") for name in missing)
+
+
 def test_two_studies_do_not_write_one_file(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     with record.held(file.with_suffix(".lock"), "taken"):

@@ -50,7 +50,7 @@ def study(
     minutes: Annotated[float | None, typer.Option("--minutes", min=0, help="Stop, with checkpoints, by then.")] = None,
     at_once: Annotated[int, typer.Option("--at-once", "-j", min=1, help="Cells at a time on one device.")] = 1,
     cells: Annotated[
-        str | None, typer.Option("--cells", help="Only cells whose name has this, or matches it: *ViT*hq8*.")
+        str | None, typer.Option("--cells", help="Only cells whose name has one of these: ViT,ResNet*-s0.")
     ] = None,
     methods: Annotated[str | None, typer.Option("--methods", "-m", help="Of a recipe: exact,hq8,hot:rank=4.")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Of a recipe: 0,1,2.")] = "0",
@@ -120,7 +120,8 @@ def _with_settings(study: Study, settings: Sequence[str], pattern: str | None) -
 
     found = tuple(replace(cell, run=with_settings(cell.run, settings)) for cell in study.cells)
     if pattern is not None:
-        found = tuple(cell for cell in found if pattern in cell.id or fnmatch.fnmatch(cell.id, pattern))
+        parts = split_names(pattern, "--cells")
+        found = tuple(cell for cell in found if any(p in cell.id or fnmatch.fnmatch(cell.id, p) for p in parts))
         if not found:
             some = ", ".join(cell.id for cell in study.cells[:3])
             raise ValueError(f"--cells: no cell of {study.name} matches {pattern!r}; cells are {some}, …")
