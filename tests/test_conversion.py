@@ -444,6 +444,68 @@ def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) 
     assert type(model[0]) is type(layer)
 
 
+class _Product(torch.autograd.Function):
+    """x wᵀ of a weight in codes, and gradients of its own making."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Coded) -> Tensor:
+        ctx.save_for_backward(x, w.codes, w.scale)
+        return x @ (w.codes * w.scale).T
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor, Tensor]:
+        x, codes, scale = ctx.saved_tensors
+        return g_y @ (codes * scale), g_y.flatten(0, 1).T @ x.sign().flatten(0, 1)
+
+
+class Coded(Tensor):
+    """A weight in int8 codes, as torchao's are: it knows the product of a Linear layer, and hardly anything else."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, w: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, w.shape, dtype=w.dtype)
+        made.scale = w.detach().abs().amax(1, keepdim=True) / 127
+        made.codes = (w.detach() / made.scale).round().to(torch.int8)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return _Product.apply(*args[:2])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes * args[0].scale)
+        raise NotImplementedError(f"{func} of a weight in codes")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_weight_with_operators_of_its_own_keeps_its_gradients(trained: bool) -> None:
+    """A layer that torchao quantized is a plain Linear whose weight rotates and reshapes nothing: converted, its
+    backward failed. A trained one has gradients of its own, which the operator of exact layers replaced."""
+    results = []
+    for convert in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64))
+        model[1].weight = nn.Parameter(Coded(model[1].weight), requires_grad=trained)
+        if convert:
+            report = hotrain.convert(model)
+            assert reasons(report) == {
+                "1": "its weight is a Coded, whose products are its own; accepted are plain tensors"
+            }
+        train_step(model, torch.randn(4, 96, 64))
+        results.append([p.grad for p in model.parameters()])
+    for got, want in zip(*results, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.99
+
+
 def test_a_lazy_layer_is_converted_once_it_has_a_weight() -> None:
     model = nn.Sequential(nn.LazyLinear(64))
     model(torch.randn(2, 16, 48))

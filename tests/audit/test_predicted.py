@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import UserDict
 
 import pytest
@@ -105,6 +106,39 @@ def test_what_a_model_raises_that_reads_values_does_not_end_training() -> None:
     assert "1 layers converted" in str(report)
     with pytest.raises(ValueError, match=r"Matched does not run without values \(.+\); use hotrain.saved_bytes"):
         hotrain.predicted_bytes(model, *batch)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no product of groups")
+def test_an_operator_that_refuses_fake_tensors_is_not_logged() -> None:
+    """PyTorch logs it with a traceback, once an attempt: printing the report of a float32 mixture of experts wrote
+    hundreds of lines of error for a model that trains."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.experts = nn.Linear(64, 64), nn.Parameter(torch.randn(2, 64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch._grouped_mm(self.layer(x), self.experts, torch.tensor([16, 32], dtype=torch.int32))
+
+    model, x = Experts(), torch.randn(32, 64)
+    report = hotrain.convert(model)
+    model(x).square().sum().backward()
+    log, logged = logging.getLogger("torch._subclasses.fake_tensor"), []
+
+    def seen(record: logging.LogRecord) -> bool:
+        logged.append(record)
+        return False
+
+    log.addFilter(seen)
+    try:
+        assert "1 layers converted" in str(report)
+        with pytest.raises(ValueError, match="does not run without values"):
+            hotrain.predicted_bytes(model, x)
+    finally:
+        log.removeFilter(seen)
+    assert not logged
+    assert not log.disabled
 
 
 def test_mappings_in_a_batch_keep_their_class() -> None:

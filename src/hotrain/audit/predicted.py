@@ -8,6 +8,7 @@ kernels save a few bytes more with low-rank codes, and the backends of attention
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,8 @@ def _predicted(
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     try:
-        with fakes.mode(), torch.device("cpu"), _as_on_a_cpu():  # what the model makes is where its fake weights are
+        # What the model makes is where its fake weights are.
+        with _unlogged(), fakes.mode(), torch.device("cpu"), _as_on_a_cpu():
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
                     shaped = _shape_alone(t)
@@ -86,6 +88,17 @@ def _predicted(
             f"predicted_bytes: {type(model).__name__} does not run without values ({first}); use hotrain.saved_bytes, "
             "which runs it"
         ) from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Context in which PyTorch does not log, with a traceback, each operator that refuses fake tensors: it raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _shape_alone(t: Tensor) -> Tensor:

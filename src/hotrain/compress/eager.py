@@ -24,7 +24,7 @@ from .rules import Rule
 
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
-_PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them where bytes are predicted
+PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them where bytes are predicted
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -40,7 +40,7 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     """
     if passes(looked_at, func):
         return None
-    if isinstance(func, _OPERATORS) or not all(type(t) in _PLAIN for t in args if isinstance(t, Tensor)):
+    if isinstance(func, _OPERATORS) or not all(type(t) in PLAIN for t in args if isinstance(t, Tensor)):
         return None
     if func in rules.BY_FUNCTION:
         return rules.of_call(func, args, kwargs)
@@ -113,7 +113,7 @@ class _Call:
         self.full: dict[int, int] = {}
 
     def pack(self, t: Tensor) -> _Saved:
-        if not _is_large(t) or type(t) not in _PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
+        if not _is_large(t) or type(t) not in PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
             return _Saved(t, rules.EXACT, self.outer)
         use = rules.EXACT if _overlaps(t) else self._use(t)
         state, known = _state(t, self.outer), _packed.get(t)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from ..functional import FLOATS
 from ..nn import HadamardLinear
 from ..nn.conv import ConvertedConv2d
 from ..nn.state import layer_state
+from ..private import fakes
 
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
@@ -80,10 +82,20 @@ def _hindrance(
     weight = module.weight
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
         return f"weight of dtype {getattr(weight, 'dtype', type(weight).__name__)}; accepted are floating-point weights"
+    if _computes_by_itself(weight):
+        return f"its weight is a {type(weight).__name__}, whose products are its own; accepted are plain tensors"
     for name, other in owners.get(id(weight), []):
         if other is not module and target_of(other) is None:
             return f"tied weight: {name!r} ({type(other).__name__}) uses it as well"
     return None
+
+
+def _computes_by_itself(t: Tensor) -> bool:
+    """Whether a tensor's class defines PyTorch's operators anew, as torchao's quantized weights do: such a class has
+    few of them, and not those of a compressed backward. A DTensor is the tensor itself where FSDP gathers it."""
+    kind: Any = type(t)
+    is_sharded = any(base.__name__ == "DTensor" for base in kind.__mro__)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_sharded and not fakes.include(t)
 
 
 def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:

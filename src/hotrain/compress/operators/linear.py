@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...casting import outside_autocast
+from ..eager import PLAIN
 from ..formats import FORMATS
 from ..rematerialize import in_place_of, source
 from .base import Handlers, Scope, custom_op, is_large, lower, not_a_view, pair, values, wants_gradient, with_codes
@@ -114,6 +115,8 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
     """The handler of `linear`."""
     if not (is_large(input) and input.dim() > 2 and weight.dim() == 2 and weight.requires_grad):
         return None
+    if type(weight) not in PLAIN:  # a quantized weight's own products, and their gradients
+        return None
     saved_format, _ = _formats()
     scope.buffers.record("linear (exact product)", saved_format)
     form, given = shared(scope, input, saved_format)
@@ -133,7 +136,7 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight)):
+    if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
     if input.shape[1] < 16 and weight.requires_grad:
         return None
