@@ -83,10 +83,9 @@ def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an unknown method or a bad override.
     """
-    from hotrain.train import parse_method, replace
+    from hotrain.train import with_preset
 
-    named = [parse_method(text) for text in methods]
-    return [replace(run, method=name, method_overrides=overrides).method_label for name, overrides in named]
+    return [with_preset(run, text).method_label for text in methods]
 
 
 def is_recipe(name: str) -> bool:

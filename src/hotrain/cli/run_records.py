@@ -166,9 +166,9 @@ def _finished(folder: Path) -> list[dict[str, Any]]:
 
 def _names(runs: Sequence[TrainRun]) -> list[str]:
     """The model of each run; with the fields that tell it from other runs of that model, beside method and seed."""
-    from hotrain.train import checkpoint, replace
+    from hotrain.train import checkpoint, replace, with_preset
 
-    others = [replace(run, method="exact", method_overrides={}, seed=0) for run in runs]
+    others = [replace(with_preset(run, "exact"), seed=0) for run in runs]
     first: dict[str, TrainRun] = {}
     fields: dict[str, set[str]] = {}
     for run in others:

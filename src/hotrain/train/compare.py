@@ -18,7 +18,7 @@ from hotrain.train.loop import train
 from hotrain.train.optimization import create_optimizer
 from hotrain.train.outcome import Result
 from hotrain.train.progress import OnProgress
-from hotrain.train.run import TrainRun, parse_method, replace
+from hotrain.train.run import TrainRun, replace, with_preset
 from hotrain.train.setup import build
 
 CONTROL = "exact"
@@ -205,7 +205,7 @@ def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _check_parts(run: TrainRun) -> None:
     """Build data, model and optimizer once, so that what is not available raises before any training."""
-    setup = build(replace(run, method="exact", method_overrides={}))
+    setup = build(with_preset(run, "exact"))
     create_optimizer(run, setup.model)
 
 
@@ -226,5 +226,4 @@ def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
 def _variant(run: TrainRun, method: str | Method) -> TrainRun:
     if isinstance(method, Method):
         return replace(run, method=method, method_overrides={})
-    name, overrides = parse_method(method)
-    return replace(run, method=name, method_overrides=overrides)
+    return with_preset(run, method)

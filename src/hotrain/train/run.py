@@ -327,6 +327,16 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     return name, overrides
 
 
+def with_preset(run: TrainRun, text: str) -> TrainRun:
+    """Return a copy of ``run`` with the method of `parse_method`, and no other overrides.
+
+    Raises:
+        ValueError: an unknown method or a bad override.
+    """
+    name, overrides = parse_method(text)
+    return replace(run, method=name, method_overrides=overrides)
+
+
 def parse_json(text: str) -> Any:
     """Parse ``text`` as JSON, ``none`` as None; return the string itself where it is neither."""
     if text.lower() == "none":
