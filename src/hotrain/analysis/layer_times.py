@@ -225,21 +225,22 @@ def _time(module: nn.Module, seen: _Seen, repeats: int) -> tuple[float, float]:
         for converted in (False, True):
             module.training = converted
             with autocast, torch.enable_grad():
-                start = _now(x.device)
+                start = now(x.device)
                 y = module.forward(x)
-                middle = _now(x.device)
+                middle = now(x.device)
             g_y = torch.randn_like(y)
-            resumed = _now(x.device)
+            resumed = now(x.device)
             torch.autograd.grad(y, leaves, g_y)
             if repeat:
-                times[converted].append((middle - start, _now(x.device) - resumed))
+                times[converted].append((middle - start, now(x.device) - resumed))
     (forward, exact), (with_save, backward) = (
         tuple(statistics.median(column) for column in zip(*times[run], strict=True)) for run in (False, True)
     )
     return exact * 1e3, (backward + max(0.0, with_save - forward)) * 1e3
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """The time in seconds when all that was issued to a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
