@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .autograd import autocast_to
 from .nn.state import LayerState, layer_states
 
 LossFn = Callable[..., Any]
@@ -93,10 +94,9 @@ def exact_calls(
 
 
 def _record(calls: list[Call], name: str, state: LayerState, module: nn.Module, args: Any, y: Tensor) -> None:
-    x, kind = args[0], y.device.type
+    x, autocast = args[0], autocast_to(y.device.type)
     if not y.requires_grad:
         return
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def arrived(g_y: Tensor) -> None:
         calls.append(Call(name, module, state, x.detach(), g_y.detach(), x.requires_grad, autocast))

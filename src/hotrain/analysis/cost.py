@@ -28,12 +28,13 @@ from torch import nn
 
 from ..conversion import convert, revert
 from ..functional import as_method
+from ..layer import Config
 from ..method import Method
 from ..nn.state import REVERTED, LayerState, layer_states
 from ..presets import preset
 from ..tables import count_text, table
 from ..transform.hadamard import TILE
-from ..transform.tokens import Grid, Layout, layout
+from ..transform.tokens import Grid, Layout
 from . import paper
 from .shapes import LayerShape, layer_shapes
 
@@ -229,12 +230,6 @@ class _Counter:
         return Operations(entries, entries * self.float_bits**2)
 
 
-def _layout(lead: tuple[int, ...], method: Method, grid: Grid | None) -> Layout:
-    """The tiles of tokens that a converted layer uses."""
-    rows, across = method.grad_weight, method.grad_input.transform != "lowpass"
-    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
-
-
 def _additions(lay: Layout) -> int:
     """Additions for each column that a fast transform along the tokens needs."""
     tile = lay.lines.tile
@@ -251,7 +246,7 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
     """(product, overhead) of g_x = g_y w."""
     path, tokens, fb = method.grad_input, shape.tokens, count.float_bits
     if path.transform == "lowpass":
-        lay = _layout(shape.lead, method, grid)
+        lay = Config(method, grid).layout(shape.lead)
         if shape.unfolds:  # projected and lifted back before the convolution
             return count.product(shape.products, fb, fb), count.floats(2 * _additions(lay) * shape.outputs)
         transforms = count.floats(_additions(lay) * (shape.outputs + shape.columns))
@@ -280,7 +275,7 @@ def _grad_weight(
 ) -> tuple[Operations, Operations]:
     """(product, overhead) of g_w = g_yᵀ x, the compression of x at forward included."""
     path, saved, fb = method.grad_weight, method.saved, count.float_bits
-    lay = _layout(shape.input_lead if shape.unfolds else shape.lead, method, grid)
+    lay = Config(method, grid).layout(shape.input_lead if shape.unfolds else shape.lead)
     kept = lay.rows * shape.channels
     # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
     overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))

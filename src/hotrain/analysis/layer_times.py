@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
+from ..autograd import autocast_to
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
@@ -193,8 +194,7 @@ def _calls(
     seen: dict[str, _Seen] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        x, kind = args[0], y.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        x, autocast = args[0], autocast_to(y.device.type)
         seen.setdefault(name, _Seen(shape_of(name, module, x, y), tuple(x.shape), x.dtype, autocast))
 
     handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in states]
