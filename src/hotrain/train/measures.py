@@ -105,7 +105,7 @@ def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
     device = resolve_device(run.device)
     torch.manual_seed(run.seed)
     model = _model(run, classes, device).train()
-    images = torch.randn(_images(model, run.batch_size, run).shape, device=device)
+    images = torch.randn_like(_images(model, run.batch_size, run))
     labels = torch.randint(classes, (run.batch_size,), device=device)
     chosen = run.resolve_method()
     report = None if chosen.is_plain else hotrain.convert(model, chosen, plan=run.plan)
