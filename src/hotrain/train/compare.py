@@ -16,7 +16,7 @@ from hotrain.tables import bytes_text, count_text, table
 from hotrain.train import checkpoint, record
 from hotrain.train.loop import train
 from hotrain.train.optimization import create_optimizer
-from hotrain.train.outcome import Result
+from hotrain.train.outcome import MEASURED, Result
 from hotrain.train.progress import OnProgress
 from hotrain.train.run import TrainRun, replace, with_preset
 from hotrain.train.setup import build
@@ -211,12 +211,10 @@ def _check_parts(run: TrainRun) -> None:
 
 def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
     """Make a Result from a record, without its model."""
-    names = ("run_id", "history", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
-    out = Path(run.out_dir)
+    out, known = Path(run.out_dir), {"layers": None, **row}  # those of version 2 may not say
     return Result(
         run=run,
-        **{name: row[name] for name in (*names, "peak_bytes", "seconds")},
-        layers=row.get("layers"),
+        **{name: known[name] for name in ("run_id", "history", *MEASURED)},
         finished=True,
         record_path=out / record.RUNS,
         checkpoint_path=out / row["run_id"] / checkpoint.FILE,

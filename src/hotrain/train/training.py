@@ -31,7 +31,7 @@ from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
-from hotrain.train.outcome import SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
+from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.run import TrainRun
@@ -482,13 +482,7 @@ class Training:
             "seed": self.run.seed,
             "updates": self.update,
             "processes": self.ranks.world,
-            **{
-                name: getattr(result, name)
-                for name in ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
-            },
-            "peak_bytes": result.peak_bytes,
-            "layers": result.layers,
-            "seconds": result.seconds,
+            **{name: getattr(result, name) for name in MEASURED},
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **record.environment(self.device),
             "config": self.run.to_dict(),
