@@ -109,15 +109,9 @@ def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]
         for row in rows
         for tensor in ("g_y", "x")
     ]
+    fields = ("choice", "ratio", "error_token", "error_tensor")
     calibration = [
-        {
-            "model": model,
-            "layer": name,
-            "choice": layer.choice,
-            "ratio": layer.ratio,
-            "error_token": layer.error_token,
-            "error_tensor": layer.error_tensor,
-        }
+        {"model": model, "layer": name, **{field: getattr(layer, field) for field in fields}}
         for name, layer in layers.items()
     ]
     chosen = [
