@@ -161,7 +161,7 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
     """
     import torch
 
-    from hotrain.train import load_data
+    from hotrain.train import load_data, replace
     from hotrain.train.models import default_image_size, resolve_device
     from hotrain.train.setup import create, seen_by
 
@@ -177,7 +177,8 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
     device = resolve_device(run.device)
     size = run.image_size or default_image_size(run.model, side)
     torch.manual_seed(run.seed)
-    model = create(run, classes=classes, channels=channels, image_size=size, device=device, pretrained=False)
+    exact = replace(run, pretrained=False)
+    model = create(exact, classes=classes, channels=channels, image_size=size, device=device)
     images = torch.randn(batch_size or run.batch_size, channels, size, size, device=device)
     return model.train(), images
 
