@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hotrain import files
-from hotrain.method import GradInput, GradWeight, Method, Saved
+from hotrain.method import Method
 from hotrain.presets import preset
 
 
@@ -209,15 +209,8 @@ class TrainRun:
                 with _naming(name):
                     values[name] = kind(**values[name])
         if isinstance(values.get("method"), dict):
-            m = dict(values["method"])
             with _naming("method"):
-                m |= {
-                    "grad_input": GradInput(**m["grad_input"]),
-                    "grad_weight": GradWeight(**m["grad_weight"]),
-                    "saved": Saved(**m["saved"]),
-                    "knobs": frozenset(m["knobs"]),
-                }
-                values["method"] = Method(**m)
+                values["method"] = Method.from_dict(values["method"])
         return cls(**values)
 
 
