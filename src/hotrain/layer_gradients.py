@@ -79,12 +79,12 @@ def exact_calls(
     if not model.training:
         model.train()
     calls: list[Call] = []
-    with ExitStack() as undo, torch.enable_grad():
+    with ExitStack() as hooks, torch.enable_grad():
         for name, state in converted.items():
             module = model.get_submodule(name)
             module.training = False  # a converted layer in eval mode is the exact layer
             if layers is None or name in layers:
-                undo.callback(module.register_forward_hook(partial(_record, calls, name, state)).remove)
+                hooks.enter_context(module.register_forward_hook(partial(_record, calls, name, state)))
         loss = loss_of(model, batch, loss_fn)
         leaves = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -36,7 +36,7 @@ from ..tables import count_text, table
 from ..transform.hadamard import TILE
 from ..transform.tokens import Grid, Layout
 from . import paper
-from .shapes import LayerShape, layer_shapes
+from .shapes import LayerShape, described, layer_shapes
 
 MODES = ("corrected", "paper")
 QUANTIZE, QUANTIZE_LUQ, DEQUANTIZE = 2, 3, 1
@@ -199,23 +199,10 @@ def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Co
         "grad_weight": grad_weight[0] + grad_weight[1],
         "overhead": grad_input[1] + grad_weight[1],
     }
-    return describe(shape, method) | {
+    return described(shape, method) | {
         f"{path}_{unit}": getattr(operations, unit)
         for path, operations in paths.items()
         for unit in ("flops", "bit_ops")
-    }
-
-
-def describe(shape: LayerShape, method: Method) -> dict[str, Any]:
-    """The first fields of a row."""
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "method": method.name,
-        "tokens": shape.tokens,
-        "outputs": shape.outputs,
-        "inputs": shape.inputs,
-        "groups": shape.groups,
     }
 
 

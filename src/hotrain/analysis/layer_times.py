@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -197,14 +197,12 @@ def _calls(
         x, autocast = args[0], autocast_to(y.device.type)
         seen.setdefault(name, _Seen(shape_of(name, module, x, y), tuple(x.shape), x.dtype, autocast))
 
-    handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in states]
     model.eval()
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
+    with ExitStack() as hooks, torch.enable_grad():
+        for name in states:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(note, name)))
+        with saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
             model(*inputs, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not seen:
         raise ValueError(f"plan: the forward of {type(model).__name__} called none of the layers it would convert")
     return seen

@@ -14,7 +14,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -205,18 +205,14 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
     def leave(*_: Any) -> None:
         seen.stack.pop()
 
-    handles = []
     traced = _traced_modules(model)
-    for name, module in model.named_modules():
-        if module in traced:  # a hook would be traced too, and cause a recompilation
-            continue
-        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if module in traced:  # a hook would be traced too, and cause a recompilation
+                continue
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _traced_modules(model: nn.Module) -> set[nn.Module]:
