@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -183,15 +183,11 @@ def _timed(modules: Mapping[str, nn.Module], times: dict[str, list[float]]) -> I
     def stop(name: str, *_: Any) -> None:
         times[name].append(_now() - started[name])
 
-    handles = []
-    for name, module in modules.items():
-        handles.append(module.register_forward_pre_hook(partial(start, name)))
-        handles.append(module.register_forward_hook(partial(stop, name)))
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(start, name)))
+            hooks.enter_context(module.register_forward_hook(partial(stop, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _now() -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .autograd import autocast_to
 from .nn.state import LayerState, layer_states
 
 LossFn = Callable[..., Any]
@@ -78,12 +79,12 @@ def exact_calls(
     if not model.training:
         model.train()
     calls: list[Call] = []
-    with ExitStack() as undo, torch.enable_grad():
+    with ExitStack() as hooks, torch.enable_grad():
         for name, state in converted.items():
             module = model.get_submodule(name)
             module.training = False  # a converted layer in eval mode is the exact layer
             if layers is None or name in layers:
-                undo.callback(module.register_forward_hook(partial(_record, calls, name, state)).remove)
+                hooks.enter_context(module.register_forward_hook(partial(_record, calls, name, state)))
         loss = loss_of(model, batch, loss_fn)
         leaves = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -93,10 +94,9 @@ def exact_calls(
 
 
 def _record(calls: list[Call], name: str, state: LayerState, module: nn.Module, args: Any, y: Tensor) -> None:
-    x, kind = args[0], y.device.type
+    x, autocast = args[0], autocast_to(y.device.type)
     if not y.requires_grad:
         return
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def arrived(g_y: Tensor) -> None:
         calls.append(Call(name, module, state, x.detach(), g_y.detach(), x.requires_grad, autocast))

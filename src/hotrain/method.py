@@ -317,6 +317,18 @@ class Method:
                 f"8 bits of what is kept, got {self.grad_input}, {g_w}, {saved}"
             )
 
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Method:
+        """The method of JSON values, as `dataclasses.asdict` gives them, with the knobs as a list.
+
+        Raises:
+            KeyError, TypeError: a field is missing or unknown.
+            ValueError: as for the class.
+        """
+        parts = {"grad_input": GradInput, "grad_weight": GradWeight, "saved": Saved}
+        read = {name: part(**value[name]) for name, part in parts.items()}
+        return cls(**{**value, **read, "knobs": frozenset(value["knobs"])})
+
     @property
     def has_fp8_form(self) -> bool:
         """Whether ``override(number="e4m3")`` turns the method from integers to fp8."""
@@ -430,16 +442,8 @@ class Method:
             return replace(part, **{fields[name]: overrides[name] for name in fields.keys() & overrides.keys()})
 
         g_x = set_in(g_x, {"grad_input_bits": "bits", "scale": "scale", "rounding": "rounding"})
-        g_w = set_in(
-            g_w,
-            {
-                "sampled": "sampled",
-                "share": "share",
-                "order": "order",
-                "grad_weight_bits": "bits",
-                "rounding": "rounding",
-            },
-        )
+        own = {name: name for name in ("sampled", "share", "order", "rounding")}
+        g_w = set_in(g_w, {**own, "grad_weight_bits": "bits"})
         saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding"})
         # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .method import GradInput, GradWeight, Method, Saved
+from .method import Method
 from .tables import bytes_text
 
 PLANS = ("speed", "graphs", "memory")
@@ -105,17 +105,11 @@ class Point:
         names = {field.name for field in fields(cls)}
         if names != set(value):
             raise ValueError(f"Point: the fields {', '.join(sorted(names ^ set(value)))} are missing or unknown")
-        method = value["method"]
         try:
-            return cls(**{**value, "recomputed": tuple(value["recomputed"]), "method": method and _method(method)})
+            method = value["method"] and Method.from_dict(value["method"])
+            return cls(**{**value, "recomputed": tuple(value["recomputed"]), "method": method})
         except (TypeError, KeyError) as error:
             raise ValueError(f"Point: the record of {value['name']!r} cannot be read ({error!r})") from error
-
-
-def _method(value: Mapping[str, Any]) -> Method:
-    parts = {"grad_input": GradInput, "grad_weight": GradWeight, "saved": Saved}
-    read = {name: part(**value[name]) for name, part in parts.items()}
-    return Method(**{**value, **read, "knobs": frozenset(value["knobs"])})
 
 
 def device_name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain.audit.saved_bytes import CHECKPOINT, ELSEWHERE, WEIGHT_COPY, compare, operator_name, saved_bytes
+from hotrain.audit.saved_bytes import CHECKPOINT, ELSEWHERE, WEIGHT_COPY, operator_name, saved_bytes
 
 
 class Of(nn.Module):
@@ -115,10 +115,8 @@ def test_converted_linear_keeps_its_codes() -> None:
         assert audit.by_module[name] == rows * width + 12, name
     assert audit.by_operator["hotrain linear"] == rows * (32 + 64) + 24
     assert audit.by_operator["hotrain conv2d"] == rows * 48 + 12
-    both = compare(exact, audit)
-    assert both.ratio == audit.total / exact.total
-    assert {row["operator"]: row["ratio"] for row in both.rows}["addmm"] < 1
-    assert "total" in str(both)
+    assert audit.by_operator["addmm"] < exact.by_operator["addmm"]
+    assert audit.total < exact.total
 
 
 def test_frozen_converted_layer_keeps_nothing() -> None:

@@ -158,25 +158,25 @@ def test_kinds_of_layers() -> None:
 
 def test_costs_are_those_of_the_analyses() -> None:
     run = with_method(TrainRun(model="demo_vit", model_args={"depth": 1}, image_size=16, batch_size=4), "hot")
-    found = measures.costs(run, "hot", kept=True)
+    found = measures.costs(run, kept=True)
     assert 0 < found["overhead"] < found["corrected"]["backward"] < 2 * found["corrected"]["forward"]
     # HOT's Table 5, and what it prints (docs/maths.md)
     assert round(found["table_5"]["stages.3.fc2 of EfficientFormer-L7"]["overhead_exchanged"], 1) == 11.5
-    exact = measures.costs(with_method(run, "exact"), "exact", kept=True)
+    exact = measures.costs(with_method(run, "exact"), kept=True)
     assert found["kept"] < exact["kept"]
     assert exact["corrected"]["backward"] <= 2 * exact["corrected"]["forward"]
-    assert measures.costs(with_method(run, "hla"), "hla")["paper"] is None
+    assert measures.costs(with_method(run, "hla"))["paper"] is None
 
 
 def test_a_step_and_gradients_over_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"depth": 1, "embed_dim": 32}
     run = TrainRun(model="demo_vit", model_args=args, image_size=16, batch_size=8, device="cpu", steps=4, epochs=1)
-    found = measures.step(with_method(run, "hq8"), "hq8", classes=10, steps=3)
+    found = measures.step(with_method(run, "hq8"), classes=10, steps=3)
     assert found["step_ms"] > 0
     assert found["peak_bytes"] is None
-    assert found["kept"] < measures.step(run, "exact", classes=10, steps=3)["kept"]
+    assert found["kept"] < measures.step(run, classes=10, steps=3)["kept"]
     run = TrainRun(**{**run.__dict__, "image_size": None})
-    found = measures.gradients(run, "exact", methods=("hot", "hot-unbiased:number=int"), at=(0, 1), images=8, draws=2)
+    found = measures.gradients(run, methods=("hot", "hot-unbiased:number=int"), at=(0, 1), images=8, draws=2)
     assert [moment["update"] for moment in found["moments"]] == [4]
     moment = found["moments"][0]
     for method in ("hot", "hot-unbiased:number=int"):

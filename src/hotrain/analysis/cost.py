@@ -28,14 +28,15 @@ from torch import nn
 
 from ..conversion import convert, revert
 from ..functional import as_method
+from ..layer import Config
 from ..method import Method
 from ..nn.state import REVERTED, LayerState, layer_states
 from ..presets import preset
 from ..tables import count_text, table
 from ..transform.hadamard import TILE
-from ..transform.tokens import Grid, Layout, layout
+from ..transform.tokens import Grid, Layout
 from . import paper
-from .shapes import LayerShape, layer_shapes
+from .shapes import LayerShape, described, layer_shapes
 
 MODES = ("corrected", "paper")
 QUANTIZE, QUANTIZE_LUQ, DEQUANTIZE = 2, 3, 1
@@ -198,23 +199,10 @@ def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Co
         "grad_weight": grad_weight[0] + grad_weight[1],
         "overhead": grad_input[1] + grad_weight[1],
     }
-    return describe(shape, method) | {
+    return described(shape, method) | {
         f"{path}_{unit}": getattr(operations, unit)
         for path, operations in paths.items()
         for unit in ("flops", "bit_ops")
-    }
-
-
-def describe(shape: LayerShape, method: Method) -> dict[str, Any]:
-    """The first fields of a row."""
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "method": method.name,
-        "tokens": shape.tokens,
-        "outputs": shape.outputs,
-        "inputs": shape.inputs,
-        "groups": shape.groups,
     }
 
 
@@ -227,12 +215,6 @@ class _Counter:
 
     def floats(self, entries: int) -> Operations:
         return Operations(entries, entries * self.float_bits**2)
-
-
-def _layout(lead: tuple[int, ...], method: Method, grid: Grid | None) -> Layout:
-    """The tiles of tokens that a converted layer uses."""
-    rows, across = method.grad_weight, method.grad_input.transform != "lowpass"
-    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
 
 
 def _additions(lay: Layout) -> int:
@@ -251,7 +233,7 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
     """(product, overhead) of g_x = g_y w."""
     path, tokens, fb = method.grad_input, shape.tokens, count.float_bits
     if path.transform == "lowpass":
-        lay = _layout(shape.lead, method, grid)
+        lay = Config(method, grid).layout(shape.lead)
         if shape.unfolds:  # projected and lifted back before the convolution
             return count.product(shape.products, fb, fb), count.floats(2 * _additions(lay) * shape.outputs)
         transforms = count.floats(_additions(lay) * (shape.outputs + shape.columns))
@@ -280,7 +262,7 @@ def _grad_weight(
 ) -> tuple[Operations, Operations]:
     """(product, overhead) of g_w = g_yᵀ x, the compression of x at forward included."""
     path, saved, fb = method.grad_weight, method.saved, count.float_bits
-    lay = _layout(shape.input_lead if shape.unfolds else shape.lead, method, grid)
+    lay = Config(method, grid).layout(shape.input_lead if shape.unfolds else shape.lead)
     kept = lay.rows * shape.channels
     # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
     overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))

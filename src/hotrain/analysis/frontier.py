@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..audit.saved_bytes import saved_bytes, tensors
+from ..autograd import autocast_to
 from ..budget import by_gain
 from ..compiling import mode_of
 from ..compress.checkpointing import blocks
@@ -240,7 +241,7 @@ def frontier(
             raise
         if on_point is not None:
             on_point(points[-1])
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    autocast = autocast_to(device.type)
     conditions = {
         "model": type(model).__name__,
         "inputs": [list(t.shape) for t in tensors([inputs, kwargs])],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
+from ..autograd import autocast_to
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
@@ -193,18 +194,15 @@ def _calls(
     seen: dict[str, _Seen] = {}
 
     def note(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        x, kind = args[0], y.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        x, autocast = args[0], autocast_to(y.device.type)
         seen.setdefault(name, _Seen(shape_of(name, module, x, y), tuple(x.shape), x.dtype, autocast))
 
-    handles = [model.get_submodule(name).register_forward_hook(partial(note, name)) for name in states]
     model.eval()
-    try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
+    with ExitStack() as hooks, torch.enable_grad():
+        for name in states:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(note, name)))
+        with saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
             model(*inputs, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not seen:
         raise ValueError(f"plan: the forward of {type(model).__name__} called none of the layers it would convert")
     return seen
@@ -225,21 +223,22 @@ def _time(module: nn.Module, seen: _Seen, repeats: int) -> tuple[float, float]:
         for converted in (False, True):
             module.training = converted
             with autocast, torch.enable_grad():
-                start = _now(x.device)
+                start = now(x.device)
                 y = module.forward(x)
-                middle = _now(x.device)
+                middle = now(x.device)
             g_y = torch.randn_like(y)
-            resumed = _now(x.device)
+            resumed = now(x.device)
             torch.autograd.grad(y, leaves, g_y)
             if repeat:
-                times[converted].append((middle - start, _now(x.device) - resumed))
+                times[converted].append((middle - start, now(x.device) - resumed))
     (forward, exact), (with_save, backward) = (
         tuple(statistics.median(column) for column in zip(*times[run], strict=True)) for run in (False, True)
     )
     return exact * 1e3, (backward + max(0.0, with_save - forward)) * 1e3
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """The time in seconds when all that was issued to a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

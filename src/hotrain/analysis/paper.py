@@ -18,7 +18,7 @@ from torch import nn
 from ..functional import as_method
 from ..method import Method
 from ..tables import bytes_text, table
-from .shapes import LayerShape, layer_shapes
+from .shapes import LayerShape, described, layer_shapes
 
 FLOAT = 1024  # a multiply-accumulate, or any other operation, on float32
 STAGES = 4  # log2 of the tile of 16
@@ -55,12 +55,7 @@ def row(shape: LayerShape, method: Method) -> dict[str, Any]:
             "Use mode='corrected'"
         )
     overhead = g_x[0] + g_w[0]
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "method": method.name,
-        "tokens": L,
-        "outputs": O,
+    return described(shape, method) | {
         "inputs": I,
         "groups": 1,
         "forward_flops": 2 * LOI,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
 from ..geometry import Geometry
+from ..method import Method
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,19 @@ class LayerShape:
         return self.outputs * self.inputs
 
 
+def described(shape: LayerShape, method: Method) -> dict[str, Any]:
+    """The fields of a row of costs that say which call it is of."""
+    return {
+        "name": shape.name,
+        "kind": shape.kind,
+        "method": method.name,
+        "tokens": shape.tokens,
+        "outputs": shape.outputs,
+        "inputs": shape.inputs,
+        "groups": shape.groups,
+    }
+
+
 def kind_of(module: nn.Module) -> str | None:
     """``Linear``, ``Conv2d`` or ``Conv1D`` (transformers'), converted or not; None for every other module."""
     if isinstance(module, nn.Linear):
@@ -104,7 +117,10 @@ def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerSha
         ValueError: the forward calls no such layer.
     """
     seen: list[LayerShape] = []
-    with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), _observed(model, seen):
+    with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if kind_of(module) is not None:
+                hooks.enter_context(module.register_forward_hook(partial(_observe, seen, name)))
         model.eval()
         model(*inputs, **kwargs)
     if not seen:
@@ -117,20 +133,6 @@ def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerSha
 
 def _nothing(_: None) -> Tensor:
     raise RuntimeError("layer_shapes keeps no activation, but the model's forward ran a backward of its own")
-
-
-@contextmanager
-def _observed(model: nn.Module, seen: list[LayerShape]) -> Iterator[None]:
-    handles = [
-        module.register_forward_hook(partial(_observe, seen, name))
-        for name, module in model.named_modules()
-        if kind_of(module) is not None
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _observe(seen: list[LayerShape], name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,12 @@ SHARE = 0.01  # of the total, under which an operator is not worth a line
 NO_FORM = "no compressed form"
 LAYERS_ALONE = "memory=linear compresses the inputs of layers alone"
 
-# An operator of PyTorch's → the functions under which the report names those that it left full, in the words of both.
+# An operator of PyTorch's → the function under which the report names those that it left full, in the words of both.
 _NAMES = {
-    "convolution": ("conv2d",),
-    "scaled_dot_product": ("scaled_dot_product_attention",),
-    "leaky_relu": ("leaky_relu",),
-    "max_pool2d_with_indices": ("max_pool2d",),
+    "convolution": "conv2d",
+    "scaled_dot_product": "scaled_dot_product_attention",
+    "leaky_relu": "leaky_relu",
+    "max_pool2d_with_indices": "max_pool2d",
 }
 
 
@@ -94,11 +95,8 @@ def _reported(row: dict[str, Any], report: ConversionReport | None) -> Iterator[
     if report is not None:
         yield from (f"its layer stays exact: {kept.reason}" for kept in report.kept if kept.name == row["module"])
         if report.buffers is not None:
-            for start, functions in _NAMES.items():
-                if row["operator"].startswith(start):
-                    yield from (report.buffers.full[name] for name in functions if name in report.buffers.full)
-    elements = 1
-    for n in row["shape"]:
-        elements *= n
-    if elements < SMALL:
+            for start, name in _NAMES.items():
+                if row["operator"].startswith(start) and name in report.buffers.full:
+                    yield report.buffers.full[name]
+    if math.prod(row["shape"]) < SMALL:
         yield f"fewer than {SMALL} entries"

@@ -14,7 +14,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,58 +67,6 @@ class SavedBytes:
         if self.device_peak is not None:
             lines.append(f"\npeak of the device's allocator over forward and backward: {bytes_text(self.device_peak)}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Saved bytes before and after conversion.
-
-    Attributes:
-        exact: of the model before conversion.
-        converted: of the model after conversion.
-        rows: one dict per operator: ``operator``, ``exact`` and ``converted`` in bytes, and ``ratio``, None if exact
-            is 0.
-    """
-
-    exact: SavedBytes
-    converted: SavedBytes
-    rows: list[dict[str, Any]]
-
-    @property
-    def ratio(self) -> float:
-        """Converted bytes over exact bytes; NaN if exact is 0."""
-        return self.converted.total / self.exact.total if self.exact.total else float("nan")
-
-    def __str__(self) -> str:
-        last: dict[str, Any] = {"operator": "total", "ratio": self.ratio}
-        last |= {"exact": self.exact.total, "converted": self.converted.total}
-        return table(
-            ["operator", "exact", "converted", "ratio"],
-            [
-                [r["operator"], bytes_text(r["exact"]), bytes_text(r["converted"]), _ratio_text(r["ratio"])]
-                for r in [*self.rows, last]
-            ],
-        )
-
-
-def compare(exact: SavedBytes, converted: SavedBytes) -> Comparison:
-    """Compare the saved bytes of a model before and after conversion, by operator.
-
-    Args:
-        exact: before conversion.
-        converted: after conversion.
-
-    Returns:
-        The comparison, largest operator first.
-    """
-    operators = {*exact.by_operator, *converted.by_operator}
-    rows: list[dict[str, Any]] = []
-    for name in operators:
-        before, after = exact.by_operator.get(name, 0), converted.by_operator.get(name, 0)
-        ratio = after / before if before else None
-        rows.append({"operator": name, "exact": before, "converted": after, "ratio": ratio})
-    rows.sort(key=lambda row: (-max(row["exact"], row["converted"]), row["operator"]))
-    return Comparison(exact, converted, rows)
 
 
 def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwargs: Any) -> SavedBytes:
@@ -257,18 +205,14 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
     def leave(*_: Any) -> None:
         seen.stack.pop()
 
-    handles = []
     traced = _traced_modules(model)
-    for name, module in model.named_modules():
-        if module in traced:  # a hook would be traced too, and cause a recompilation
-            continue
-        handles.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if module in traced:  # a hook would be traced too, and cause a recompilation
+                continue
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _traced_modules(model: nn.Module) -> set[nn.Module]:
@@ -393,7 +337,3 @@ def _summed(rows: list[dict[str, Any]], field: str) -> dict[str, int]:
     for row in rows:
         sizes[row[field]] = sizes.get(row[field], 0) + row["bytes"]
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _ratio_text(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.3f}"

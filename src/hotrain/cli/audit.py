@@ -17,12 +17,14 @@ from hotrain.cli.options import (
     ClassesOption,
     DataOption,
     DeviceOption,
+    ImageSizeOption,
     JsonOption,
     MethodOption,
     Model,
     SeedOption,
     SetOption,
     print_json,
+    with_fields,
 )
 from hotrain.cli.terminal import working
 
@@ -55,9 +57,7 @@ def memory(
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: BatchOption = None,
-    image_size: Annotated[
-        int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
-    ] = None,
+    image_size: ImageSizeOption = None,
     amp: AmpOption = None,
     keep: Annotated[
         str | None,
@@ -85,13 +85,14 @@ def memory(
     from hotrain.tables import bytes_text, parse_bytes
 
     budget = None if fit is None else parse_bytes(fit)
-    settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
-    settings += [f"image_size={image_size}"] * (image_size is not None)
+    settings = with_fields(settings, amp=amp, image_size=image_size)
     settings += [f"method_overrides.memory={keep}"] * (keep is not None and method is None)
     if keep is not None and method is not None:
         method += ("+" if ":" in method else ":") + f"memory={keep}"
     with working(f"{model}: loading") as say:
-        run, network, images = with_images(model, classes, batch_size, method, data, settings, device)
+        run, network, images = with_images(
+            model, classes, batch_size, method=method, data=data, settings=settings, device=device
+        )
         about = {"model": run.model, "method": run.method_label, "memory": run.resolve_method().memory}
         about["precision"] = run.amp or "fp32"
         if budget is None:
@@ -202,21 +203,16 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 
     before, after, said = of(exact), of(converted), of(predicted)
     names = sorted({*before, *after, *said}, key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name))
+
+    def line(name: str, b: int, a: int, p: int) -> list[str]:
+        ratio, foretold = f"{a / b:.3f}" if b else "–", "–" if predicted is None else bytes_text(p)
+        return [name, bytes_text(b), bytes_text(a), ratio, foretold]
+
     rows = [
-        (name or "(the model itself)", before.get(name, 0), after.get(name, 0), said.get(name, 0)) for name in names
+        line(name or "(the model itself)", before.get(name, 0), after.get(name, 0), said.get(name, 0)) for name in names
     ]
-    rows.append(("total", exact.total, converted.total, 0 if predicted is None else predicted.total))
-    cells = [
-        [
-            name,
-            bytes_text(b),
-            bytes_text(a),
-            f"{a / b:.3f}" if b else "–",
-            "–" if predicted is None else bytes_text(p),
-        ]
-        for name, b, a, p in rows
-    ]
-    return table(["module" if modules else "operator", "exact", "converted", "ratio", "predicted"], cells)
+    rows.append(line("total", exact.total, converted.total, 0 if predicted is None else predicted.total))
+    return table(["module" if modules else "operator", "exact", "converted", "ratio", "predicted"], rows)
 
 
 def cost(
@@ -242,7 +238,9 @@ def cost(
     from hotrain.cli.prepare import with_images
 
     with working(f"{model}: counting"):
-        run, network, images = with_images(model, classes, batch_size, method, data, settings, "cpu")
+        run, network, images = with_images(
+            model, classes, batch_size, method=method, data=data, settings=settings, device="cpu"
+        )
         found = hotrain.cost(network, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
     if json:
         answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "mode": mode}

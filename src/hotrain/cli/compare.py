@@ -82,7 +82,7 @@ def compare(
             wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
             finished = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
         if len(finished) < len(chosen) * len(numbers):
-            library.build(library.replace(run, method="exact", method_overrides={}))  # are data and model available?
+            library.build(library.with_preset(run, "exact"))  # are data and model available?
     cells, done = len(chosen) * len(numbers), len(finished)
     note(f"{run.name}: {len(chosen)} methods × {len(numbers)} seeds, {done} of {cells} runs recorded; into {folder}")
 

@@ -43,7 +43,9 @@ def pictured(run: TrainRun, methods: Sequence[str]) -> TrainRun | None:
     Returns:
         ``run`` with the first such method; None if there is none.
     """
-    for each in (_with(run, method) for method in methods):
+    from hotrain.train import with_preset
+
+    for each in (with_preset(run, method) for method in methods):
         method = each.resolve_method()
         path, low = method.grad_input, method.grad_weight
         if low.tile > low.rank and (path.bits, path.scale) == (4, "auto"):
@@ -67,20 +69,13 @@ def pick_surfaces(candidates: Sequence[dict[str, Any]]) -> tuple[list[dict[str, 
     return ([token] if token is tensor else [token, tensor]), note
 
 
-def _with(run: TrainRun, method: str) -> TrainRun:
-    from hotrain.train import parse_method, replace
-
-    name, overrides = parse_method(method)
-    return replace(run, method=name, method_overrides=overrides)
-
-
 def _memory(run: TrainRun, methods: Sequence[str]) -> list[dict[str, Any]]:
     import hotrain
-    from hotrain.train import build
+    from hotrain.train import build, with_preset
 
     records = []
     for method in methods:
-        setup = build(_with(run, method))
+        setup = build(with_preset(run, method))
         images = setup.example()[0]
         with setup.autocast():
             kept = hotrain.saved_bytes(setup.model.train(), images)
@@ -93,16 +88,14 @@ def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]
     import hotrain
     from hotrain.analysis.fidelity import gradient_surface
     from hotrain.cli.prepare import converted
-    from hotrain.train import replace, silent, train, training_batches
+    from hotrain.train import replace, silent, train, training_batches, with_preset
 
     model = run.model
     exact = [result for result in outcome.results if result.run.method_label == "exact"]
     trained = converted(run, (exact or outcome.results)[0].checkpoint_path)
     with trained.autocast():
         rows = hotrain.fidelity(trained.model, trained.example(), trained.loss, draws=2).rows
-    start = train(
-        replace(run, method="exact", method_overrides={}, audit=False), stop_after=WARM_UP, on_progress=silent
-    )
+    start = train(replace(with_preset(run, "exact"), audit=False), stop_after=WARM_UP, on_progress=silent)
     young = converted(run, start.checkpoint_path)
     start.checkpoint_path.unlink()
     batches = list(training_batches(young, BATCHES))
@@ -116,15 +109,9 @@ def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]
         for row in rows
         for tensor in ("g_y", "x")
     ]
+    fields = ("choice", "ratio", "error_token", "error_tensor")
     calibration = [
-        {
-            "model": model,
-            "layer": name,
-            "choice": layer.choice,
-            "ratio": layer.ratio,
-            "error_token": layer.error_token,
-            "error_tensor": layer.error_tensor,
-        }
+        {"model": model, "layer": name, **{field: getattr(layer, field) for field in fields}}
         for name, layer in layers.items()
     ]
     chosen = [
@@ -136,11 +123,11 @@ def _layers(run: TrainRun, outcome: Comparison) -> dict[str, list[dict[str, Any]
 
 def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
     """Return label, description and number of parameters of every model."""
-    from hotrain.train import build, replace
+    from hotrain.train import build, with_preset
 
     described = {}
     for run in runs:
-        setup = build(replace(run, method="exact", method_overrides={}))
+        setup = build(with_preset(run, "exact"))
         count = sum(parameter.numel() for parameter in setup.model.parameters())
         images = setup.example()[0]
         length = f"{run.steps} updates" if run.steps is not None else f"{run.epochs} epochs"

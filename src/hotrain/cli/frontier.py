@@ -15,11 +15,13 @@ from hotrain.cli.options import (
     ClassesOption,
     DataOption,
     DeviceOption,
+    ImageSizeOption,
     JsonOption,
     MethodOption,
     Model,
     SetOption,
     print_json,
+    with_fields,
 )
 from hotrain.cli.terminal import working
 
@@ -36,9 +38,7 @@ def frontier(
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: BatchOption = None,
-    image_size: Annotated[
-        int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
-    ] = None,
+    image_size: ImageSizeOption = None,
     amp: AmpOption = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each point, on a GPU as CUDA graphs; minutes for large models.")
@@ -68,10 +68,11 @@ def frontier(
     from hotrain.train.setup import autocast
 
     size = None if budget is None else parse_bytes(budget)
-    settings = [*(settings or ()), *(f"amp={text}" for text in (amp,) if text is not None)]
-    settings += [f"image_size={image_size}"] * (image_size is not None) + ["compile=true"] * compiled
+    settings = with_fields(settings, amp=amp, image_size=image_size, compile="true" if compiled else None)
     with working(f"{model}: loading") as say:
-        run, network, images = with_images(model, classes, batch_size, method, data, settings, device)
+        run, network, images = with_images(
+            model, classes, batch_size, method=method, data=data, settings=settings, device=device
+        )
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
         def loss(output: torch.Tensor) -> torch.Tensor:

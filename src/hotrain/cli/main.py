@@ -60,10 +60,5 @@ app.command("presets", cls=Command, rich_help_panel=RECORD, epilog=listing.PRESE
 app.command("report", cls=Command, rich_help_panel=RECORD, epilog=listing.REPORT)(listing.report)
 
 
-def main() -> None:
-    """Run the application. `hotrain.cli.__main__` checks first that its packages are installed."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,6 +115,9 @@ LogOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]
+ImageSizeOption = Annotated[
+    int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
+]
 ClassesOption = Annotated[
     int | None,
     typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),
@@ -123,6 +127,16 @@ CheckpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+def with_fields(settings: Sequence[str] | None, **fields: object) -> list[str]:
+    """The ``field=value`` strings of ``--set``, and after them those of options that are fields of a run.
+
+    Args:
+        settings: of ``--set``.
+        **fields: their values; None: not given.
+    """
+    return [*(settings or ()), *(f"{name}={value}" for name, value in fields.items() if value is not None)]
 
 
 def split_names(text: str, option: str) -> list[str]:

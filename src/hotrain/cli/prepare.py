@@ -83,17 +83,9 @@ def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an unknown method or a bad override.
     """
-    from hotrain.train import parse_method, replace
+    from hotrain.train import with_preset
 
-    named = [parse_method(text) for text in methods]
-    return [replace(run, method=name, method_overrides=overrides).method_label for name, overrides in named]
-
-
-def is_recipe(name: str) -> bool:
-    """Whether ``name`` is that of a recipe."""
-    from hotrain_recipes import all as all_recipes
-
-    return name in all_recipes()
+    return [with_preset(run, text).method_label for text in methods]
 
 
 def with_options(
@@ -146,26 +138,35 @@ def converted(run: TrainRun, weights: Path | None = None) -> Setup:
     return setup
 
 
-def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None) -> tuple[nn.Module, Tensor]:
-    """Create the exact model of a run, in training mode, and random images. Neither data nor weights are downloaded.
+def with_images(
+    name: str, classes: int | None, batch_size: int | None, **options: Any
+) -> tuple[TrainRun, nn.Module, Tensor]:
+    """Return the run of a recipe or a timm model, its exact model, in training mode, and random images.
+
+    Neither data nor weights are downloaded.
 
     Args:
-        run: the run.
-        classes: number of classes; None: that of the data.
+        name: a recipe or a timm model.
+        classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
         batch_size: number of images; None: the run's.
+        **options: as for `look`.
 
     Returns:
-        The model, and normal random images (B, C, H, W) on its device.
+        The run, the model, and normal random images (B, C, H, W) on its device.
 
     Raises:
-        ValueError: the data are not available and ``classes`` is not given, and as `converted`.
+        ValueError: the data are not available and ``classes`` is not given, and as `look` and `converted`.
     """
     import torch
+    from hotrain_recipes import all as all_recipes
 
-    from hotrain.train import load_data
+    from hotrain.train import load_data, replace
     from hotrain.train.models import default_image_size, resolve_device
     from hotrain.train.setup import create, seen_by
 
+    run = look(name, **options)
+    if options["data"] is None and name not in all_recipes():
+        classes = classes or CLASSES
     if run.data in SHAPES or classes is not None:
         own, channels, side = SHAPES.get(run.data, (0, 3, 224))
         classes = classes or own + (run.task == "segmentation")  # scenes have a background
@@ -178,32 +179,7 @@ def exact_with_images(run: TrainRun, classes: int | None, batch_size: int | None
     device = resolve_device(run.device)
     size = run.image_size or default_image_size(run.model, side)
     torch.manual_seed(run.seed)
-    model = create(run, classes=classes, channels=channels, image_size=size, device=device, pretrained=False)
+    exact = replace(run, pretrained=False)
+    model = create(exact, classes=classes, channels=channels, image_size=size, device=device)
     images = torch.randn(batch_size or run.batch_size, channels, size, size, device=device)
-    return model.train(), images
-
-
-def with_images(
-    name: str,
-    classes: int | None,
-    batch_size: int | None,
-    method: str | None,
-    data: str | None,
-    settings: list[str] | None,
-    device: str | None,
-) -> tuple[TrainRun, nn.Module, Tensor]:
-    """Return the run of a recipe or a timm model, its exact model, and random images.
-
-    Args:
-        name: a recipe or a timm model.
-        classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
-        batch_size: number of images; None: the run's.
-        method, data, settings, device: as for `look`.
-
-    Raises:
-        ValueError: as `look` and `exact_with_images`.
-    """
-    run = look(name, method=method, data=data, settings=settings, device=device)
-    if data is None and not is_recipe(name):
-        classes = classes or CLASSES
-    return run, *exact_with_images(run, classes, batch_size)
+    return run, model.train(), images

@@ -71,30 +71,18 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
     Returns:
         Rows and curves. A row has ``layers`` (what ran in them) where its result does.
     """
-    from hotrain.plotting.records import Records
+    from hotrain.plotting.records import Records, curve
 
     rows: list[dict[str, Any]] = []
     curves = []
-    methods: dict[str, str] = {}
     for outcome in outcomes:
-        ran = {_cell(result.run): getattr(result, "layers", None) for result in outcome.results}
-        for row in outcome.rows:
-            methods.setdefault(row["method"], _described(row["method"]))
-            layers = ran.get((row["model"], row["method"], row["seed"]))
-            rows.append({**row, "layers": layers} if layers else row)
+        rows += outcome.rows
         rows += [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
         for result in outcome.results:
-            history = result.history
-            curves.append(
-                {
-                    "model": result.run.model,
-                    "method": result.run.method_label,
-                    "seed": result.run.seed,
-                    "epoch": [row["epoch"] for row in history],
-                    "accuracy": [row["accuracy"] for row in history],
-                    "loss": [row["train_loss"] for row in history],
-                }
-            )
+            run = result.run
+            curves.append(curve(result.history, model=run.model, method=run.method_label, seed=run.seed))
+    ran = dict.fromkeys(row["method"] for outcome in outcomes for row in outcome.rows)
+    methods = {method: _described(method) for method in ran}
     return Records(meta={**meta, "methods": methods}, rows=rows, curves=curves)
 
 
@@ -110,7 +98,7 @@ def gathered(folders: Sequence[Path]) -> Records:
     Raises:
         ValueError: a folder without a finished run.
     """
-    from hotrain.plotting.records import Records
+    from hotrain.plotting.records import Records, curve
     from hotrain.presets import DEFAULT
     from hotrain.train import TrainRun
 
@@ -125,10 +113,7 @@ def gathered(folders: Sequence[Path]) -> Records:
         rows[cell] = {**key, **{field: row[field] for field in MEASURED}}
         if row.get("layers"):
             rows[cell]["layers"] = row["layers"]
-        history = row["history"]
-        curves[cell] = {**key, "epoch": [epoch["epoch"] for epoch in history]}
-        curves[cell] |= {"accuracy": [epoch["accuracy"] for epoch in history]}
-        curves[cell] |= {"loss": [epoch["train_loss"] for epoch in history]}
+        curves[cell] = curve(row["history"], **key)
     of = dict(zip(names, runs, strict=True))
     counts = {name: _images_or_none(run) for name, run in of.items()}
     meta = {
@@ -166,9 +151,9 @@ def _finished(folder: Path) -> list[dict[str, Any]]:
 
 def _names(runs: Sequence[TrainRun]) -> list[str]:
     """The model of each run; with the fields that tell it from other runs of that model, beside method and seed."""
-    from hotrain.train import checkpoint, replace
+    from hotrain.train import checkpoint, replace, with_preset
 
-    others = [replace(run, method="exact", method_overrides={}, seed=0) for run in runs]
+    others = [replace(with_preset(run, "exact"), seed=0) for run in runs]
     first: dict[str, TrainRun] = {}
     fields: dict[str, set[str]] = {}
     for run in others:
@@ -186,10 +171,6 @@ def _images_or_none(run: TrainRun) -> int | None:
         return _test_images(run)
     except (ValueError, RuntimeError, OSError):
         return None
-
-
-def _cell(run: TrainRun) -> tuple[str, str, int]:
-    return run.model, run.method_label, run.seed
 
 
 def _described(label: str) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,6 +147,7 @@ class _Process:
     began: float
 
 
+@dataclass
 class _Running:
     """Starts, watches and stops the processes of cells; the only writer of the records.
 
@@ -159,31 +160,26 @@ class _Running:
         run_of: the run of a cell with its data.
         device: of the command line; None: a GPU where there is one.
         last: leave out what is not expected to end in time.
+        running: the processes.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        records: Path,
-        work: Path,
-        at_once: int,
-        common: dict[str, Any],
-        run_of: Callable[[Cell], Any],
-        device: str | None,
-        last: bool,
-    ) -> None:
+    study: Study
+    records: Path
+    work: Path
+    at_once: int
+    common: dict[str, Any]
+    run_of: Callable[[Cell], Any]
+    device: str | None
+    last: bool
+    running: list[_Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         import torch
 
-        from hotrain.train import record
-        from hotrain.train import study as library
-
-        self.study, self.records, self.work, self.common, self.run_of = study, records, work, common, run_of
-        self.library, self.record = library, record
-        self.gpus = torch.cuda.device_count() if device in (None, "auto", "cuda") and torch.cuda.is_available() else 0
-        self.device = device or ("cuda" if self.gpus else "cpu")
+        asked = self.device in (None, "auto", "cuda")
+        self.gpus = torch.cuda.device_count() if asked and torch.cuda.is_available() else 0
+        self.device = self.device or ("cuda" if self.gpus else "cpu")
         self.load = [0] * max(1, self.gpus)
-        self.at_once, self.last = at_once, last
-        self.running: list[_Process] = []
 
     def all(self, deadline: float | None) -> None:
         """Run what is missing, until it is done or the deadline is reached."""
@@ -211,7 +207,9 @@ class _Running:
         note(f"{self.study.name}: {left} of {len(self.study.cells)} cells are missing")
 
     def _rows(self) -> list[dict[str, Any]]:
-        return self.library.read_rows([self.records])
+        from hotrain.train.study import read_rows
+
+        return read_rows([self.records])
 
     def _with_needed(self, cells: list[Cell]) -> list[Cell]:
         """The cells, and before them those done elsewhere whose weights they start from and are not here."""
@@ -303,7 +301,7 @@ class _Running:
             return False
         row = json.loads((folder / ROW).read_text(encoding="utf-8"))
         self._write(row)
-        if row["status"] == self.library.FAILED:
+        if row["status"] == "failed":
             (folder / ROW).unlink()
         else:
             if folder.name in {cell.needs for cell in self.study.cells} and (folder / WEIGHTS).is_file():
@@ -313,9 +311,11 @@ class _Running:
         return True
 
     def _write(self, row: dict[str, Any]) -> None:
+        from hotrain.train import record
+
         if self.common["at_once"] > 1 and row.get("kind") == "train":
             row = {**row, "step_ms": None, "peak_bytes": row.get("peak_bytes")}  # others ran on the same device
-        self.record.append(self.records, self.record.signed({"record": self.record.VERSION, **row}))
+        record.append(self.records, record.signed({"record": record.VERSION, **row}))
         result = row["error"] or ("" if row["accuracy"] is None else f"{row['accuracy']:.2f} %")
         seconds = f"  {row['seconds']:.0f} s" if row.get("seconds") else ""
         note(f"{row['group']}  {row['method']}  seed {row['seed']}  {row['status']}  {result}{seconds}")

@@ -142,7 +142,7 @@ def _history(folder: Path) -> dict[str, Any]:
 def _measure(run: Any, cell: dict[str, Any]) -> dict[str, Any]:
     from hotrain.train import measures
 
-    return {"status": "finished", "figures": getattr(measures, cell["kind"])(run, cell["method"], **cell["options"])}
+    return {"status": "finished", "figures": getattr(measures, cell["kind"])(run, **cell["options"])}
 
 
 if __name__ == "__main__":

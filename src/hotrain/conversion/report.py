@@ -142,8 +142,8 @@ class ConversionReport:
                 what = (row.method.name, *formats(row.ran), row.ran.kernels)
                 sizes = row.saved_bytes, row.ran.exact_bytes
             names = ("method", "g_x", "g_w", "x", "kernels")
-            first: dict[str, Any] = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None}
-            group = groups.setdefault(what, {**first, "exact_bytes": None})
+            first = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None, "exact_bytes": None}
+            group = groups.setdefault(what, first)
             group["layers"] += 1
             for key, size in zip(("bytes", "exact_bytes"), sizes, strict=True):
                 if size is not None:
@@ -193,14 +193,11 @@ class ConversionReport:
         if totals is not None and totals[0] is not None:
             share = totals[0] / max(totals[1], 1)
             head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
-        lines = [head, *self._summary(), *(f"  {name:<{width}}  {what}" for name, what in rows)]
+        for group in self.ran():
+            if group["g_x"] is not None and group["method"] != "exact":
+                head += f"\n  {line_of(group)}"
+        lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
-
-    def _summary(self) -> list[str]:
-        """One line per group of layers that did the same, once a step has run."""
-        return [
-            f"  {line_of(group)}" for group in self.ran() if group["g_x"] is not None and group["method"] != "exact"
-        ]
 
 
 def line_of(group: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,12 @@ def load_records(folder: Path | str) -> Records:
         return Records(meta=meta, rows=summary["rows"], **kinds)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def curve(history: Sequence[Mapping[str, Any]], **run: Any) -> dict[str, Any]:
+    """A record of ``curves``: what says which run it is, and lists over the rows of its history."""
+    fields = {"epoch": "epoch", "accuracy": "accuracy", "loss": "train_loss"}
+    return {**run, **{name: [row[field] for row in history] for name, field in fields.items()}}
 
 
 def _check(where: str, values: Mapping[str, Any], tests: Mapping[str, Test]) -> None:

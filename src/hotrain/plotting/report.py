@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def render(records: Records) -> str:
         code=_code,
     )
     style = STYLE.replace("/*light*/", css_variables("light")).replace("/*dark*/", css_variables("dark"))
+    described = records.meta.get("models", {})
     methods, table = records.methods(), lines.summarize(records.rows, records.meta.get("test_images"))
     look_of = looks([*methods, *(entry["method"] for kind in (records.memory, records.curves) for entry in kind)])
     return environment.from_string(PAGE).render(
@@ -60,7 +61,10 @@ def render(records: Records) -> str:
         title=records.meta.get("title", "hotrain report"),
         findings=findings(records, table),
         noise=noise(table, records.meta.get("test_images") or {}),
-        models=[{"name": name, "label": records.label(name), **_model(records, name)} for name in records.models()],
+        models=[
+            {"name": name, "label": records.label(name), "description": described.get(name, {}).get("description", "")}
+            for name in records.models()
+        ],
         standing=lines.standing(table, records.label),
         methods=methods,
         same_forward=not any("forward=" in name for name in methods),
@@ -164,11 +168,6 @@ def _swatch(style: Look) -> str:
     )
 
 
-def _model(records: Records, name: str) -> dict[str, Any]:
-    entry = records.meta.get("models", {}).get(name, {})
-    return {"description": entry.get("description", "")}
-
-
 def _names(records: Records) -> dict[str, str]:
     """Method → label in figures."""
     known = [*records.methods(), *(entry["method"] for entry in records.memory)]
@@ -214,26 +213,31 @@ def _cell(column: str, value: Any) -> str:
     return str(value)
 
 
+def _by_model(records: Records, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The label of every model that has entries, and those."""
+    for model in records.models():
+        own = [entry for entry in entries if entry["model"] == model]
+        if own:
+            yield records.label(model), own
+
+
 def _curves(records: Records, look_of: Mapping[str, Look]) -> list[Drawn]:
     """Two figures a model that has two epochs; the numbers of a single epoch are in the table."""
-    figures = []
-    for model in records.models():
-        curves = [curve for curve in records.curves if curve["model"] == model]
-        if any(len(curve["epoch"]) > 1 for curve in curves):
-            for quantity in ("accuracy", "loss"):
-                svg = draw_curves(curves, quantity, look_of, f"{records.label(model)} · {quantity}")
-                figures.append({"svg": svg, "caption": ""})
-    return figures
+    return [
+        {"svg": draw_curves(curves, quantity, look_of, f"{label} · {quantity}"), "caption": ""}
+        for label, curves in _by_model(records, records.curves)
+        if any(len(curve["epoch"]) > 1 for curve in curves)
+        for quantity in ("accuracy", "loss")
+    ]
 
 
 def _memory(records: Records) -> list[Drawn]:
     figures = []
     parts = parts_of([entry["by_operator"] for entry in records.memory])
-    for model in records.models():
-        tables = {entry["method"]: entry["by_operator"] for entry in records.memory if entry["model"] == model}
-        if tables:
-            svg = draw_bytes(tables, parts, _names(records), records.label(model))
-            figures.append({"svg": svg, "caption": " ".join(_change(records, *entry) for entry in changes(tables))})
+    for label, entries in _by_model(records, records.memory):
+        tables = {entry["method"]: entry["by_operator"] for entry in entries}
+        svg = draw_bytes(tables, parts, _names(records), label)
+        figures.append({"svg": svg, "caption": " ".join(_change(records, *entry) for entry in changes(tables))})
     return figures
 
 
@@ -244,13 +248,10 @@ def _change(records: Records, methods: Sequence[str], less: Sequence[str], more:
 
 
 def _spectra(records: Records) -> list[Drawn]:
-    figures = []
-    for model in records.models():
-        spectra = [entry for entry in records.spectrum if entry["model"] == model]
-        if spectra:
-            svg = draw_spectrum(spectra, records.label(model))
-            figures.append({"svg": svg, "caption": _energy(spectra)})
-    return figures
+    return [
+        {"svg": draw_spectrum(spectra, label), "caption": _energy(spectra)}
+        for label, spectra in _by_model(records, records.spectrum)
+    ]
 
 
 def _energy(spectra: Sequence[dict[str, Any]]) -> str:
@@ -266,13 +267,10 @@ def _threshold(records: Records) -> float:
 
 
 def _choices(records: Records) -> list[Drawn]:
-    figures = []
-    for model in records.models():
-        layers = [entry for entry in records.calibration if entry["model"] == model]
-        if layers:
-            svg = draw_choices(layers, _threshold(records), records.label(model))
-            figures.append({"svg": svg, "caption": ""})
-    return figures
+    return [
+        {"svg": draw_choices(layers, _threshold(records), label), "caption": ""}
+        for label, layers in _by_model(records, records.calibration)
+    ]
 
 
 def _surfaces(records: Records) -> list[Drawn]:

@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from hotrain.files import write_text
 from hotrain.plotting.curves import draw_curves
 from hotrain.plotting.page import STYLE
+from hotrain.plotting.records import curve
 from hotrain.plotting.spectrum import draw_spectrum
 from hotrain.plotting.style import INK, MUTED, Look, css_variables, drawing, looks, new_figure, stand_in, tag, to_svg
 from hotrain.plotting.surface import draw_choices, draw_surface
@@ -68,23 +69,13 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         gaps, metric = _gaps(mine), mine[0].get("metric", "accuracy")
         if gaps:
             drawn.append(draw_gaps(gaps, look_of, group, metric))
-        curves = [_curve(row) for row in mine]
-        if any(len(curve["epoch"]) > 1 for curve in curves):
+        curves = [curve(row["history"], method=row["method"]) for row in mine]
+        if any(len(each["epoch"]) > 1 for each in curves):
             drawn.append(draw_curves(curves, "accuracy", look_of, f"{group}: {metric}", metric))
     for row in rows:
         if row["kind"] == "gradients" and row["status"] == "finished":
             drawn += _of_gradients(row)
     return drawn
-
-
-def _curve(row: Mapping[str, Any]) -> dict[str, Any]:
-    history = row["history"]
-    return {
-        "method": row["method"],
-        "epoch": [entry["epoch"] for entry in history],
-        "accuracy": [entry["accuracy"] for entry in history],
-        "loss": [entry["train_loss"] for entry in history],
-    }
 
 
 def _gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

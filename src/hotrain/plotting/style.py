@@ -118,7 +118,7 @@ def css_variables(mode: str, used: str | None = None) -> str:
     return "".join(f"{name}:{colour};" for name, colour in colours.items() if used is None or f"({name})" in used)
 
 
-RC: dict[str, Any] = {
+RC: Any = {  # matplotlib types its settings as 300 literal names
     "svg.fonttype": "none",  # text stays text: selectable, and set in the page's own font
     "font.family": "sans-serif",
     "font.size": 9,
@@ -150,10 +150,9 @@ WIDTH_INCHES = 4.3
 """Width of one panel: narrow enough to be read on a phone at full width, two fit side by side on a desk."""
 
 
-def drawing(**more: Any) -> AbstractContextManager[None]:
+def drawing() -> AbstractContextManager[None]:
     """The context in which every figure is drawn: matplotlib's settings, put back afterwards."""
-    settings: Any = {**RC, **more}  # matplotlib types its settings as 300 literal names
-    return matplotlib.rc_context(settings)
+    return matplotlib.rc_context(RC)
 
 
 def new_figure(title: str, height_inches: float) -> Figure:

@@ -10,7 +10,7 @@ from hotrain.train.data import load_data  # noqa: E402
 from hotrain.train.loop import train  # noqa: E402
 from hotrain.train.outcome import Diverged, Interrupted, NotSaved, Result  # noqa: E402
 from hotrain.train.progress import Progress, progress_bar, silent  # noqa: E402
-from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_settings  # noqa: E402
+from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_preset, with_settings  # noqa: E402
 from hotrain.train.setup import Setup, build, training_batches  # noqa: E402
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "silent",
     "train",
     "training_batches",
+    "with_preset",
     "with_settings",
 ]

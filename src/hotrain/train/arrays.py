@@ -1,4 +1,4 @@
-"""Arrays of .npz files, read with errors that say what is wrong, and checks of what they hold."""
+"""A data set in memory, and arrays of .npz files, read with errors that say what is wrong and checked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,27 @@ from torch import Tensor
 _MAX_RATIO = 20  # above any compression ratio of images; some machines report less memory than they have
 # What zipfile raises for damaged files; RuntimeError for entries that are encrypted, or packed as it cannot unpack.
 _DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Inputs (N, …) and labels of both splits, and the names of the classes in label order."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: tuple[str, ...]
+
+    @property
+    def train_size(self) -> int:
+        """Number of training images or sequences."""
+        return len(self.x_train)
+
+    @property
+    def test_size(self) -> int:
+        """Number of test images or sequences."""
+        return len(self.x_test)
 
 
 def names_in(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ and two methods compared under one seed see the same images.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, Data
-from hotrain.train.dense_folder import DenseFolder, read_item
+from hotrain.train.dense_folder import DenseFolder, Item, read_item
 from hotrain.train.image_file import open_image
 from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
@@ -297,8 +298,8 @@ class _Folder:
             )
             plain = create_transform(**common, is_training=False)
         self.run, self.device, self.skipped = run, device, data.skipped
-        self.train = _Files(data.train, augment, run.corrupt)
-        self.test = _Files(data.test, plain, run.corrupt)
+        self.train = _Files(data.train, partial(self._read, augment))
+        self.test = _Files(data.test, partial(self._read, plain))
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         # One seed per image: its augmentation does not depend on which worker decodes it.
@@ -309,6 +310,14 @@ class _Folder:
 
     def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
         return self._load(self.train if train else self.test, [[(int(i), 0) for i in indices] for indices in chosen])
+
+    def _read(self, transform: Callable[[Any], Tensor], item: tuple[str, int], seed: int) -> tuple[Tensor, int] | None:
+        path, label = item
+        image = open_image(path, self.run.corrupt)
+        if image is None:
+            return None
+        with isolated_rng(seed), torch.device("cpu"):
+            return transform(image), label
 
     def _load(self, files: _Files, plan: list[list[tuple[int, int]]]) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
@@ -340,40 +349,27 @@ class _DenseFolder(_Folder):
             for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
         )
         self.data, self.image_size = data, image_size
-        self.train = _DenseFiles(self, data.train, mirror=run.flip)  # type: ignore[assignment]
-        self.test = _DenseFiles(self, data.test, mirror=False)  # type: ignore[assignment]
+        self.train = _Files(data.train, partial(self._read_dense, run.flip))
+        self.test = _Files(data.test, partial(self._read_dense, False))
+
+    def _read_dense(self, flip: bool, item: Item, seed: int) -> tuple[Tensor, Tensor] | None:
+        mirror = flip and bool(np.random.default_rng(seed).random() < 0.5)
+        found = read_item(item, self.data, self.image_size, self.run.corrupt, mirror)
+        return None if found is None else ((found[0] - self.mean) / self.std, found[1])
 
 
-class _DenseFiles(Dataset[tuple[Tensor, Tensor] | None]):
-    def __init__(self, folder: _DenseFolder, items: Sequence[Any], mirror: bool) -> None:
-        self.folder, self.items, self.mirror = folder, items, mirror
+class _Files(Dataset[tuple[Tensor, Any] | None]):
+    """Items of a data set, each decoded by ``read`` with the seed of its augmentation; None for a file left out."""
 
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
-        index, seed = key
-        own = self.folder
-        mirror = self.mirror and bool(np.random.default_rng(seed).random() < 0.5)
-        found = read_item(self.items[index], own.data, own.image_size, own.run.corrupt, mirror)
-        return None if found is None else ((found[0] - own.mean) / own.std, found[1])
-
-
-class _Files(Dataset[tuple[Tensor, int] | None]):
-    def __init__(self, items: Sequence[tuple[str, int]], transform: Callable[[Any], Tensor], corrupt: str) -> None:
-        self.items, self.transform, self.corrupt = items, transform, corrupt
+    def __init__(self, items: Sequence[Any], read: Callable[[Any, int], tuple[Tensor, Any] | None]) -> None:
+        self.items, self.read = items, read
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Any] | None:
         index, seed = key
-        path, label = self.items[index]
-        image = open_image(path, self.corrupt)
-        if image is None:
-            return None
-        with isolated_rng(seed), torch.device("cpu"):
-            return self.transform(image), label
+        return self.read(self.items[index], seed)
 
 
 def _collate(items: Sequence[tuple[Tensor, int | Tensor] | None]) -> tuple[Tensor, Tensor, int]:

@@ -16,9 +16,9 @@ from hotrain.tables import bytes_text, count_text, table
 from hotrain.train import checkpoint, record
 from hotrain.train.loop import train
 from hotrain.train.optimization import create_optimizer
-from hotrain.train.outcome import Result
+from hotrain.train.outcome import MEASURED, Result
 from hotrain.train.progress import OnProgress
-from hotrain.train.run import TrainRun, parse_method, replace
+from hotrain.train.run import TrainRun, replace, with_preset
 from hotrain.train.setup import build
 
 CONTROL = "exact"
@@ -205,18 +205,16 @@ def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
 
 def _check_parts(run: TrainRun) -> None:
     """Build data, model and optimizer once, so that what is not available raises before any training."""
-    setup = build(replace(run, method="exact", method_overrides={}))
+    setup = build(with_preset(run, "exact"))
     create_optimizer(run, setup.model)
 
 
 def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
     """Make a Result from a record, without its model."""
-    names = ("run_id", "history", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
-    out = Path(run.out_dir)
+    out, known = Path(run.out_dir), {"layers": None, **row}  # those of version 2 may not say
     return Result(
         run=run,
-        **{name: row[name] for name in (*names, "peak_bytes", "seconds")},
-        layers=row.get("layers"),
+        **{name: known[name] for name in ("run_id", "history", *MEASURED)},
         finished=True,
         record_path=out / record.RUNS,
         checkpoint_path=out / row["run_id"] / checkpoint.FILE,
@@ -226,5 +224,4 @@ def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
 def _variant(run: TrainRun, method: str | Method) -> TrainRun:
     if isinstance(method, Method):
         return replace(run, method=method, method_overrides={})
-    name, overrides = parse_method(method)
-    return replace(run, method=name, method_overrides=overrides)
+    return with_preset(run, method)

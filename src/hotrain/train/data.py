@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotrain.train.arrays import check_labels, names_in, read_arrays
+from hotrain.train.arrays import InMemory, check_labels, names_in, read_arrays
 from hotrain.train.dense_folder import DenseFolder, is_dense, load_dense
-from hotrain.train.image_file import open_image
+from hotrain.train.image_file import ImageFiles, open_image
 from hotrain.train.tokens import TokenData, load_tokens
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -30,7 +30,7 @@ CHECKED_FILES = 20_000  # about ten seconds of decoding at Tiny ImageNet's size
 
 
 @dataclass(frozen=True)
-class ArrayData:
+class ArrayData(InMemory):
     """Small images in memory.
 
     Args:
@@ -41,12 +41,6 @@ class ArrayData:
     Raises:
         ValueError: shapes, dtypes or labels that do not fit, naming the array and the offending value.
     """
-
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for split in ("train", "test"):
@@ -74,45 +68,18 @@ class ArrayData:
         """The longer side in pixels."""
         return max(self.x_train.shape[2:])
 
-    @property
-    def train_size(self) -> int:
-        """Number of training images."""
-        return len(self.x_train)
-
-    @property
-    def test_size(self) -> int:
-        """Number of test images."""
-        return len(self.x_test)
-
 
 @dataclass(frozen=True)
-class FolderData:
+class FolderData(ImageFiles[tuple[str, int]]):
     """Image files by class.
 
     Args:
         train, test: ``(path, label)`` pairs.
         classes: names of the class folders, sorted, in label order.
         skipped: number of files left out because they cannot be decoded (``corrupt="skip"``).
-        channels: number of channels of a decoded image.
-        image_size: side in pixels that images are resized to, unless the run says otherwise.
     """
 
-    train: tuple[tuple[str, int], ...]
-    test: tuple[tuple[str, int], ...]
-    classes: tuple[str, ...]
     skipped: int = 0
-    channels: int = 3
-    image_size: int = 224
-
-    @property
-    def train_size(self) -> int:
-        """Number of training images."""
-        return len(self.train)
-
-    @property
-    def test_size(self) -> int:
-        """Number of test images."""
-        return len(self.test)
 
 
 Data = ArrayData | FolderData | TokenData | DenseFolder

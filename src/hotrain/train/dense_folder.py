@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotrain.files import parse_json, read_text
-from hotrain.train.image_file import open_image
+from hotrain.train.image_file import ImageFiles, open_image
 
 NAMES = "objectInfo150.txt"  # ADE20K's list of classes
 IGNORED = -100  # of masks: what cross-entropy leaves out
@@ -21,7 +21,7 @@ Item = tuple[str, str | tuple[tuple[float, ...], ...]]
 
 
 @dataclass(frozen=True)
-class DenseFolder:
+class DenseFolder(ImageFiles[Item]):
     """Image files with masks or boxes.
 
     Args:
@@ -29,29 +29,11 @@ class DenseFolder:
         classes: names in label order.
         masks: masks or boxes.
         objects: the most of an image.
-        channels: number of channels of a decoded image.
-        image_size: side in pixels that images are resized to, unless the run says otherwise.
-        skipped: number of files left out while loading: none.
     """
 
-    train: tuple[Item, ...]
-    test: tuple[Item, ...]
-    classes: tuple[str, ...]
     masks: bool
     objects: int = 0
-    channels: int = 3
-    image_size: int = 512
-    skipped: int = 0
-
-    @property
-    def train_size(self) -> int:
-        """Number of training images."""
-        return len(self.train)
-
-    @property
-    def test_size(self) -> int:
-        """Number of test images."""
-        return len(self.test)
+    image_size: ClassVar[int] = 512
 
 
 def is_dense(root: Path) -> bool:

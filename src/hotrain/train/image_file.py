@@ -1,13 +1,46 @@
-"""Decoding of image files, with errors that say which file and why."""
+"""Image files: a data set of them, and decoding with errors that say which file and why."""
 
 from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
     from PIL import Image
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class ImageFiles(Generic[Item]):
+    """Image files with what is to be learned of each.
+
+    Args:
+        train, test: an item for each image.
+        classes: names in label order.
+
+    Attributes:
+        channels: number of channels of a decoded image.
+        image_size: side in pixels that images are resized to, unless the run says otherwise.
+    """
+
+    train: tuple[Item, ...]
+    test: tuple[Item, ...]
+    classes: tuple[str, ...]
+    channels: ClassVar[int] = 3
+    image_size: ClassVar[int] = 224
+
+    @property
+    def train_size(self) -> int:
+        """Number of training images."""
+        return len(self.train)
+
+    @property
+    def test_size(self) -> int:
+        """Number of test images."""
+        return len(self.test)
 
 
 def open_image(path: str, corrupt: str = "refuse", mode: str | None = "RGB") -> Image.Image | None:

@@ -1,6 +1,6 @@
 """Measurements of studies: what is computed, kept and timed, and how far gradients are from exact over a training.
 
-Each function takes a run, a method's label (as in tables) and its options, and returns JSON values.
+Each function takes a run and its options, and returns JSON values.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from torch import nn
 
 import hotrain
 from hotrain.analysis.fidelity import gradient_surface
+from hotrain.analysis.layer_times import now
 from hotrain.analysis.paper import PUBLISHED, flop_overhead, paper_memory
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate
-from hotrain.train.models import create_model, resolve_device
+from hotrain.train.models import resolve_device
+from hotrain.train.optimization import create_optimizer
 from hotrain.train.run import TrainRun, replace
-from hotrain.train.setup import Setup, autocast, build, training_batches
+from hotrain.train.setup import Setup, autocast, build, create, training_batches
+from hotrain.train.study import with_method
 from hotrain.train.training import Training
 
 TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B": (197, 2304, 768)}
 """Layers (tokens, outputs, inputs): the one that HOT's Table 5 prints, and one of the model of its other figures."""
 
 
-def costs(run: TrainRun, method: str, classes: int = 100, kept: bool = False) -> dict[str, Any]:
+def costs(run: TrainRun, classes: int = 100, kept: bool = False) -> dict[str, Any]:
     """Bit operations and bytes of one step, by the papers' formulas and as counted; no data, nothing is run.
 
     Args:
         run: model, image size, batch; its method is what is counted.
-        method: not used.
         classes: outputs of the model.
         kept: whether to predict what autograd keeps; it takes minutes for a large convolutional model.
 
@@ -42,7 +44,7 @@ def costs(run: TrainRun, method: str, classes: int = 100, kept: bool = False) ->
         published formula, parameters and optimizer included (None likewise), and what autograd keeps as predicted
         with the run's autocast (``kept``; None where not asked for); and Table 5's formulas for `TABLE_5`.
     """
-    model = _on_meta(run, classes)
+    model = _model(run, classes, torch.device("meta"))
     image = _images(model, 1, run)
     chosen = run.resolve_method()
     corrected = hotrain.cost(model, image, method=chosen)
@@ -68,10 +70,9 @@ def costs(run: TrainRun, method: str, classes: int = 100, kept: bool = False) ->
     return found
 
 
-def _on_meta(run: TrainRun, classes: int) -> nn.Module:
+def _model(run: TrainRun, classes: int, device: torch.device) -> nn.Module:
     assert run.image_size is not None
-    model = create_model(run.model, classes=classes, channels=3, image_size=run.image_size, args=run.model_args)
-    return model.to("meta")
+    return create(run, classes=classes, channels=3, image_size=run.image_size, device=device)
 
 
 def _images(model: nn.Module, count: int, run: TrainRun) -> torch.Tensor:
@@ -89,12 +90,11 @@ def _table_5(tokens: int, outputs: int, inputs: int) -> dict[str, float]:
     }
 
 
-def step(run: TrainRun, method: str, classes: int = 100, steps: int = 30) -> dict[str, Any]:
+def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
     """Time and memory of a training step on random images; nothing else may run on the device.
 
     Args:
         run: model, image size, batch, optimizer, method, plan.
-        method: not used.
         classes: outputs of the model.
         steps: that are timed, after ten that are not.
 
@@ -102,16 +102,10 @@ def step(run: TrainRun, method: str, classes: int = 100, steps: int = 30) -> dic
         ``step_ms`` (median) and ``spread_ms`` (deviation), ``peak_bytes`` of the allocator (None on a CPU), ``kept``
         between forward and backward, ``layers``: what ran.
     """
-    from hotrain.train.optimization import create_optimizer
-
     device = resolve_device(run.device)
     torch.manual_seed(run.seed)
-    assert run.image_size is not None
-    model = create_model(run.model, classes=classes, channels=3, image_size=run.image_size, args=run.model_args)
-    model.to(device).train()
-    if run.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images = torch.randn(run.batch_size, 3, run.image_size, run.image_size, device=device)
+    model = _model(run, classes, device).train()
+    images = torch.randn_like(_images(model, run.batch_size, run))
     labels = torch.randint(classes, (run.batch_size,), device=device)
     chosen = run.resolve_method()
     report = None if chosen.is_plain else hotrain.convert(model, chosen, plan=run.plan)
@@ -130,13 +124,13 @@ def step(run: TrainRun, method: str, classes: int = 100, steps: int = 30) -> dic
         if number == 10 and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
-        begun = _now(device)
+        begun = now(device)
         with autocast(run, device):
             loss = nn.functional.cross_entropy(net(images).float(), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(_ms(begun, _now(device)))
+        times.append((now(device) - begun) * 1e3)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     return {
@@ -149,21 +143,8 @@ def step(run: TrainRun, method: str, classes: int = 100, steps: int = 30) -> dic
     }
 
 
-def _now(device: torch.device) -> float:
-    import time
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _ms(begun: float, ended: float) -> float:
-    return (ended - begun) * 1e3
-
-
 def gradients(
     run: TrainRun,
-    method: str,
     methods: Sequence[str] = ("hot",),
     at: Sequence[float] = (0.0, 0.1, 0.3, 1.0),
     images: int = 32,
@@ -174,7 +155,6 @@ def gradients(
 
     Args:
         run: the training; its method is exact.
-        method: not used.
         methods: presets with overrides that are compared, on copies of the model.
         at: moments, as shares of the run; 0 is after eight updates, when timm's zero-initialized norms let gradients
             reach every layer.
@@ -214,8 +194,6 @@ def gradients(
 def _moment(
     setup: Setup, model: nn.Module, batch: Any, methods: Sequence[str], draws: int, surface: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    from hotrain.train.study import with_method
-
     entry: dict[str, Any] = {"methods": {}, "energy": {}, "lqs": {}}
     surfaces: list[dict[str, Any]] = []
     for label in methods:

@@ -12,6 +12,12 @@ from hotrain.train.run import TrainRun
 
 SCALE_FLOOR = 2.0**-14  # fp16's smallest normal number, below which the loss scale itself underflows
 
+MEASURED = (
+    "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second", "peak_bytes", "layers",
+    "seconds",
+)  # fmt: skip
+"""The fields of a `Result` that its record has."""
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM during a run. The message says after which update, and how to resume.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hotrain import files
-from hotrain.method import GradInput, GradWeight, Method, Saved
+from hotrain.method import Method
 from hotrain.presets import preset
 
 
@@ -209,15 +209,8 @@ class TrainRun:
                 with _naming(name):
                     values[name] = kind(**values[name])
         if isinstance(values.get("method"), dict):
-            m = dict(values["method"])
             with _naming("method"):
-                m |= {
-                    "grad_input": GradInput(**m["grad_input"]),
-                    "grad_weight": GradWeight(**m["grad_weight"]),
-                    "saved": Saved(**m["saved"]),
-                    "knobs": frozenset(m["knobs"]),
-                }
-                values["method"] = Method(**m)
+                values["method"] = Method.from_dict(values["method"])
         return cls(**values)
 
 
@@ -325,6 +318,16 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"method {text!r}: write overrides as name:field=value+field=value")
         overrides[key.strip()] = parse_json(value.strip())
     return name, overrides
+
+
+def with_preset(run: TrainRun, text: str) -> TrainRun:
+    """Return a copy of ``run`` with the method of `parse_method`, and no other overrides.
+
+    Raises:
+        ValueError: an unknown method or a bad override.
+    """
+    name, overrides = parse_method(text)
+    return replace(run, method=name, method_overrides=overrides)
 
 
 def parse_json(text: str) -> Any:

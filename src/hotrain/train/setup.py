@@ -72,9 +72,7 @@ def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextM
     return torch.autocast(device.type, torch.bfloat16 if run.amp == "bf16" else torch.float16)
 
 
-def create(
-    run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device, pretrained: bool | None = None
-) -> nn.Module:
+def create(run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device) -> nn.Module:
     """Create the model of ``run`` with its adapters, gradient checkpointing, memory format and device; not converted.
 
     Args:
@@ -83,7 +81,6 @@ def create(
         channels: channels of the images.
         image_size: side of the images in pixels.
         device: device of the model.
-        pretrained: overrides the run's; None: as the run says.
 
     Raises:
         ValueError, RuntimeError: as :func:`build`.
@@ -94,7 +91,7 @@ def create(
             classes=classes,
             channels=channels,
             image_size=image_size,
-            pretrained=run.pretrained if pretrained is None else pretrained,
+            pretrained=run.pretrained,
             args=run.model_args,
         )
         if run.init is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrain.train import checkpoint, record, tokens
-from hotrain.train.run import TrainRun, parse_method, replace
+from hotrain.train.run import TrainRun, replace, with_preset
 
 CONTROL = "exact"
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
@@ -125,8 +125,7 @@ def with_method(run: TrainRun, text: str) -> TrainRun:
         ValueError: an unknown method, override or plan.
     """
     text, _, plan = text.partition("@")
-    name, overrides = parse_method(text)
-    run = replace(run, method=name, method_overrides=overrides)
+    run = with_preset(run, text)
     return replace(run, plan=plan) if plan else run
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from hotrain.train.arrays import check_labels, read_arrays
+from hotrain.train.arrays import InMemory, check_labels, read_arrays
 from hotrain.train.text import CLASSIFY, PADDING, load_tsv
 
 UNKNOWN = 2
@@ -23,7 +22,7 @@ _ARRAYS = ("x_train", "x_test", "vocabulary")
 
 
 @dataclass(frozen=True)
-class TokenData:
+class TokenData(InMemory):
     """Token sequences in memory, all of one length.
 
     Args:
@@ -36,11 +35,6 @@ class TokenData:
         ValueError: shapes, ids or labels that do not fit, naming the array.
     """
 
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    classes: tuple[str, ...]
     vocabulary: int
 
     def __post_init__(self) -> None:
@@ -71,16 +65,6 @@ class TokenData:
     def image_size(self) -> int:
         """Tokens of a sequence."""
         return self.x_train.shape[1]
-
-    @property
-    def train_size(self) -> int:
-        """Number of training sequences."""
-        return len(self.x_train)
-
-    @property
-    def test_size(self) -> int:
-        """Number of test sequences."""
-        return len(self.x_test)
 
 
 def load_tokens(path: Path) -> TokenData:

@@ -31,11 +31,11 @@ from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
 from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
-from hotrain.train.outcome import SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
+from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.run import TrainRun
-from hotrain.train.setup import Setup, autocast, training_batches
+from hotrain.train.setup import Setup, training_batches
 
 WATCH = 20  # updates between two checks of the loss on a GPU
 
@@ -149,7 +149,7 @@ class Training:
         due = run.calibrate_batches and self.wants_calibration and epoch >= run.calibrate_at
         if due and self.calibration is None:
             batches = training_batches(self.setup, run.calibrate_batches)
-            with self._autocast():
+            with self.setup.autocast():
                 found = hotrain.calibrate(self.model, batches, self.setup.loss, max_batches=run.calibrate_batches)
             self.calibration = self.ranks.first(found)
             self.calibration.apply(self.model)
@@ -164,7 +164,7 @@ class Training:
                 x, target = self._augment(x, y)
                 wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
                 with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
-                    with self._autocast():
+                    with self.setup.autocast():
                         output = self.net(x).float()
                         loss = self.learner.loss(output, x) if self.learner else self.loss_function(output, target)
                     self.scaler.scale(loss / len(batches)).backward()
@@ -195,12 +195,9 @@ class Training:
             x, y = self.mixup(x[:even], y[:even])
         return x, y
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return autocast(self.run, self.device)
-
     def _audit(self) -> None:
         x, _ = self.setup.example()
-        with self._autocast():
+        with self.setup.autocast():
             self.saved_bytes = hotrain.saved_bytes(self.model, x).total
             self.bit_ops = hotrain.cost(self.model, x).bit_ops_total
 
@@ -482,13 +479,7 @@ class Training:
             "seed": self.run.seed,
             "updates": self.update,
             "processes": self.ranks.world,
-            **{
-                name: getattr(result, name)
-                for name in ("accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "images_per_second")
-            },
-            "peak_bytes": result.peak_bytes,
-            "layers": result.layers,
-            "seconds": result.seconds,
+            **{name: getattr(result, name) for name in MEASURED},
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **record.environment(self.device),
             "config": self.run.to_dict(),
