@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .autograd import autocast_to
+from .casting import autocast_to
 from .nn.state import LayerState, layer_states
 
 LossFn = Callable[..., Any]
