@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .._version import __version__
 from ..audit.saved_bytes import saved_bytes, tensors
-from ..autograd import autocast_to
 from ..budget import by_gain
+from ..casting import autocast_to
 from ..compiling import mode_of
 from ..compress.checkpointing import blocks
 from ..files import parse_json, read_text, write_text

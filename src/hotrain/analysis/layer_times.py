@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
-from ..autograd import autocast_to
+from ..casting import autocast_to
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
