@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 _MARK = "_hotrain_mixed"  # attribute of the classes made here: (class, mixins)
+_COPYING = ("__reduce__", "__reduce_ex__", "__getstate__")  # by which a class says how it is copied
 
 
 class Mixin:
@@ -29,12 +30,17 @@ class Mixin:
 
     rank: ClassVar[int]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Not of the model's own class, which may want arguments or keep a list of its subclasses.
+        if _MARK not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickled by its parts: the class itself is made anew in each process.
         plain, mixins = _made_of(self)
-        if plain.__reduce__ is object.__reduce__:
+        if all(getattr(plain, name) is getattr(object, name) for name in _COPYING):
             return _rebuilt, (plain, mixins), self.__dict__
-        with _as_it_was(self):  # fx.GraphModule: each instance has a class of its own
+        with _as_it_was(self):  # fx.GraphModule's instances have a class each; a `__getstate__` may leave out a lock
             rebuild, arguments, *state = self.__reduce_ex__(protocol)
         return _mixed_again, (rebuild, arguments, mixins, _ours(self)), *state
 
@@ -68,15 +74,19 @@ def _ours(module: Any) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name.startswith("_hotrain")}
 
 
+def _set_class(module: Any, kind: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", kind)  # the module's own `__setattr__` may refuse
+
+
 @contextmanager
 def _as_it_was(module: Any) -> Iterator[None]:
     """Context in which the module has the class that it had before any mixin."""
     mixed = module.__class__
-    module.__class__ = _made_of(module)[0]
+    _set_class(module, _made_of(module)[0])
     try:
         yield
     finally:
-        module.__class__ = mixed
+        _set_class(module, mixed)
 
 
 def mix(module: nn.Module, mixin: type[Mixin]) -> None:
@@ -88,7 +98,7 @@ def mix(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     if not isinstance(module, mixin):
         plain, mixins = _parts(type(module))
-        module.__class__ = _made(plain, (*mixins, mixin))
+        _set_class(module, _made(plain, (*mixins, mixin)))
 
 
 def unmix(module: nn.Module, mixin: type[Mixin]) -> None:
@@ -103,7 +113,7 @@ def unmix(module: nn.Module, mixin: type[Mixin]) -> None:
     """
     plain, mixins = _parts(type(module))
     if mixin in mixins:
-        module.__class__ = _made(plain, tuple(kind for kind in mixins if kind is not mixin))
+        _set_class(module, _made(plain, tuple(kind for kind in mixins if kind is not mixin)))
 
 
 _classes: dict[tuple[type[nn.Module], tuple[type[Mixin], ...]], type[nn.Module]] = {}
@@ -151,5 +161,5 @@ def _with_signature_of(plain: type[nn.Module], mixin: type[Mixin]) -> FunctionTy
 
 def _rebuilt(plain: type[nn.Module], mixins: tuple[type[Mixin], ...]) -> nn.Module:
     module = plain.__new__(plain)
-    module.__class__ = _made(plain, mixins)
+    _set_class(module, _made(plain, mixins))
     return module
