@@ -23,6 +23,7 @@ import records
 import studies
 
 import hotrain
+from hotrain.layer import Config
 from hotrain.method import Method
 from hotrain.transform.rows import Rows, order
 from hotrain.transform.tokens import Grid
@@ -146,7 +147,7 @@ def lengths() -> str:
     rows = []
     for tokens, grid in LENGTHS:
         place = "–" if grid is None else f"{grid.height}×{grid.width}" + (f" + {grid.prefix}" if grid.prefix else "")
-        one, many = (low_rank.tiles(method, (samples, tokens), grid) for samples in (1, 128))
+        one, many = (Config(method, grid).layout((samples, tokens)) for samples in (1, 128))
         flat = "in one line" if many.samples == 1 else "each by itself"
         first = f"{one.rows} ({one.kept_fraction:.2f})"
         batch = f"{many.rows} ({many.kept_fraction:.2f})"

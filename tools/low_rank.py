@@ -13,13 +13,15 @@ from matplotlib.axes import Axes
 from records import _markdown
 from studies import RECORDS
 
+from hotrain.layer import Config
 from hotrain.method import Method
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.steps import alone
 from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, new_figure, stand_in, to_svg
 from hotrain.saved import Format
 from hotrain.train.study import CONTROL, Line, lines, mean_text, read_rows, with_method
-from hotrain.transform.tokens import Grid, Layout, layout
+from hotrain.train.study_tables import NOT_RUN
+from hotrain.transform.tokens import Grid
 
 # The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.
 EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
@@ -29,17 +31,10 @@ APART = 0.04  # of the axis: between methods with the same share
 FALL = 6.0  # points: who loses more is drawn at the lower edge
 
 
-def tiles(method: Method, lead: tuple[int, ...], grid: Grid | None) -> Layout:
-    """The tiles and rows of a method."""
-    rows = method.grad_weight
-    across = method.grad_input.transform != "lowpass"
-    return layout(lead, rows.tile, rows.rank, rows.sampled, rows.order, grid, across)
-
-
 def kept_bytes(method: Method) -> int:
     """Bytes kept of the example's x."""
     lead, channels, grid = EXAMPLE
-    return Format(method.saved, channels, torch.bfloat16).nbytes(tiles(method, lead, grid).rows)
+    return Format(method.saved, channels, torch.bfloat16).nbytes(Config(method, grid).layout(lead).rows)
 
 
 def kept(method: Method) -> float:
@@ -55,14 +50,16 @@ class Point:
     Attributes:
         label: of the study.
         method: what it computes.
-        gaps: group → points above exact, of each seed.
-        planned: group → number of seeds.
+        lines: group → its runs.
     """
 
     label: str
     method: Method
-    gaps: dict[str, tuple[float, ...]]
-    planned: dict[str, int]
+    lines: dict[str, Line]
+
+    def gaps(self, group: str) -> tuple[float, ...]:
+        """Points above exact, of each seed."""
+        return self.lines[group].gaps if group in self.lines else ()
 
     @property
     def rows(self) -> float:
@@ -74,19 +71,11 @@ def points() -> list[Point]:
     """The methods of the study that compute g_w from codes or from some of its rows, most rows first."""
     study = pretraining()
     run = study.cells[0].run
-    by: dict[str, list[Line]] = {}
+    by: dict[str, dict[str, Line]] = {}
     for line in lines(study, read_rows([RECORDS / "pretraining.jsonl"])):
         if line.group in GROUPS and line.method != CONTROL and "@" not in line.method:
-            by.setdefault(line.method, []).append(line)
-    found = [
-        Point(
-            label,
-            with_method(run, label).resolve_method(),
-            {line.group: line.gaps for line in mine},
-            {line.group: line.planned for line in mine},
-        )
-        for label, mine in by.items()
-    ]
+            by.setdefault(line.method, {})[line.group] = line
+    found = [Point(label, with_method(run, label).resolve_method(), mine) for label, mine in by.items()]
     return sorted(found, key=lambda point: (-point.rows, -kept(point.method)))
 
 
@@ -102,16 +91,16 @@ def table() -> str:
 
 
 def _gap(point: Point, group: str) -> str:
-    gaps, planned = point.gaps.get(group, ()), point.planned.get(group, 0)
+    gaps = point.gaps(group)
     if not gaps:
-        return "not run"
-    text = mean_text(gaps, error=True, sign="+")
+        return NOT_RUN
+    text, planned = mean_text(gaps, error=True, sign="+"), point.lines[group].planned
     return text if len(gaps) == planned else f"{text}; {len(gaps)} of {planned} runs"
 
 
 def curve() -> str:
     """SVG: points above exact against the rows that are multiplied, and against the bytes that are kept of x."""
-    shown = [point for point in points() if any(point.gaps.values())]
+    shown = [point for point in points() if any(line.gaps for line in point.lines.values())]
     look_of = looks(point.label for point in shown)
     with drawing():
         figure = new_figure("CIFAR-10: points above exact", 6.6)
@@ -130,11 +119,11 @@ def _panel(
     axes.axhline(0, color=MUTED, linewidth=0.9)
     axes.axhline(-LOSS, color=MUTED, linewidth=0.7, linestyle=(0, (3, 2)))
     axes.set_xlim(0, 1.12)
-    drawn = [point for point in shown if point.gaps.get(group)]
+    drawn = [point for point in shown if point.gaps(group)]
     labels, places = [], []
     across = _apart([point.rows if rows else kept(point.method) for point in drawn])
     for point, x in zip(drawn, across, strict=True):
-        gaps, look = point.gaps[group], look_of[point.label]
+        gaps, look = point.gaps(group), look_of[point.label]
         mean = statistics.fmean(gaps)
         place, colour, far = (x, max(mean, -FALL)), stand_in(look), mean < -FALL
         if not far:
@@ -161,7 +150,7 @@ def answer() -> str:
     """Which methods multiply at most half of the rows of the ViT, and how many points they lose there."""
     said = []
     for point in points():
-        gaps = point.gaps.get(VIT, ())
+        gaps = point.gaps(VIT)
         if point.rows <= GOAL and len(gaps) > 1:
             held = statistics.fmean(gaps) >= -LOSS
             told = f"{mean_text(gaps, error=True, sign='+')} points, {'reached' if held else 'not reached'}"

@@ -51,10 +51,9 @@ def pretraining() -> Study:
                 cells += grid("pretraining", group, prepared(f"{recipe}_{data}", seed == 0), METHODS, (seed,))
         if data == "cifar10":
             for model, recipe in PRETRAINED.items():
-                run = prepared(f"{recipe}_cifar10", False)
-                cells += grid("pretraining", f"{model}, CIFAR-10", run, FOUR, (3,))
-                if model == "small ViT":
-                    cells += grid("pretraining", f"{model}, CIFAR-10", run, (IN_8_BITS,), (0, 1, 2, 3))
+                cells += grid("pretraining", f"{model}, CIFAR-10", prepared(f"{recipe}_cifar10", False), FOUR, (3,))
+            run = prepared("short_vit_cifar10", False)
+            cells += grid("pretraining", "small ViT, CIFAR-10", run, (IN_8_BITS,), (0, 1, 2, 3))
     for model, recipe in LARGER.items():
         group = f"{model}, CIFAR-10"
         cells += grid("pretraining", group, prepared(f"{recipe}_cifar10"), METHODS, (0,))

@@ -299,9 +299,11 @@ class _Running:
         """Move the row of a finished cell to the records; its folder stays only where it failed."""
         if not (folder / ROW).is_file():
             return False
+        from hotrain.train.study import FAILED
+
         row = json.loads((folder / ROW).read_text(encoding="utf-8"))
         self._write(row)
-        if row["status"] == "failed":
+        if row["status"] == FAILED:
             (folder / ROW).unlink()
         else:
             if folder.name in {cell.needs for cell in self.study.cells} and (folder / WEIGHTS).is_file():

@@ -95,7 +95,7 @@ def kept_shapes(
     from .quantize_kernels import DTYPES, padded
 
     if row_scales.applies(method):
-        return row_scales.kept_shapes(columns, lay, method.saved.bits or 8)
+        return row_scales.kept_shapes(columns, lay, method)
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
     return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
 
@@ -176,7 +176,7 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
 
     codes = or_reference("keep", kernel, reference)
     if row_scales.applies(method):
-        return row_scales.packed(codes, x.shape[1], lay, _outputs(method)[0], method.saved.bits or 8, key)
+        return row_scales.packed(codes, x.shape[1], lay, _outputs(method)[0], method, key)
     return codes, side
 
 

@@ -31,13 +31,13 @@ def applies(method: Method) -> bool:
     return method.saved.scale == "row"
 
 
-def kept_shapes(columns: int, lay: Layout, bits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kept_shapes(columns: int, lay: Layout, method: Method) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of codes and scales."""
-    codes = ((lay.rows, -(-columns // 2)), torch.uint8) if bits == 4 else ((lay.rows, columns), torch.int8)
+    codes = ((lay.rows, -(-columns // 2)), torch.uint8) if method.saved.bits == 4 else ((lay.rows, columns), torch.int8)
     return [codes, ((lay.rows, 1), torch.float32)]
 
 
-def packed(copied: Tensor, columns: int, lay: Layout, output: Output, bits: int, key: Tensor) -> Kept:
+def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Method, key: Tensor) -> Kept:
     """Codes and scales of the rows of P x, as in `kept_shapes`.
 
     Args:
@@ -45,13 +45,13 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, bits: int,
         columns: I.
         lay: of x's tokens.
         output: the format of a row.
-        bits: of its codes, 4 or 8.
+        method: of the layer.
         key: of the draws.
     """
     rows = copied[:columns, : lay.rows].T.contiguous()
     codes, scale = _rounded(rows, key, output, transposed=False)
     codes = codes[:, :columns]
-    return (pack(codes) if bits == 4 else codes.contiguous()), scale[:, None]
+    return (pack(codes) if method.saved.bits == 4 else codes.contiguous()), scale[:, None]
 
 
 def _codes(kept: Tensor, columns: int) -> Tensor:
