@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,13 @@ from hotrain.quantize.integer import largest_code
 from hotrain.ranks import covariance
 from hotrain.train.distributed import processes
 from hotrain.train.setup import autocast, build, training_batches
-from hotrain.transform.hadamard import matrix
+from hotrain.transform.hadamard import matrix, rotate
 from hotrain.transform.tokens import Grid, layout, project
 
 TILE = 16
 SHOWN = ("4+4", "by energy, 8 of 16", "by both, half of all", "rounding: x int4 by row, half of all by both")
 RANKS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14)
+TOP = "half of all with the largest terms, without weights"
 
 
 # ── what a layer's gradient is made of ──────────────────────────────────────────────────────────────────────────────
@@ -131,7 +132,8 @@ class Layer:
         parameters, arithmetic, tiles: of the layer.
         known: variance, by name, of designs whose probabilities differ between the tiles.
         rounding: variance of rounding, by format.
-        biased: bias² of keeping the half of the rows with the largest terms, without weights.
+        biased: squared error, by name, of designs without draws: of rounding to nearest, and of keeping the half of the
+            rows with the largest terms, without weights.
     """
 
     k: Tensor
@@ -146,7 +148,7 @@ class Layer:
     tiles: int
     known: dict[str, float]
     rounding: dict[str, float]
-    biased: float
+    biased: dict[str, float]
 
 
 def pair_sums(t: Terms, size: int = 1) -> Tensor:
@@ -190,7 +192,7 @@ def measured(t: Terms, before: Tensor | None) -> tuple[Layer, Tensor]:
         large={n * TILE: pair_sums(t.grouped(n)) for n in (2, 4)} if t.x.shape[0] % (4 * b) == 0 else {},
         between=between, images=images, signal=signal, parameters=part.shape[0] * part.shape[2],
         arithmetic=t.arithmetic, tiles=t.x.shape[0], known=by_tile(gg, xx, t.tokens), rounding=rounding(t, gg, xx),
-        biased=top_half(t, gg * xx),
+        biased={TOP: top_half(t, gg * xx), **to_nearest(t)},
     )  # fmt: skip
     return layer, part
 
@@ -257,12 +259,40 @@ def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
         return (f * (1 - f) * step.square()).sum(-1).double()
 
     a, int4 = gg * xx, gg * variance(t.x, 4, (2,))
+    turned = gg * variance(rotate(t.x), 4, (2,))
     p = capped(a.sqrt().flatten(), a.numel() / 2).view_as(a)
     return {
         "x int4 by row, half of all by both": float((int4 / p).sum() + ((1 / p - 1) * a).sum()),
         "x int8": float((gg * variance(t.x, 8, None)).sum()),
         "x int4 by row": float(int4.sum()),
+        "x int4 by row, channels rotated": float(turned.sum()),
         "g_y int8": float((xx * variance(t.g, 8, None).sum(0)).sum()),
+    }
+
+
+def to_nearest(t: Terms) -> dict[str, float]:
+    """‖error of g_w‖² where x is rounded to nearest, in int4 by row; *clipped*: with the scale of least error a row."""
+
+    def rounded(v: Tensor, scales: Iterable[float]) -> Tensor:
+        top = largest_code(4)
+        best, least = v, torch.full_like(v[..., :1], math.inf)
+        for scale in scales:
+            step = (v.abs().amax(-1, keepdim=True) * scale / top).clamp_min(1e-30)
+            error = (v / step).round().clamp(-top, top) * step - v
+            size = error.square().sum(-1, keepdim=True)
+            best, least = torch.where(size < least, error, best), torch.minimum(size, least)
+        return best
+
+    def lost(error: Tensor) -> float:
+        flat = error.flatten(0, 1)
+        return float(sum((g.flatten(0, 1).T @ flat).square().sum(dtype=torch.float64) for g in t.g))
+
+    turned, shrunk = rotate(t.x), [0.5 + 0.05 * i for i in range(11)]
+    return {
+        "rounding: x int4 by row to nearest": lost(rounded(t.x, [1.0])),
+        "rounding: x int4 by row to nearest, clipped": lost(rounded(t.x, shrunk)),
+        "rounding: x int4 by row to nearest, channels rotated": lost(rounded(turned, [1.0])),
+        "rounding: x int4 by row to nearest, channels rotated, clipped": lost(rounded(turned, shrunk)),
     }
 
 
@@ -362,7 +392,8 @@ def figures(layer: Layer) -> dict[str, dict[str, float]]:
         tail = covariance(rows, 4, 4)
         own_noise = quadratic(tail, layer.k)
         add("4+4, complemented in the next step", own_noise - float(cross[4:, 4:].diagonal().sum()))
-    add("half of all with the largest terms, without weights", 0.0, layer.biased)
+    for name, error in layer.biased.items():
+        add(name, 0.0, error)
     for name, variance in layer.rounding.items():
         add(f"rounding: {name}", variance)
     return found
