@@ -501,7 +501,7 @@ def main() -> int:
     files = sorted(args.snapshots.glob(f"{args.recipe}_*.pt"), key=lambda f: int(f.stem.rsplit("_", 1)[1]))
     wanted = {int(u) for u in args.updates.split(",")} if args.updates else None
     for file in files:
-        saved = torch.load(file, weights_only=True)
+        saved = torch.load(file, map_location="cpu", weights_only=True)
         if wanted and saved["update"] not in wanted:
             continue
         with processes("cpu") as ranks:
