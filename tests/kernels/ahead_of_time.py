@@ -27,15 +27,13 @@ from hotrain.kernels import (
     luq,
     noise,
     norm,
-    picked_rows,
     quantize_kernels,
 )
 from hotrain.transform.tokens import layout
 
 TYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8",
-    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 _launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
 
@@ -132,19 +130,7 @@ def layers(fp8: bool) -> None:
 if __name__ == "__main__":
     gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
     gemm.multiprocessors = lambda _: 108
-    for module in (
-        activation,
-        attention,
-        batch_norm,
-        codes,
-        gated,
-        lift,
-        luq,
-        noise,
-        norm,
-        picked_rows,
-        quantize_kernels,
-    ):
+    for module in (activation, attention, batch_norm, codes, gated, lift, luq, noise, norm, quantize_kernels):
         module.launch = _recorded  # type: ignore[attr-defined]
     for capability in map(int, sys.argv[1:]):
         _launches.clear()

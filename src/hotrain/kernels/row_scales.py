@@ -1,8 +1,8 @@
 """x saved as integers with a scale for each row of P x, and g_w of all of these rows or of the important ones.
 
-The kernel of `quantize_kernels` writes P x and P g_y as copies; `picked_rows` rounds and packs their rows, picks and
-multiplies. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in uint8,
-or 8-bit ones, in int8. The references here are for where these kernels do not compile.
+The kernel of `quantize_kernels` writes P x and P g_y as copies and rounds their rows; packing, norms and the choice of
+rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in
+uint8, or 8-bit ones, in int8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..method import Method
 from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
-from .operands import device_key, product
+from .operands import device_key, product, tilings
 from .support import or_reference
 
 if TYPE_CHECKING:
@@ -48,22 +48,15 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Me
         method: of the layer.
         key: of the draws.
     """
-    bits = method.saved.bits
-    assert bits is not None
+    rows = copied[:columns, : lay.rows].T.contiguous()
+    codes, scale = _rounded(rows, key, output, transposed=False)
+    codes = codes[:, :columns]
+    return (pack(codes) if method.saved.bits == 4 else codes.contiguous()), scale[:, None]
 
-    def kernel() -> Kept:
-        from .picked_rows import pack_rows
 
-        return pack_rows(copied, columns, lay.rows, output, bits, key)
-
-    def reference() -> Kept:
-        from .reference import codes_of
-
-        codes, scale = codes_of(copied[:columns, : lay.rows].T, output, "token", device_key(key))
-        return (pack(codes) if bits == 4 else codes), scale[:, None]
-
-    found: Kept = or_reference("rows", kernel, reference)
-    return found
+def _codes(kept: Tensor, columns: int) -> Tensor:
+    """The codes as int8, (R, I)."""
+    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept
 
 
 def grad_weight(
@@ -86,49 +79,49 @@ def grad_weight(
     Returns:
         (O, I), or (I, O) when `transposed`.
     """
-    outputs, columns = size
-
-    def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        from .picked_rows import picked_codes
-
-        return picked_codes(copied, (kept[0], kept[1]), share, output, key, size)
-
-    def reference() -> tuple[Tensor, Tensor, Tensor]:
-        from .reference import codes_of
-
-        g, codes, factor = copied[:outputs, : lay.rows].T, _codes(kept[0], columns), kept[1][:, 0]
-        if share < 1:
-            of_g, of_x = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (g, codes.to(torch.float32)))
-            picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
-            g, codes, factor = g[picked], codes[picked], factor[picked] * weight.to(torch.float32)
-        of_g_y, scale = codes_of(g * factor[:, None], output, "tensor", device_key(key))
-        pad = (0, -len(codes) % 16)
-        return F.pad(of_g_y.T, pad).contiguous(), scale, F.pad(codes.T, pad).contiguous()
-
-    of_g_y, scale, of_x = or_reference("picked rows", kernel, reference)
-    one = torch.ones((), dtype=torch.float32, device=copied.device)
+    (outputs, columns), (codes, scale) = size, kept
+    g, factor = copied[:outputs, : lay.rows], scale[:, 0]
+    if share < 1:
+        of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
+        of_x = torch.linalg.vector_norm(_codes(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
+        picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
+        g, codes = g.index_select(1, picked), codes.index_select(0, picked)
+        factor = factor[picked] * weight.to(torch.float32)
+    rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
+    torch.mul(g.T, factor[:, None], out=rows)
+    of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
+    of_x_rows = F.pad(_codes(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
+    one = torch.ones((), dtype=torch.float32, device=g.device)
     if transposed:
-        return product(of_x, of_g_y, scale, one, dtype, outputs)
-    return product(of_g_y, of_x, one, scale, dtype, columns)
+        return product(of_x_rows, of_g_y, g_scale, one, dtype, outputs)
+    return product(of_g_y[:outputs], of_x_rows, one, g_scale, dtype, columns)
 
 
 def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
+    from .quantize_kernels import padded
 
-    def kernel() -> Tensor:
-        from .picked_rows import restored
-
-        return restored((kept[0], kept[1]), columns, dtype)
-
-    def reference() -> Tensor:
-        from .reference import padded_to_16
-
-        return padded_to_16((_codes(kept[0], columns) * kept[1]).to(dtype).T)
-
-    found: Tensor = or_reference("restored rows", kernel, reference)
-    return found
+    codes, scale = kept
+    rows = (_codes(codes, columns) * scale).to(dtype)
+    return F.pad(rows.T, (0, padded(len(rows)) - len(rows), 0, padded(columns) - columns)).contiguous()
 
 
-def _codes(kept: Tensor, columns: int) -> Tensor:
-    """The codes as int8, (R, I)."""
-    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept
+def _rounded(t: Tensor, key: Tensor, output: Output, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix, (T, C') or `transposed`, (C', T'), and their scale."""
+    from .quantize_kernels import NOTHING, compress, whole
+
+    lay = whole(len(t), False)
+    outputs = (NOTHING, output) if transposed else (output, NOTHING)
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        return compress(t, lay, None, key, *outputs, rotate=False, tiling=tilings(t.dtype, False)[1])
+
+    def reference() -> tuple[Tensor | None, ...]:
+        from .reference import compress
+
+        return compress(t, lay, key, *outputs, rotate=False)
+
+    codes, scale = or_reference("rows", kernel, reference)[2 * transposed :][:2]
+    assert codes is not None
+    assert scale is not None
+    return codes, scale
