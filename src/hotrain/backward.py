@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import draws, published
-from .method import GradInput, GradWeight, Method, partner
+from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
 from .quantize import encode
 from .quantize.integer import Quantized, largest_code
@@ -51,7 +51,8 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: draws.Key, lay: Layo
     """
     path = method.grad_input
     if path.multiplies_codes:
-        grad, weight = rotated_grad(g_y, path, key), rotated_weight(w, path, key)
+        g = wide(g_y)
+        grad, weight = rotated_grad(g, path, key), rotated_weight(w.to(g.dtype), path, key)
         product = code_matmul(grad.codes, weight.codes, largest_code(grad.bits) ** 2, grad.scale.dtype)
         return (product.to(grad.scale.dtype) * grad.scale * weight.scale).to(g_y.dtype)
     if path.is_exact:
@@ -107,7 +108,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
     """Q(g)ᵀ Q(x) of g = P g_y, (R, O), and P x, (R, I), which is quantized here if it is not yet."""
     if not isinstance(kept, Quantized):
         assert path.bits is not None
-        kept = encode(kept.to(g.dtype), partner(path.number), path.bits, "tensor", path.rounding, key, draws.SAVED)
+        kept = encode(kept.to(g.dtype), PARTNER[path.number], path.bits, "tensor", path.rounding, key, draws.SAVED)
     scale = kept.scale
     if scale.dim() == 2:
         # Per-row scales are on the contraction axis: they cannot be applied after the product.
@@ -118,10 +119,12 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
     return product.to(g.dtype) * (grad.scale * scale)
 
 
-def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
-    """Q(g_y H): codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
+# ---- the operands of products of codes; arguments are float32 or float64 ----
+
+
+def rotated_grad(g: Tensor, path: GradInput, key: draws.Key) -> Quantized:
+    """Q(g H) of g = g_y: codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = wide(g_y)
     g = rotate(g) if path.transform == "hadamard" else g
     return encode(g, path.number, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
@@ -129,10 +132,8 @@ def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
 def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
     assert path.bits is not None
-    w = wide(w)
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
-    number = partner(path.number)
-    return encode(w, number, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
+    return encode(w, PARTNER[path.number], path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
 
 
 def projected_grad(g: Tensor, path: GradWeight, key: draws.Key) -> Quantized:
