@@ -7,10 +7,8 @@ that: references to the same codes, and a recipe (`rematerialize`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,10 +36,7 @@ class Origin:
     recipe: str
     tensors: tuple[Tensor | None, ...]
 
-    @property
-    def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]:
-        """`codes.whole` with this recipe; autograd saves the tensors, and passes them in backward."""
-        return functools.partial(whole, self.recipe)
+    remake = staticmethod(whole)  # autograd saves recipe and tensors, and passes them in backward
 
 
 @dataclass(frozen=True)
