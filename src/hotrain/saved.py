@@ -214,7 +214,7 @@ class Levels:
 
         Args:
             t: (..., C), floating point.
-            slope: t → the derivative there.
+            slope: t in float32 (float64 for float64) → the derivative there.
 
         Returns:
             Codes, uint8, several per byte.
@@ -223,7 +223,7 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        codes = [self._codes(slope(part), first) for first, part in parts(rows, self.bits)]
+        codes = [self._codes(slope(wide(part)), first) for first, part in parts(rows, self.bits)]
         return (pack_parts(codes, self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:

@@ -228,9 +228,9 @@ Recipe = Codes | Normed | Activated | Product
 # ---- words ----
 
 
-def values(form: str, columns: int, image: bool = False) -> str:
-    """The word of `Codes` of a tensor, or of an image's rows along its channels."""
-    return f"{'image' if image else 'values'},{form},{operator.index(columns)},"
+def values(form: str, shape: Sequence[int], image: bool = False) -> str:
+    """The word of `Codes` of a tensor of that shape along its last axis, or of an image along its channels."""
+    return f"image,{form},{operator.index(shape[1])}," if image else f"values,{form},{operator.index(shape[-1])},"
 
 
 def heads(form: str, columns: int, saved: bool) -> str:

@@ -238,10 +238,11 @@ class Origins:
             for known, origin in self.recent:
                 if found is None and known[0] is t and known[1] == _traced_writes():
                     found = origin
-        elif current_checkpoint() == self.checkpoint:
+        else:
             for known, origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
                 is_same = isinstance(known[0], weakref.ref) and known[0]() is t
-                if found is None and is_same and version_of(t) == known[1]:
+                if is_same and version_of(t) == known[1] and current_checkpoint() == self.checkpoint:
                     found = origin
+                    break
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found

@@ -25,7 +25,7 @@ from ..formats import GROUPED
 from ..launcher import launch, opaque, operator_for, supported
 from ..sharing import Gate
 from ..slopes import ACTIVATIONS
-from .base import Scope, custom_op, values, with_codes
+from .base import Scope, custom_op, with_codes
 from .factor import Given, Made, own, pack
 
 
@@ -56,7 +56,9 @@ class Gated(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         kept = pack(b, b_form, b_given)
         ctx.save_for_backward(*x_given, *kept)
-        recipe = rematerialize.parsed(b_form if rematerialize.is_recipe(b_form) else values(b_form, b))
+        recipe = rematerialize.parsed(
+            b_form if rematerialize.is_recipe(b_form) else rematerialize.values(b_form, b.shape)
+        )
         assert isinstance(recipe, rematerialize.Codes)
         ctx.activation, ctx.form = name, recipe.form
         return ACTIVATIONS[name].f(x) * b, *with_codes(ctx, *own(kept, b_form))
@@ -100,7 +102,9 @@ def of_pair(scope: Scope, pair: tuple[Tensor, Tensor], saved: Sequence[tuple[str
         if before is None or not before.x.requires_grad or not b.requires_grad or gate.shape != b.shape:
             continue
         (recipe, x_given), (form, b_given) = saved[at], saved[1 - at]
-        other = form if rematerialize.is_recipe(form) else values(form, b) if form in GROUPED else ""
+        other = (
+            form if rematerialize.is_recipe(form) else rematerialize.values(form, b.shape) if form in GROUPED else ""
+        )
         natural = all(memory_order(t) == list(range(t.dim())) for t in (before.x, b))
         if not (recipe and other and natural and gate.dtype == b.dtype and supported(b.device, b.dtype)):
             continue

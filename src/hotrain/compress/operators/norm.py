@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import autograd
-from ...casting import outside_autocast
 from ...private import memory_format_of
 from ...quantize.rounding import wide, wide_dtype
 from .. import rematerialize
@@ -28,7 +27,7 @@ from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, custom_op, float32, is_large, values, wants_gradient, with_codes
+from .base import Handlers, Scope, custom_op, float32, is_large, wants_gradient, with_codes, without_autocast
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -272,17 +271,15 @@ class Norm(torch.autograd.Function):
 # ---- registration ----
 
 
-def _norm(
-    x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    if kind != "rms_cast":  # which is no function of PyTorch
-        x, w, b = float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
-    with outside_autocast(x):
-        return Norm.apply(x, w, b, kind, dims, eps, form)  # type: ignore[no-any-return]
+def _cast(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *args: Any) -> list[Any]:
+    """The arguments as autocast casts them; ``"rms_cast"`` is no function of PyTorch."""
+    given = [x, w, b, kind, *args]
+    return given if kind == "rms_cast" else float32(f"{kind}_norm", *given)
 
 
 norm = custom_op(
-    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)", _norm
+    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Norm.apply, _cast),
 )
 
 
@@ -296,13 +293,15 @@ def note_norm(
 ) -> Tensor:
     """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
     y, codes, scale = found
-    scope.origins.note(y, rematerialize.normed(values(saved_format(), y, image), cast), codes, scale, w, b)
+    recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image), cast)
+    scope.origins.note(y, recipe, codes, scale, w, b)
     return y
 
 
 def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
-    scope.buffers.record(f"{kind}_norm", saved_format())
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, saved_format()), w, b, image=kind == "group")
+    form = saved_format()
+    scope.buffers.record(f"{kind}_norm", form)
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:

@@ -155,17 +155,9 @@ def _is_transposed(t: Tensor, form: str) -> bool:
     return form in GROUPED and t.stride(-1) != 1 and t.stride(-2) == 1
 
 
-@without_autocast
-def _matrices(a: Tensor, *args: Any) -> Any:
-    return Matmul.apply(a, *args)
-
-
-def _cast_matrices(a: Tensor, b: Tensor, *args: Any) -> Any:
-    return _matrices(*lower(a, b), *args)
-
-
 matmul = custom_op(
-    "kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor", _cast_matrices
+    "kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor",
+    without_autocast(Matmul.apply, lower),
 )
 
 
