@@ -28,7 +28,7 @@ from .backward import projected_grad, rotated_grad, rotated_weight
 from .geometry import Geometry, Shape, channels_last
 from .method import PARTNER, GradInput, Method
 from .products import of_products
-from .quantize import encode
+from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
@@ -173,7 +173,7 @@ def _coded_grad_weight(
     else:
         x = lift(values(kept, matrix.dtype), lay, key)
         bits, rounding = max(8, grad.bits), method.saved.rounding
-        codes = encode(x, PARTNER[path.number], bits, "tensor", rounding, key, draws.LIFTED)
+        codes = QUANTIZERS[PARTNER[path.number]](x, bits, "tensor", rounding, key, draws.LIFTED)
     g, image = as_image(grad.unpacked().to(dtype), g_y.shape), as_image(codes.unpacked().to(dtype), shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(matrix.dtype) * (grad.scale * codes.scale)

@@ -28,7 +28,7 @@ from .draws import in_backward, layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .quantize.rounding import wide_dtype
+from .quantize.rounding import wide
 from .saved import Format
 
 _lib = torch.library.Library("hotrain", "DEF")
@@ -98,8 +98,8 @@ def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> t
     if found.kernels:
         shapes = autograd.KERNELS[x.device.type].kept_shapes(columns, lay, found.method, x.dtype)
     else:  # found with one row
-        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide_dtype(x.dtype), device="cpu")
-        one = Format(saved, columns, x.dtype).keep(row, 0)
+        row = torch.zeros(1, columns, dtype=x.dtype, device="cpu")
+        one = Format(saved, columns, x.dtype).keep(row if saved.bits is None else wide(row), 0)
         shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
     return _pair((codes, scale[0] if scale else None), x)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .. import draws
 from ..products import int_matmul
-from ..quantize import encode
+from ..quantize import QUANTIZERS
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
@@ -27,7 +27,8 @@ def _reference_key(key: Tensor) -> draws.Key:
 def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
-    found = encode(t, NUMBERS[output.number], bits, axis if output.each else "tensor", rounding, key, output.stream)
+    quantize = QUANTIZERS[NUMBERS[output.number]]
+    found = quantize(t, bits, axis if output.each else "tensor", rounding, key, output.stream)
     return found.codes, found.scale.flatten() if output.each else found.scale
 
 

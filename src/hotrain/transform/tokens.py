@@ -77,12 +77,12 @@ class Layout:
     grid: Grid | None = None
     down: int = 0
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Tiles of one sample."""
         return self.square + self.line
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of P over the whole batch: the length of the contraction of g_w, and of the saved matrix."""
         return self.samples * (self.tiles * self.lines.rank + self.dense)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...autograd import once
 from ...private import constant_in_graphs
-from ...quantize.rounding import wide_dtype
 from ...saved import memory_order
 from .. import rematerialize
 from ..codes import factors_of
@@ -38,7 +37,7 @@ def _gated_gradient(g: Tensor, given: Sequence[Tensor], name: str, form: str) ->
     """g_x and g_b from the codes and scales of x, and then of b."""
 
     def reference() -> tuple[Tensor, Tensor]:
-        dtype, kind = wide_dtype(g.dtype), ACTIVATIONS[name]
+        dtype, kind = torch.promote_types(g.dtype, torch.float32), ACTIVATIONS[name]
         x, b = (GROUPED[form].restore(kept, g.shape, dtype) for kept in (given[:2], given[2:]))
         return (g * b * kind.slope(x)).to(g.dtype), (g * kind.f(x)).to(g.dtype)
 

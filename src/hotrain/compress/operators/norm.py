@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ... import autograd
 from ...private import memory_format_of
-from ...quantize.rounding import wide, wide_dtype
+from ...quantize.rounding import wide
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
@@ -75,7 +75,7 @@ def _gradients(
     g_b = g.sum(leading) if needs[2] else None
     if not needs[0]:
         return None, (g_b, g_w)
-    scaled = g if w is None else g * (wide(w) if by_token else along_channels(w, len(shape)))
+    scaled = g if w is None else g * (w if by_token else along_channels(w, len(shape)))
     if kind == "group":
         scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
     over = list(range(-dims, 0)) if by_token else [2]
@@ -244,22 +244,15 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
-
-        def reference() -> Grads:
-            g = wide(g_y)
-            if kind == "group":
-                normal = unpack(form, kept, [shape[0], *shape[2:], shape[1]], g.dtype).movedim(-1, 1)
-            else:
-                normal = unpack(form, kept, shape, g.dtype)
-            return _gradients(g, normal, w, r, kind, dims, needs)
-
         if _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None)
             g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
             g_x = g_x.view(shape)
         else:
-            g_x, (g_b, g_w) = reference()
+            g, by_token = wide(g_y), kind != "group"
+            normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
+            g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
             g_x.to(ctx.dtype) if needs[0] else None,
             g_w.to(w.dtype) if needs[1] else None,
@@ -327,7 +320,7 @@ def _rms_norm(
     if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
         return None
     if eps is None:
-        eps = torch.finfo(wide_dtype(input.dtype)).eps
+        eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
     return _replaced(scope, input, weight, None, "rms", len(normalized_shape), eps)
 
 
