@@ -71,7 +71,7 @@ def reference_key(key: Key) -> draws.Key:
     if not isinstance(key, Tensor):
         return key or 0
     if key.device.type == "cpu":
-        return int(key) & ((1 << 64) - 1)
+        return int(key)
     found: draws.Key = KERNELS[key.device.type].device_key(key) if key.device.type in KERNELS else draws.DeviceKey(key)
     return found
 
@@ -80,7 +80,7 @@ def saved_key(key: Key, config: Config) -> Tensor | None:
     """The key as it is saved for backward."""
     if not config.draws:
         return None
-    return torch.tensor(draws.signed(key), dtype=torch.int64, device="cpu") if isinstance(key, int) else key
+    return torch.tensor(key, dtype=torch.int64, device="cpu") if isinstance(key, int) else key
 
 
 def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
@@ -348,11 +348,11 @@ def apply(x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: 
         w: (O, I), (I, O) when transposed, or (O, C/groups, kh, kw).
         b: (O,) or None.
         call: for this shape of x.
-        key: of the draws of this step.
+        key: of the draws of this step; an integer is the value of an int64.
         origin: of x, where backward can rematerialize it.
     """
     if call.config.kernels and isinstance(key, int):
-        key = torch.full((), draws.signed(key), dtype=torch.int64, device=x.device)
+        key = torch.full((), key, dtype=torch.int64, device=x.device)
     if call.config.geometry is None:
         return Linear.apply(x, w, b, call, key, origin)
     if x.dim() == 3:

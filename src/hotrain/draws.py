@@ -186,7 +186,7 @@ class Draws:
         return self._known_salt[1]
 
     def _key(self, step: int) -> int:
-        return _mixed(self._current_salt(), step)
+        return signed(_mixed(self._current_salt(), step))
 
     def restart(self) -> None:
         """Count from 0 again, with the seed in force."""
@@ -194,7 +194,7 @@ class Draws:
         self.step = -1
 
     def next(self) -> int:
-        """The key of this forward; a recomputed forward gets the key of the one it repeats."""
+        """The key of this forward, the value of an int64; a recomputed forward gets the key of the one it repeats."""
         if self.generation != _seed.generation:
             self.restart()
         if self.counter is not None:

@@ -21,7 +21,7 @@ NUMBERS = {INT: "int", E4M3: "e4m3", E5M2: "e5m2"}
 
 
 def _reference_key(key: Tensor) -> draws.Key:
-    return int(key) & ((1 << 64) - 1) if key.device.type == "cpu" else draws.DeviceKey(key)
+    return int(key) if key.device.type == "cpu" else draws.DeviceKey(key)
 
 
 def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
