@@ -457,8 +457,8 @@ def _save(
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
     ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
     given = () if origin is None else origin.tensors
-    call.note(x_cast, packed, ctx.source, trained, len(w))
     ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
+    call.note(x_cast, packed, ctx.source, trained, len(w))
 
 
 def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:

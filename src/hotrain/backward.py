@@ -26,7 +26,7 @@ from . import draws, published
 from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized, largest_code
+from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import rotate
@@ -53,8 +53,8 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: draws.Key, lay: Layo
     if path.multiplies_codes:
         g = wide(g_y)
         grad, weight = rotated_grad(g, path, key), rotated_weight(w.to(g.dtype), path, key)
-        product = code_matmul(grad.codes, weight.codes, largest_code(grad.bits) ** 2, grad.scale.dtype)
-        return (product.to(grad.scale.dtype) * grad.scale * weight.scale).to(g_y.dtype)
+        product = code_matmul(grad.codes, weight.codes, grad.bits + weight.bits, g.dtype)
+        return (product * grad.scale * weight.scale).to(g_y.dtype)
     if path.is_exact:
         return g_y @ w.to(g_y.dtype)
     return published.grad_input(g_y, w, path, key, lay)
@@ -114,9 +114,8 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
         # Per-row scales are on the contraction axis: they cannot be applied after the product.
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
     grad = projected_grad(g, path, key)
-    limit = largest_code(grad.bits) * largest_code(kept.bits)
-    product = code_matmul(grad.codes.T, kept.unpacked(), limit, g.dtype)
-    return product.to(g.dtype) * (grad.scale * scale)
+    product = code_matmul(grad.codes.T, kept.unpacked(), grad.bits + kept.bits, g.dtype)
+    return product * (grad.scale * scale)
 
 
 # ---- the operands of products of codes; arguments are float32 or float64 ----

@@ -64,11 +64,11 @@ def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
     return total
 
 
-def code_matmul(a: Tensor, b: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
-    """a @ b of codes: `int_matmul` for int8; for float8, exact products summed in `dtype`."""
+def code_matmul(a: Tensor, b: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """a @ b of codes, with `bits` of a and b together, in `dtype`: `int_matmul`; of float8 a product in `dtype`."""
     if a.dtype.is_floating_point:
         return a.to(dtype) @ b.to(dtype)
-    return int_matmul(a, b, limit)
+    return int_matmul(a, b, 1 << (bits - 2)).to(dtype)
 
 
 def _single_row(t: Tensor) -> Tensor:

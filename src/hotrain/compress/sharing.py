@@ -242,7 +242,7 @@ class Origins:
             for known, origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
                 is_same = isinstance(known[0], weakref.ref) and known[0]() is t
-                if is_same and version_of(t) == known[1] and current_checkpoint() == self.checkpoint:
+                if is_same and current_checkpoint() == self.checkpoint and version_of(t) == known[1]:
                     found = origin
                     break
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found
