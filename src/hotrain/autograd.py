@@ -328,6 +328,11 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
     return tuple(None if g is None else next(marked) for g in grads)
 
 
+def not_a_view(y: Tensor) -> Tensor:
+    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
+
+
 def _plain(t: Tensor) -> AbstractContextManager[object]:
     """No gradients and no autocast; in most backward passes both are off."""
     off = not torch.is_grad_enabled() and autocast_to(t.device.type) is None
@@ -376,8 +381,7 @@ class Linear(torch.autograd.Function):
                 packed = call.pack(x_cast, key) if keeps else (None, None)
             else:
                 y, packed = call.product(x_cast, w_cast, b_cast, key, keeps)
-            # With three axes y is a view, which autograd would not let the next layer change in place.
-            y = torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
+            y = not_a_view(y)  # with three axes it is one
         _save(ctx, call, key, origin, x, x_cast, w, packed)
         return y
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
+from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...quantize.rounding import wide
 from ...saved import Levels, as_it_was, memory_order
@@ -32,7 +32,6 @@ from .base import (
     custom_op,
     is_channels_last,
     is_large,
-    not_a_view,
     uncompressed,
     with_codes,
     without_autocast,

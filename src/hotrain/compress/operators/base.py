@@ -161,11 +161,6 @@ def written(x: Tensor, y: Tensor) -> Tensor:
     return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
 
 
-def not_a_view(y: Tensor) -> Tensor:
-    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
-
-
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
     """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
     ctx.mark_non_differentiable(*codes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
+from ...autograd import not_a_view, once
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
@@ -26,7 +26,6 @@ from .base import (
     custom_op,
     is_large,
     lower,
-    not_a_view,
     pair,
     wants_gradient,
     with_codes,

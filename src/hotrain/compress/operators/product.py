@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once
+from ...autograd import not_a_view, once
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, source
 from . import gated
-from .base import Handlers, Scope, custom_op, lower, not_a_view, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, lower, with_codes, without_autocast
 from .factor import Given, Kept, Made, forms_of, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
