@@ -13,7 +13,7 @@ from oracle import conv_gradients, projection, sqnr_db
 from torch import Tensor, nn
 
 import hotrain
-from hotrain import autograd, convolution, functional
+from hotrain import autograd, convolution, draws, functional
 from hotrain.geometry import Geometry, patches, patches_transposed
 from hotrain.layer import Config
 
@@ -405,7 +405,7 @@ def test_any_geometry(case: tuple[Geometry, int, int], batch: int, channels: int
     g_y = torch.randn_like(y)
     want_x, want_w = torch.autograd.grad(y, (x, w), g_y)
     call = autograd.call_of(Config(EXACT[0], geometry=geometry), x)
-    got_x, got_w = torch.autograd.grad(autograd.apply(x, w, None, call, KEY), (x, w), g_y)
+    got_x, got_w = torch.autograd.grad(autograd.apply(x, w, None, call, draws.signed(KEY)), (x, w), g_y)
     torch.testing.assert_close(got_x, want_x, rtol=0, atol=1e-10)
     torch.testing.assert_close(got_w, want_w, rtol=0, atol=1e-10)
 

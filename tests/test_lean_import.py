@@ -36,6 +36,12 @@ hotrain.convert(layer)
 layer[0](torch.randn(2, 16, 64)).sum().backward()
 """
 
+BLOCK = """
+model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+hotrain.convert(model, memory="block")
+model(torch.randn(8, 64, 64)).sum().backward()
+"""
+
 
 def probe(then: str = "") -> dict[str, Any]:
     run = subprocess.run(
@@ -45,7 +51,7 @@ def probe(then: str = "") -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("then", ["", USE], ids=["import", "convert and a step"])
+@pytest.mark.parametrize("then", ["", USE, BLOCK], ids=["import", "convert and a step", "a step of a block"])
 def test_nothing_but_torch_and_no_device(then: str) -> None:
     """Also with warnings as errors. What torch has not loaded by itself must be ours or the standard library's."""
     seen = probe(then)

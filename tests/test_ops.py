@@ -149,7 +149,7 @@ class StandIn:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
-    monkeypatch.setattr(autograd, "kernels_for", lambda device: found)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), found))
     return found
 
 
@@ -183,7 +183,7 @@ def test_kernels_take_matrices(
     tensors = torch.randn(x, requires_grad=True), torch.randn(w, requires_grad=True)
     want = grads(run, *tensors)
     found = StandIn()
-    monkeypatch.setattr(autograd, "kernels_for", lambda device: found)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), found))
     got = grads(run, *tensors)
     assert [name for name, _ in found.calls] == ["keep", "conv2d_gradients" if w[2:] == (3, 3) else "gradients"]
     assert found.inputs[0].dim() == 2
@@ -257,7 +257,7 @@ def test_layers_are_made_ready_before_they_are_traced(kernels: StandIn) -> None:
 
 
 def test_on_the_cpu_no_kernels_are_looked_for() -> None:
-    assert autograd.kernels_for(torch.device("cpu")) is None
+    assert set(autograd.KERNELS) == {"cuda"}
 
 
 def test_what_the_host_knows_of_a_device_key(monkeypatch: pytest.MonkeyPatch) -> None:

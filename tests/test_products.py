@@ -94,17 +94,17 @@ def test_float8_codes(number: torch.dtype, dtype: torch.dtype) -> None:
     """Each product of two codes is exact (8 bits at most); K sums err by at most K·eps/2 of the sum of magnitudes."""
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=draw).mul(30).to(number) for shape in ((17, 1041), (1041, 9)))
-    got = code_matmul(a, b, 127 * 127, dtype)
+    got = code_matmul(a, b, 16, dtype)
     assert got.dtype == dtype
     error = (got.double() - a.double() @ b.double()).abs()
     bound = 1041 * torch.finfo(dtype).eps / 2 * (a.double().abs() @ b.double().abs())
     assert (error <= bound).all()
-    assert torch.equal(code_matmul(a[:, :1], b[:1], 127 * 127, dtype).double(), a[:, :1].double() @ b[:1].double())
+    assert torch.equal(code_matmul(a[:, :1], b[:1], 16, dtype).double(), a[:, :1].double() @ b[:1].double())
 
 
 def test_codes_that_are_integers_stay_exact(path: str) -> None:
     a, b = codes(5, 3000, 7)
-    assert torch.equal(code_matmul(a, b, 127 * 127, torch.float32), int_matmul(a, b))
+    assert torch.equal(code_matmul(a, b, 16, torch.float32), int_matmul(a, b).float())
 
 
 TRANSPOSES: list[tuple[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] = [

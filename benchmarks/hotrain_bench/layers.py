@@ -193,14 +193,14 @@ class Definition:
 
     def grad_codes(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> object:
         """Compute both quantities made from g_y: transformed for g_x, projected for g_w."""
-        path = self.method.grad_input
-        rotated = None if path.bits is None else backward.rotated_grad(s.g_y, path, self.key)
-        return rotated, project(wide(s.g_y).view(*self.lead, -1), self.lay, self.key)
+        path, g = self.method.grad_input, wide(s.g_y)
+        rotated = None if path.bits is None else backward.rotated_grad(g, path, self.key)
+        return rotated, project(g.view(*self.lead, -1), self.lay, self.key)
 
     def weight_codes(self, s: Inputs) -> object:
         """Transform and quantize w; None if the method does not quantize it."""
         path = self.method.grad_input
-        return None if path.bits is None else backward.rotated_weight(s.w, path, self.key)
+        return None if path.bits is None else backward.rotated_weight(wide(s.w), path, self.key)
 
     def gradients(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> Gradients:
         """Compute the gradients (g_x, g_w, g_b) that ``needs`` asks for; None for the others."""

@@ -11,18 +11,16 @@ calls them directly, since the dispatcher costs host time; compiled code calls t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import backward, convolution, draws, forward
+from . import backward, convolution, draws, forward, kernels
 from .casting import autocast, autocast_dtype, autocast_to, outside_autocast
 from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
@@ -30,6 +28,7 @@ from .layer import Config
 from .layer_record import AmaxHistory
 from .private import constant_in_graphs, is_transformed, is_view
 from .quantize.rounding import wide
+from .saved import Format
 from .transform.tokens import Layout, project
 
 Needs = tuple[bool, bool, bool]  # of x, w, b
@@ -38,16 +37,7 @@ Key = int | Tensor | None  # of the draws; None for a method that draws nothing
 Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what the kernels keep beside them
 
 
-def kernels_for(device: torch.device) -> Any:
-    """The module `hotrain.kernels` for a CUDA device, None for other devices."""
-    return _kernels() if device.type == "cuda" else None
-
-
-@functools.cache
-def _kernels() -> ModuleType:
-    from . import kernels
-
-    return kernels
+KERNELS: dict[str, Any] = {"cuda": kernels}  # type of device → `hotrain.kernels`; nothing where the reference runs
 
 
 class Origin(Protocol):
@@ -56,7 +46,7 @@ class Origin(Protocol):
     Attributes:
         recipe: how (`hotrain.compress.rematerialize`).
         tensors: of which; a preceding op saves them.
-        remake: (saved tensors, shape, dtype) → the input (`hotrain.compress.sharing`).
+        remake: (recipe, saved tensors, shape, dtype) → the input (`hotrain.compress.codes`).
     """
 
     @property
@@ -66,7 +56,7 @@ class Origin(Protocol):
     def tensors(self) -> tuple[Tensor | None, ...]: ...
 
     @property
-    def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
+    def remake(self) -> Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
 
 
 # ---- the work of a layer, in eager and compiled code ----
@@ -81,9 +71,8 @@ def reference_key(key: Key) -> draws.Key:
     if not isinstance(key, Tensor):
         return key or 0
     if key.device.type == "cpu":
-        return int(key) & ((1 << 64) - 1)
-    kernels = kernels_for(key.device)
-    found: draws.Key = draws.DeviceKey(key) if kernels is None else kernels.device_key(key)
+        return int(key)
+    found: draws.Key = KERNELS[key.device.type].device_key(key) if key.device.type in KERNELS else draws.DeviceKey(key)
     return found
 
 
@@ -91,17 +80,17 @@ def saved_key(key: Key, config: Config) -> Tensor | None:
     """The key as it is saved for backward."""
     if not config.draws:
         return None
-    return torch.tensor(draws.signed(key), dtype=torch.int64, device="cpu") if isinstance(key, int) else key
+    return torch.tensor(key, dtype=torch.int64, device="cpu") if isinstance(key, int) else key
 
 
 def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
     """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not."""
     if config.kernels:
-        kept: Packed = kernels_for(x.device).keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
+        kept: Packed = KERNELS[x.device.type].keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
     word, dtype = reference_key(key), x.dtype
     x = x if config.method.saved.bits is None else wide(x)
-    codes, *scale = config.format(x.shape[-1], dtype).keep(project(x, lay, word), word)
+    codes, *scale = Format(config.method.saved, x.shape[-1], dtype).keep(project(x, lay, word), word)
     return codes, scale[0] if scale else None
 
 
@@ -113,7 +102,7 @@ def product(
     matrix = x.reshape(-1, x.shape[-1])
     kept: Packed = (None, None)
     if config.kernels:
-        y, found = kernels_for(x.device).forward(
+        y, found = KERNELS[x.device.type].forward(
             matrix, w, b, config.method, lay, key, history, keeps, config.transposed
         )
         kept = found or kept
@@ -139,7 +128,7 @@ def linear_gradients(
     """
     matrix, method = g_y.reshape(-1, g_y.shape[-1]), config.method
     if config.kernels:
-        found: Grads = kernels_for(g_y.device).gradients(
+        found: Grads = KERNELS[g_y.device.type].gradients(
             matrix, w, packed, method, lay, key, history, needs,
             transposed=config.transposed, dtype=w_dtype, columns=columns,
         )  # fmt: skip
@@ -178,7 +167,7 @@ def conv2d_gradients(
     batch, channels, height, width = shape
     image = (batch, channels, height, width)
     if config.kernels:
-        found: Grads = kernels_for(g_y.device).conv2d_gradients(
+        found: Grads = KERNELS[g_y.device.type].conv2d_gradients(
             g_y, w, packed, method, lay, key, history, needs, image, geometry
         )
         return found[0], None if found[1] is None else found[1].to(w_dtype), found[2]
@@ -199,7 +188,8 @@ def conv2d_gradients(
 
 def _rows(packed: Packed, config: Config, columns: int, dtype: torch.dtype) -> Any:
     """P x as `pack` saved it, for `backward.grad_weight`."""
-    return config.format(columns, dtype).restore(packed[:1] if config.method.saved.bits is None else packed)  # type: ignore[arg-type]
+    saved = config.method.saved
+    return Format(saved, columns, dtype).restore(packed[:1] if saved.bits is None else packed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,28 +254,27 @@ class Call:
     def note(self, x: Tensor, packed: Packed, source: str, trained: bool, outputs: int) -> None:
         """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
         if self.layer is not None and self.traced is None:
-            self.layer.ran.kept(x, packed, draws.in_backward())
-            config = self.config
-            self.layer.ran.step(config.method, config.kernels, config.product(outputs), source, not trained)
+            config, ran = self.config, self.layer.ran
+            ran.kept(x, packed, self.layer.repeats)
+            of = config.product(outputs) if config.overlaps else "tokens"
+            ran.step(config.method, config.kernels, of, source, not trained)
 
 
 def call_of(config: Config, x: Tensor, layer: Draws | None = None) -> Call:
     """The call of a layer with that input, by the kernels where they support it, else by the reference."""
     cast = autocast_to(x.device.type)
     lay, dtype = config.layout_of(tuple(x.shape)), autocast_dtype(x)
-    kernels = kernels_for(x.device)
     why = unsupported(config, lay, dtype, x.device)
-    if why is not None and kernels is not None:
-        kernels.note(why, x.device, dtype)
+    if why is not None and x.device.type in KERNELS:
+        KERNELS[x.device.type].note(why, x.device, dtype)
     return Call(replace(config, kernels=why is None), lay, cast, layer)
 
 
 def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel supports the layer on a device, as a clause; None where one does."""
-    kernels = kernels_for(device)
-    if kernels is None:
+    if device.type not in KERNELS:
         return "not a GPU"
-    why: str | None = kernels.reason(config.method, lay, dtype, device)
+    why: str | None = KERNELS[device.type].reason(config.method, lay, dtype, device)
     return why
 
 
@@ -339,6 +328,11 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
     return tuple(None if g is None else next(marked) for g in grads)
 
 
+def not_a_view(y: Tensor) -> Tensor:
+    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
+
+
 def _plain(t: Tensor) -> AbstractContextManager[object]:
     """No gradients and no autocast; in most backward passes both are off."""
     off = not torch.is_grad_enabled() and autocast_to(t.device.type) is None
@@ -359,11 +353,11 @@ def apply(x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: 
         w: (O, I), (I, O) when transposed, or (O, C/groups, kh, kw).
         b: (O,) or None.
         call: for this shape of x.
-        key: of the draws of this step.
+        key: of the draws of this step; an integer is the value of an int64.
         origin: of x, where backward can rematerialize it.
     """
     if call.config.kernels and isinstance(key, int):
-        key = torch.full((), draws.signed(key), dtype=torch.int64, device=x.device)
+        key = torch.full((), key, dtype=torch.int64, device=x.device)
     if call.config.geometry is None:
         return Linear.apply(x, w, b, call, key, origin)
     if x.dim() == 3:
@@ -387,8 +381,7 @@ class Linear(torch.autograd.Function):
                 packed = call.pack(x_cast, key) if keeps else (None, None)
             else:
                 y, packed = call.product(x_cast, w_cast, b_cast, key, keeps)
-            # With three axes y is a view, which autograd would not let the next layer change in place.
-            y = torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
+            y = not_a_view(y)  # with three axes it is one
         _save(ctx, call, key, origin, x, x_cast, w, packed)
         return y
 
@@ -468,11 +461,11 @@ def _save(
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
     ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
     given = () if origin is None else origin.tensors
-    call.note(x_cast, packed, ctx.source, trained, len(w))
     ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
+    call.note(x_cast, packed, ctx.source, trained, len(w))
 
 
 def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:
     """What `_save` saved: w, the key, the codes, and x if it has an origin."""
     w, key, codes, scale, *given = ctx.saved_tensors
-    return w, key, (codes, scale), None if ctx.remake is None else ctx.remake(given, ctx.shape, ctx.dtype)
+    return w, key, (codes, scale), None if ctx.remake is None else ctx.remake(ctx.source, given, ctx.shape, ctx.dtype)

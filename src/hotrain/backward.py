@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from . import draws, published
-from .method import GradInput, GradWeight, Method, partner
+from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
-from .quantize import encode
-from .quantize.integer import Quantized, largest_code
-from .quantize.rounding import wide, wide_dtype
+from .quantize import QUANTIZERS
+from .quantize.integer import Quantized
+from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import rotate
 from .transform.importance import drawn
@@ -51,9 +51,10 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: draws.Key, lay: Layo
     """
     path = method.grad_input
     if path.multiplies_codes:
-        grad, weight = rotated_grad(g_y, path, key), rotated_weight(w, path, key)
-        product = code_matmul(grad.codes, weight.codes, largest_code(grad.bits) ** 2, grad.scale.dtype)
-        return (product.to(grad.scale.dtype) * grad.scale * weight.scale).to(g_y.dtype)
+        g = wide(g_y)
+        grad, weight = rotated_grad(g, path, key), rotated_weight(w.to(g.dtype), path, key)
+        product = code_matmul(grad.codes, weight.codes, grad.bits + weight.bits, g.dtype)
+        return (product * grad.scale * weight.scale).to(g_y.dtype)
     if path.is_exact:
         return g_y @ w.to(g_y.dtype)
     return published.grad_input(g_y, w, path, key, lay)
@@ -90,7 +91,7 @@ def _shared(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -> tuple[Te
     """The rows of g = P g_y, (R, O), and of P x, (R, I), that the product takes, with their weights in g."""
     if path.share == 1.0:
         return g, kept
-    x = values(kept, wide_dtype(g.dtype))
+    x = values(kept, torch.promote_types(g.dtype, torch.float32))
     picked, weight = drawn(_norms(g) * _norms(x), path.share, key)
     g = g[picked] * weight.to(g.dtype)[:, None]
     if not isinstance(kept, Quantized):
@@ -107,35 +108,35 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
     """Q(g)ᵀ Q(x) of g = P g_y, (R, O), and P x, (R, I), which is quantized here if it is not yet."""
     if not isinstance(kept, Quantized):
         assert path.bits is not None
-        kept = encode(kept.to(g.dtype), partner(path.number), path.bits, "tensor", path.rounding, key, draws.SAVED)
+        kept = QUANTIZERS[PARTNER[path.number]](kept.to(g.dtype), path.bits, "tensor", path.rounding, key, draws.SAVED)
     scale = kept.scale
     if scale.dim() == 2:
         # Per-row scales are on the contraction axis: they cannot be applied after the product.
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
     grad = projected_grad(g, path, key)
-    limit = largest_code(grad.bits) * largest_code(kept.bits)
-    product = code_matmul(grad.codes.T, kept.unpacked(), limit, g.dtype)
-    return product.to(g.dtype) * (grad.scale * scale)
+    product = code_matmul(grad.codes.T, kept.unpacked(), grad.bits + kept.bits, g.dtype)
+    return product * (grad.scale * scale)
 
 
-def rotated_grad(g_y: Tensor, path: GradInput, key: draws.Key) -> Quantized:
-    """Q(g_y H): codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
+# ---- the operands of products of codes; arguments are float32 or float64 ----
+
+
+def rotated_grad(g: Tensor, path: GradInput, key: draws.Key) -> Quantized:
+    """Q(g H) of g = g_y: codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = wide(g_y)
     g = rotate(g) if path.transform == "hadamard" else g
-    return encode(g, path.number, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
+    return QUANTIZERS[path.number](g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 
 def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
     assert path.bits is not None
-    w = wide(w)
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
-    number = partner(path.number)
-    return encode(w, number, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
+    quantize = QUANTIZERS[PARTNER[path.number]]
+    return quantize(w, path.bits, path.weight_scale, path.weight_rounding, key, draws.WEIGHT)
 
 
 def projected_grad(g: Tensor, path: GradWeight, key: draws.Key) -> Quantized:
     """Q(g), with g = P g_y: codes (R, O) with a per-tensor scale."""
     assert path.bits is not None
-    return encode(g, path.number, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    return QUANTIZERS[path.number](g, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)

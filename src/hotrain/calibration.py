@@ -249,7 +249,7 @@ def scale_errors(g_y: Tensor, path: GradInput, key: int, statistic: str = "l2") 
     size = float(want.norm())
     errors = []
     for scale in CHOICES:
-        got = rotated_grad(g_y, replace(path, scale=scale), key).dequantize()
+        got = rotated_grad(g, replace(path, scale=scale), key).dequantize()
         error = float((got - want).norm()) / size if size else 0.0
         errors.append(error if statistic == "l2" else error**2)
     return errors[0], errors[1]

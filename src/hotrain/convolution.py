@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from . import draws, published
 from .backward import projected_grad, rotated_grad, rotated_weight
 from .geometry import Geometry, Shape, channels_last
-from .method import GradInput, Method, partner
+from .method import PARTNER, GradInput, Method
 from .products import of_products
-from .quantize import encode
+from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
@@ -67,9 +67,9 @@ def _coded_grad_input(
 
     Scales multiply what they are of before the sum: those of tokens g_y's codes, all others the few codes of w.
     """
-    dtype = of_products(g_y)
-    grad = rotated_grad(padded_grad(g_y, path, geometry.groups), path, key)
-    weight = rotated_weight(padded_weight(w, path, geometry.groups), path, key)
+    dtype, g = of_products(g_y), wide(padded_grad(g_y, path, geometry.groups))
+    grad = rotated_grad(g, path, key)
+    weight = rotated_weight(padded_weight(w, path, geometry.groups).to(g.dtype), path, key)
     k = weight.dequantize()
     if grad.scale.dim():
         g = grad.dequantize(dtype)
@@ -173,7 +173,7 @@ def _coded_grad_weight(
     else:
         x = lift(values(kept, matrix.dtype), lay, key)
         bits, rounding = max(8, grad.bits), method.saved.rounding
-        codes = encode(x, partner(path.number), bits, "tensor", rounding, key, draws.LIFTED)
+        codes = QUANTIZERS[PARTNER[path.number]](x, bits, "tensor", rounding, key, draws.LIFTED)
     g, image = as_image(grad.unpacked().to(dtype), g_y.shape), as_image(codes.unpacked().to(dtype), shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(matrix.dtype) * (grad.scale * codes.scale)

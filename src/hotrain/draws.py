@@ -132,6 +132,7 @@ class Draws:
         history: the kernels' amax history, on the same device; a copy of the layer goes on with a copy of it. The
             address of its words identifies the layer in compiled graphs (`layer_of`).
         ran: what the layer's last training step did.
+        repeats: whether the last forward ran in backward, which repeats a checkpointed one.
     """
 
     def __init__(self, layer: int) -> None:
@@ -143,6 +144,7 @@ class Draws:
         self._start()
 
     def _start(self) -> None:
+        self.repeats = False
         self.counter: Tensor | None = None
         self._salt: int | None = None  # the one written to `counter`
         self._known_salt: tuple[tuple[int, int] | None, int] = None, 0  # seed and rank, and the salt that they make
@@ -184,7 +186,7 @@ class Draws:
         return self._known_salt[1]
 
     def _key(self, step: int) -> int:
-        return _mixed(self._current_salt(), step)
+        return signed(_mixed(self._current_salt(), step))
 
     def restart(self) -> None:
         """Count from 0 again, with the seed in force."""
@@ -192,12 +194,13 @@ class Draws:
         self.step = -1
 
     def next(self) -> int:
-        """The key of this forward; a recomputed forward gets the key of the one it repeats."""
+        """The key of this forward, the value of an int64; a recomputed forward gets the key of the one it repeats."""
         if self.generation != _seed.generation:
             self.restart()
         if self.counter is not None:
             self._host_step = self.step
-        if self._host_step < 0 or not in_backward():
+        self.repeats = in_backward()
+        if self._host_step < 0 or not self.repeats:
             self._host_step += 1
             if self.counter is not None:
                 self.step = self._host_step
@@ -234,7 +237,8 @@ class Draws:
         self.place(device)
         assert self.counter is not None
         _seed.graphs = _seed.graphs or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        moves = self._host_step < 0 or not in_backward()
+        self.repeats = in_backward()
+        moves = self._host_step < 0 or not self.repeats
         self._host_step += moves
         return make(self.counter, moves)
 

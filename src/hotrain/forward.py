@@ -10,8 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .products import code_matmul
-from .quantize import encode
-from .quantize.integer import largest_code
+from .quantize import QUANTIZERS
 from .quantize.rounding import wide
 
 
@@ -28,8 +27,7 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:
         (T, O), in x's dtype.
     """
     form, axis = ("e4m3", "tensor") if number == "fp8" else ("int", "token")
-    left, right = (encode(wide(t), form, 8, axis) for t in (x, w))
-    limit = largest_code(8) ** 2
-    y = code_matmul(left.codes, right.codes.T, limit, left.scale.dtype) * left.scale
+    left, right = (QUANTIZERS[form](wide(t), 8, axis) for t in (x, w))
+    y = code_matmul(left.codes, right.codes.T, 16, left.scale.dtype) * left.scale
     y = y * (right.scale.T if right.scale.dim() else right.scale)
     return (y if b is None else y + b.to(y.dtype)).to(x.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import autograd
+from .draws import signed
 from .geometry import Geometry, Pair
 from .layer import Config
 from .method import Method
@@ -150,7 +151,7 @@ def conv2d(
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config, key: int) -> Tensor:
-    return autograd.apply(x, weight, bias, autograd.call_of(config, x), key)
+    return autograd.apply(x, weight, bias, autograd.call_of(config, x), signed(key))
 
 
 def _pair(value: int | Pair) -> Pair:

@@ -6,13 +6,10 @@ import ast
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 
-import torch
-
 from ._version import __version__
 from .convolution import stays_float
 from .geometry import Geometry
 from .method import GradInput, GradWeight, Method, Saved
-from .saved import Format
 from .transform.tokens import Grid, Layout, layout
 
 
@@ -78,16 +75,11 @@ class Config:
         return self.layout((*(batch or (1,)), *size))
 
     def product(self, outputs: int) -> str:
-        """What backward multiplies: ``"tokens"``, P g_y and P x; where patches overlap g_y and x at its own positions,
-        ``"restored"`` and quantized, or ``"float"``, neither g_y nor w in codes (`convolution.stays_float`).
+        """What backward multiplies where patches overlap: g_y and x at its own positions, ``"restored"`` and quantized,
+        or ``"float"``, neither g_y nor w in codes (`convolution.stays_float`); elsewhere it is ``"tokens"``.
 
         Args:
             outputs: number of output channels.
         """
-        if self.geometry is None or not self.overlaps:
-            return "tokens"
+        assert self.geometry is not None
         return "float" if stays_float(self.method, outputs, self.geometry) else "restored"
-
-    def format(self, columns: int, dtype: torch.dtype) -> Format:
-        """The format in which P x is saved."""
-        return Format(self.method.saved, columns, dtype)

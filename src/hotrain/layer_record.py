@@ -41,7 +41,7 @@ class Ran:
     Attributes:
         method: with its number format chosen for the device; None before the first training step.
         kernels: whether Triton kernels ran, else the reference in plain PyTorch.
-        product: of which g_w is (`layer.Config.product`).
+        product: of which g_w is: ``"tokens"``, P g_y and P x, or what `layer.Config.product` says.
         shapes: (dtype, bytes) of each tensor that the layer itself saves of its input, for one call; empty where the
             input is shared, and where the weight is frozen.
         source: the op whose saved activation backward rematerializes the input from

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 ROUNDINGS = ("stochastic", "nearest", "pseudo")
@@ -25,6 +26,8 @@ NUMBERS = ("int", *FLOATS)
 TILES = (1, 16, 64)
 FORWARDS = ("exact", "fp8", "int8")
 MEMORIES = ("linear", "block")
+# number of g_y, or of x → that of w beside g_y, and of x
+PARTNER = {"int": "int", "luq": "int", "sawb": "int", "e4m3": "e4m3", "e5m2": "e4m3"}
 
 
 def _require(owner: str, name: str, value: object, allowed: Iterable[object]) -> None:
@@ -47,11 +50,6 @@ def _require_fp8(owner: str, part: object, number: str, accepted: Mapping[str, t
             f"{owner}: number={number!r} with {', '.join(f'{k}={v!r}' for k, v in wrong.items())} is not defined; "
             f"accepted are {', '.join(f'{k}={accepted[k][0]!r}' for k in wrong)}"
         )
-
-
-def partner(number: str) -> str:
-    """The number of w beside g_y in that number, and of x: e4m3 beside either fp8, else integers."""
-    return "e4m3" if number in FLOATS else "int"
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,12 @@ class GradInput:
         """Whether g_x is PyTorch's."""
         return self.bits is None and self.transform != "lowpass"
 
-    @property
+    @cached_property
     def multiplies_codes(self) -> bool:
         """Whether the product is one of integer or fp8 codes."""
         return self.bits is not None and self.number != "luq"
 
-    @property
+    @cached_property
     def scale_axis(self) -> str:
         """The scale in force: without a calibration, ``"auto"`` is per token (fp8: per tensor)."""
         if self.scale == "auto":
@@ -201,7 +199,7 @@ class GradWeight:
         """How many of the rows are the same in every block."""
         return self.rank - self.sampled
 
-    @property
+    @cached_property
     def multiplies_codes(self) -> bool:
         """As in `GradInput`."""
         return self.bits is not None and self.number != "luq"
@@ -306,7 +304,7 @@ class Method:
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
         g_w, saved = self.grad_weight, self.saved
-        if g_w.bits and saved.bits and g_w.number != "luq" and partner(g_w.number) != partner(saved.number):
+        if g_w.bits and saved.bits and g_w.number != "luq" and PARTNER[g_w.number] != PARTNER[saved.number]:
             raise ValueError(
                 f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
                 "(e4m3, e5m2) for grad_weight with number='e4m3' for saved"

@@ -28,7 +28,8 @@ from .draws import in_backward, layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .quantize.rounding import wide_dtype
+from .quantize.rounding import wide
+from .saved import Format
 
 _lib = torch.library.Library("hotrain", "DEF")
 
@@ -94,12 +95,11 @@ def _keep(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> tuple[
 def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> tuple[Tensor, Tensor]:
     found, columns = Config.of(config), int(x.shape[-1])
     lay, saved = found.layout(x.shape[:-1]), found.method.saved
-    kernels = autograd.kernels_for(x.device) if found.kernels else None
-    if kernels is not None:
-        shapes = kernels.kept_shapes(columns, lay, found.method, x.dtype)
+    if found.kernels:
+        shapes = autograd.KERNELS[x.device.type].kept_shapes(columns, lay, found.method, x.dtype)
     else:  # found with one row
-        row = torch.zeros(1, columns, dtype=x.dtype if saved.bits is None else wide_dtype(x.dtype), device="cpu")
-        one = found.format(columns, x.dtype).keep(row, 0)
+        row = torch.zeros(1, columns, dtype=x.dtype, device="cpu")
+        one = Format(saved, columns, x.dtype).keep(row if saved.bits is None else wide(row), 0)
         shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
     return _pair((codes, scale[0] if scale else None), x)
@@ -121,11 +121,11 @@ def _forward_fake(
     return y, *(_keep_fake(x, key, history, config) if keeps else _pair((None, None), x))
 
 
-def _note(ran: Ran, config: Config, g_y: Tensor, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
+def _note(ran: Ran, config: Config, product: str, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
     """Record what this backward computes, for the report."""
     if codes is not None and config.method.saved.bits is None and config.method.grad_weight.tile == 1:
         ran.kept(codes, (codes,), False)  # x itself, saved without an op
-    ran.step(config.method, config.kernels, config.product(g_y.shape[-1]), source, not needs[1])
+    ran.step(config.method, config.kernels, product, source, not needs[1])
 
 
 def _three(needs: Sequence[bool]) -> Needs:
@@ -145,7 +145,7 @@ def _linear_gradients(
     config: str, source: str, w_dtype: torch.dtype, columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     found, (amax, ran) = Config.of(config), _layer_with(history)
-    _note(ran, found, g_y, codes, source, needs)
+    _note(ran, found, "tokens", codes, source, needs)
     lay = found.layout(g_y.shape[:-1])
     grads = autograd.linear_gradients(
         g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, _three(needs)
@@ -159,7 +159,7 @@ def _conv2d_gradients(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """With g_y and g_x channels-last, (B, H', W', O) and (B, H, W, C)."""
     found, (amax, ran) = Config.of(config), _layer_with(history)
-    _note(ran, found, g_y, codes, source, needs)
+    _note(ran, found, found.product(g_y.shape[-1]), codes, source, needs)
     lay = found.layout_of(tuple(shape))
     g_x, g_w, g_b = autograd.conv2d_gradients(
         g_y.permute(0, 3, 1, 2), w, (codes, scale), key, found, lay, amax, tuple(shape), w_dtype, _three(needs)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .private import no_dispatch_modes
-from .quantize.rounding import wide_dtype
 
 _EXACT_IN_FLOAT32 = 1 << 24
 _INT32 = (1 << 31) - 1
@@ -65,11 +64,11 @@ def int_matmul(a: Tensor, b: Tensor, limit: int = 127 * 127) -> Tensor:
     return total
 
 
-def code_matmul(a: Tensor, b: Tensor, limit: int, dtype: torch.dtype) -> Tensor:
-    """a @ b of codes: `int_matmul` for int8; for float8, exact products summed in `dtype`."""
+def code_matmul(a: Tensor, b: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """a @ b of codes, with `bits` of a and b together, in `dtype`: `int_matmul`; of float8 a product in `dtype`."""
     if a.dtype.is_floating_point:
         return a.to(dtype) @ b.to(dtype)
-    return int_matmul(a, b, limit)
+    return int_matmul(a, b, 1 << (bits - 2)).to(dtype)
 
 
 def _single_row(t: Tensor) -> Tensor:
@@ -79,4 +78,5 @@ def _single_row(t: Tensor) -> Tensor:
 
 def of_products(g_y: Tensor) -> torch.dtype:
     """The dtype in which codes of g_y are multiplied as floats: codes of 8 bits and powers of two are exact in bf16."""
-    return torch.bfloat16 if g_y.is_cuda and g_y.dtype == torch.bfloat16 else wide_dtype(g_y.dtype)
+    short = g_y.is_cuda and g_y.dtype == torch.bfloat16
+    return torch.bfloat16 if short else torch.promote_types(g_y.dtype, torch.float32)

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from . import draws, published
 from .method import Saved
-from .quantize import encode
+from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
 from .quantize.packing import pack_parts, parts, unpack_parts
-from .quantize.rounding import dither, wide, wide_dtype
+from .quantize.rounding import dither, wide
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -58,7 +58,7 @@ class Format:
             kept = published.sawb(rows, spec.rounding, key).pack()
         else:
             axis = "token" if spec.scale == "row" else "tensor"
-            kept = encode(rows, spec.number, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
+            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
         return kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
@@ -181,7 +181,7 @@ class Grouped:
         """Dequantize what `keep` returned to a shape and a dtype."""
         packed, scale = kept
         codes = unpack_parts(packed, self.bits)
-        accurate = wide_dtype(dtype)
+        accurate = torch.promote_types(dtype, torch.float32)
         rows = ((codes.to(accurate) - self.top) * scale.unsqueeze(-1).to(accurate)).flatten(-3)
         return rows[:, : shape[-1]].to(dtype).reshape(tuple(shape))
 
@@ -214,7 +214,7 @@ class Levels:
 
         Args:
             t: (..., C), floating point.
-            slope: t → the derivative there.
+            slope: t in float32 (float64 for float64) → the derivative there.
 
         Returns:
             Codes, uint8, several per byte.
@@ -223,7 +223,7 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        codes = [self._codes(slope(part), first) for first, part in parts(rows, self.bits)]
+        codes = [self._codes(slope(wide(part)), first) for first, part in parts(rows, self.bits)]
         return (pack_parts(codes, self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:
@@ -234,7 +234,8 @@ class Levels:
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""
         codes = unpack_parts(kept[0], self.bits).flatten(-2)[:, : shape[-1]]
-        return ((codes.to(wide_dtype(dtype)) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
+        accurate = torch.promote_types(dtype, torch.float32)
+        return ((codes.to(accurate) + self.first) / self.per_one).to(dtype).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""

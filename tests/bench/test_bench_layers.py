@@ -85,7 +85,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return definition(method, lay, key).grad_codes(Inputs(g_y, g_y, g_y), (), needs)
 
     def weight_codes(w: Tensor, method: hotrain.Method, key: Tensor, history: Any) -> object:
-        return backward.rotated_weight(w, method.grad_input, int(key) % (1 << 64))
+        return backward.rotated_weight(w.float(), method.grad_input, int(key) % (1 << 64))
 
     module.reason = lambda method, lay, dtype, device: None
     module.keep, module.gradients = keep, gradients

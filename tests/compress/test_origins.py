@@ -148,7 +148,7 @@ def test_what_is_made_again_is_the_tensor(name: str, lossless: None) -> None:
         y = call(*(draw(*shape, dtype=torch.float64, seed=n).requires_grad_() for n, shape in enumerate(shapes)))
         known = buffers.origins.of(y)
     assert known is not None
-    made = known.remake(known.tensors, y.shape, y.dtype)
+    made = known.remake(known.recipe, known.tensors, y.shape, y.dtype)
     assert made.shape == y.shape
     torch.testing.assert_close(made, y, rtol=0, atol=1e-12 * float(y.detach().abs().max()))
 
@@ -161,7 +161,7 @@ def test_a_composed_norm_is_rounded_where_the_model_rounds_it(lossless: None) ->
         y = _rms_cast(x, w)
         known = buffers.origins.of(y)
     assert known is not None
-    assert torch.equal(known.remake(known.tensors, y.shape, y.dtype), y)
+    assert torch.equal(known.remake(known.recipe, known.tensors, y.shape, y.dtype), y)
 
 
 def test_of_attention_only_the_transpose_is_known() -> None:
@@ -318,7 +318,7 @@ def test_gradients_are_those_of_the_tensor_that_is_made_again(
         (found, key, origin), (x,) = taken, seen
         assert origin is not None
         dtype = torch.bfloat16 if autocast else torch.float32
-        made = origin.remake(origin.tensors, x.shape, dtype).requires_grad_()
+        made = origin.remake(origin.recipe, origin.tensors, x.shape, dtype).requires_grad_()
         again = real(made, layer.weight, layer.bias, found, key)
     g = draw(*y.shape, seed=8).to(y.dtype)
     got = torch.autograd.grad(y, (x, layer.weight, layer.bias), g)

@@ -57,7 +57,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def defined(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> Any:
     """The call with the definition."""
     with monkeypatch.context() as patch:
-        patch.setattr(autograd, "kernels_for", lambda device: None)
+        patch.setattr(autograd, "KERNELS", {})
         return call(*args)
 
 
@@ -365,7 +365,7 @@ def test_a_function_and_its_slopes(
     assert (y.dtype, marks.shape) == (dtype, (rows, columns // 2))
     assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + x.double().abs())).all()
     assert ((slopes(name, marks, columns) - true_slope(name, x)).abs() <= 1 / kind.levels.per_one + CLOSE).all()
-    assert_slopes(marks, kind.levels.keep(x, lambda piece: kind.slope(piece.float()))[0], name)
+    assert_slopes(marks, kind.levels.keep(x, kind.slope)[0], name)
 
 
 @pytest.mark.parametrize(

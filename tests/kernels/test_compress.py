@@ -265,7 +265,7 @@ def test_weight_codes_are_the_definitions(outputs, inputs, dtype, scale, roundin
 
     w = torch.randn(outputs, inputs, device=device).to(dtype)
     path = GradInput("hadamard", bits=4, weight_scale=scale, weight_rounding=rounding)
-    want = rotated_weight(w, path, KEY)
+    want = rotated_weight(w.float(), path, KEY)
     output = C.Output(C.INT, 7.0, rounding == "stochastic", draws.WEIGHT, scale == "column")
     codes, found = C.compress_weight(w, key_on(device), output, None)
     torch.testing.assert_close(found.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)

@@ -22,7 +22,7 @@ from hotrain.nn.state import layer_states
 @pytest.fixture(autouse=True)
 def _kernels_here(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if device.type == "cpu":
-        monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
+        monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -166,7 +166,7 @@ def test_numbers_are_chosen_by_the_device(device, monkeypatch):
     state.choose_numbers(device)
     assert state.running.grad_weight.number == "int"
     monkeypatch.setattr(kernels, "has_fp8", lambda _: True)
-    monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     state.choose_numbers(torch.device("cuda"))
     assert state.running.grad_weight.number == "e4m3"
     assert state.method is before, "a frozen method stays what it was"
@@ -190,7 +190,7 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
     monkeypatch.setattr(planning, "verdict", verdict)
     monkeypatch.setattr(planning, "rehearse", lambda _: None)
     monkeypatch.setattr(kernels, "reason", lambda *_: None)
-    monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     report = hotrain.convert(net, "hot", number="int")
     state = type(net[0]._hotrain)
     monkeypatch.setattr(state, "_question", _as_if_on_a_gpu(state._question))
@@ -251,7 +251,7 @@ def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for
     from hotrain import planning
 
     monkeypatch.setattr(planning, "verdict", lambda *_, **__: pytest.fail("measured"))
-    monkeypatch.setattr(autograd, "kernels_for", lambda _: kernels)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     net = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)).to(device)
     x = torch.randn(2, 32, 8, 8, device=device)
     state = type(hotrain.convert(net, "hot", plan="speed").layers[0][1])

@@ -32,7 +32,7 @@ WIDTH = 128  # of rows: 2 × 96 of them are worth compressing
 def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
     """The kernels in the interpreter, where there is no GPU; on a GPU, too, choices by bytes, and no TF32."""
     if device.type == "cpu":
-        monkeypatch.setattr(autograd, "kernels_for", lambda device: kernels)
+        monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
     monkeypatch.setattr(costs, "_measured", {})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -30,18 +30,22 @@ from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
 from .report import ATTRIBUTE, Buffers
-from .sharing import current_checkpoint, traced_number
+from .sharing import Origins, current_checkpoint, traced_number
 
 
 class Compressed(Mode):
-    """The mode, with the records that it writes to."""
+    """The mode, with the records that it writes to.
 
-    def __init__(self, buffers: Buffers) -> None:
+    Args:
+        buffers: the records.
+        traced: the origins that are known while Dynamo traces, and the number of the graph that it traces: outside
+            objects must not be mutated within a checkpoint. None in eager mode.
+    """
+
+    def __init__(self, buffers: Buffers, traced: tuple[Origins, int | None] | None = None) -> None:
         super().__init__()
-        self.buffers = buffers
-        self.scope = Scope(buffers)
-        self.checkpoint = current_checkpoint()
-        self.graph = traced_number()
+        origins, self.graph = (buffers.origins, None) if traced is None else traced
+        self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins), origins.checkpoint
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,7 +87,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return not is_transformed() and current_checkpoint() == self.checkpoint
+        return current_checkpoint() == self.checkpoint and not is_transformed()
 
 
 # ---- module classes ----
@@ -136,10 +140,10 @@ class Wrapped(Mixin):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             _leave_mode_uncompiled()
-            standing = top()
-            if isinstance(standing, Compressed) and standing.is_of(buffers, traced_number()):
+            standing, graph = top(), traced_number()
+            if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-            with Compressed(buffers):
+            with Compressed(buffers, (Origins(checkpoint=current_checkpoint()), graph)):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)

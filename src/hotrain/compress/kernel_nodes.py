@@ -59,7 +59,7 @@ def _on_kernels(node: Node) -> bool:
     values: list[Any] = [n.meta.get("val") for n in node.all_input_nodes]
     if not values or not all(fakes.include(t) and all(isinstance(n, int) for n in t.shape) for t in values):
         return False
-    kernels = autograd.kernels_for(values[0].device)
+    kernels = autograd.KERNELS.get(values[0].device.type)
     return kernels is not None and kernels.inlines(values[0].device)
 
 

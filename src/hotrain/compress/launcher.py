@@ -18,7 +18,7 @@ _implementations: dict[str, Callable[..., Any]] = {}  # opaque operator → its 
 @constant_in_graphs
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run on this device, for tensors of this dtype."""
-    kernels = autograd.kernels_for(device)
+    kernels = autograd.KERNELS.get(device.type)
     return kernels is not None and kernels.buffers_reason(device, dtype) is None
 
 
@@ -44,7 +44,7 @@ def launch(device: torch.device, name: str, reference: Callable[[], Any], *args:
         reference: computes the same in plain PyTorch.
         *args: of the kernel's function.
     """
-    kernels = autograd.kernels_for(device)
+    kernels = autograd.KERNELS.get(device.type)
     return reference() if kernels is None else kernels.run(name, reference, *args)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize.rounding import wide, wide_dtype
+from ..quantize.rounding import wide
 from ..saved import Bits, Grouped, Levels, group_size, memory_order
 from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
@@ -169,8 +169,8 @@ class Normed:
     cast: bool
 
     def made(self, supply: Supply, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        image = self.inner.kind == "image"
-        normal = self.inner.made(supply, shape if image else (-1, self.inner.columns), wide_dtype(dtype))
+        image, accurate = self.inner.kind == "image", torch.promote_types(dtype, torch.float32)
+        normal = self.inner.made(supply, shape if image else (-1, self.inner.columns), accurate)
         w, b = next(supply), next(supply)
         if self.cast:
             normal = wide(normal.to(dtype))
@@ -179,9 +179,9 @@ class Normed:
         if shaped is not None and shaped.dim() > 1:
             normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
         if w is not None:
-            normal = normal * wide(w).view(along)
+            normal = normal * w.view(along)
         if b is not None:
-            normal = normal + wide(b).view(along)
+            normal = normal + b.view(along)
         return normal.to(dtype).reshape(tuple(shape))
 
     def __str__(self) -> str:
@@ -228,9 +228,9 @@ Recipe = Codes | Normed | Activated | Product
 # ---- words ----
 
 
-def values(form: str, columns: int, image: bool = False) -> str:
-    """The word of `Codes` of a tensor, or of an image's rows along its channels."""
-    return f"{'image' if image else 'values'},{form},{operator.index(columns)},"
+def values(form: str, shape: Sequence[int], image: bool = False) -> str:
+    """The word of `Codes` of a tensor of that shape along its last axis, or of an image along its channels."""
+    return f"image,{form},{operator.index(shape[1])}," if image else f"values,{form},{operator.index(shape[-1])},"
 
 
 def heads(form: str, columns: int, saved: bool) -> str:

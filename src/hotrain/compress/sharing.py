@@ -7,10 +7,8 @@ that: references to the same codes, and a recipe (`rematerialize`).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,10 +36,7 @@ class Origin:
     recipe: str
     tensors: tuple[Tensor | None, ...]
 
-    @property
-    def remake(self) -> Callable[[Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]:
-        """`codes.whole` with this recipe; autograd saves the tensors, and passes them in backward."""
-        return functools.partial(whole, self.recipe)
+    remake = staticmethod(whole)  # autograd saves recipe and tensors, and passes them in backward
 
 
 @dataclass(frozen=True)
@@ -243,10 +238,11 @@ class Origins:
             for known, origin in self.recent:
                 if found is None and known[0] is t and known[1] == _traced_writes():
                     found = origin
-        elif current_checkpoint() == self.checkpoint:
+        else:
             for known, origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
                 is_same = isinstance(known[0], weakref.ref) and known[0]() is t
-                if found is None and is_same and version_of(t) == known[1]:
+                if is_same and current_checkpoint() == self.checkpoint and version_of(t) == known[1]:
                     found = origin
+                    break
         return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found

@@ -19,7 +19,7 @@ from ..convolution import (
 )
 from ..geometry import Geometry, Shape, channels_last
 from ..layer_record import AmaxHistory
-from ..method import FLOATS, Method, partner
+from ..method import FLOATS, PARTNER, Method
 from ..products import of_products
 from ..quantize import floating
 from ..quantize.integer import largest_code
@@ -146,7 +146,7 @@ class _Codes:
         """Codes of x̂, (T, C'), and their scale."""
         from .quantize_kernels import E4M3, E5M2, FORWARD, INT, Output
 
-        number = partner(method.grad_weight.number)
+        number = PARTNER[method.grad_weight.number]
         limit = floating.largest_code(number) if number in FLOATS else float(largest_code(8))
         kind = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}[number]
         rounds = method.saved.rounding == "stochastic" and kind == INT

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import draws
 from ..layer_record import AmaxHistory
-from ..method import FLOATS, Method, partner
+from ..method import FLOATS, PARTNER, Method
 from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
@@ -62,7 +62,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     if g_x.bits is None:
         return x, NOTHING, projected, NOTHING
     rotated = output(g_x.number, g_x.bits, g_x.rounding, draws.GRAD_INPUT, g_x.scale_axis == "token")
-    weight = output(partner(g_x.number), g_x.bits, g_x.weight_rounding, draws.WEIGHT, g_x.weight_scale == "column")
+    weight = output(PARTNER[g_x.number], g_x.bits, g_x.weight_rounding, draws.WEIGHT, g_x.weight_scale == "column")
     return x, rotated, projected, weight
 
 

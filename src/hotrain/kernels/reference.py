@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .. import draws
 from ..products import int_matmul
-from ..quantize import encode
+from ..quantize import QUANTIZERS
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
@@ -21,13 +21,14 @@ NUMBERS = {INT: "int", E4M3: "e4m3", E5M2: "e5m2"}
 
 
 def _reference_key(key: Tensor) -> draws.Key:
-    return int(key) & ((1 << 64) - 1) if key.device.type == "cpu" else draws.DeviceKey(key)
+    return int(key) if key.device.type == "cpu" else draws.DeviceKey(key)
 
 
 def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
-    found = encode(t, NUMBERS[output.number], bits, axis if output.each else "tensor", rounding, key, output.stream)
+    quantize = QUANTIZERS[NUMBERS[output.number]]
+    found = quantize(t, bits, axis if output.each else "tensor", rounding, key, output.stream)
     return found.codes, found.scale.flatten() if output.each else found.scale
 
 

@@ -99,7 +99,7 @@ class LayerState:
     def choose_numbers(self, device: torch.device) -> None:
         """Choose the number format of an automatic method for that device."""
         if self.method.automatic:
-            kernels = autograd.kernels_for(device)
+            kernels = autograd.KERNELS.get(device.type)
             self.running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
 
     def forward(self, module: Any, x: Tensor, channels: int, place: Place | None = None) -> Tensor | None:
@@ -131,7 +131,7 @@ class LayerState:
             # one repeats its draws.
             self._next_key(x.device, None)
             return None
-        device, kernels = x.device, autograd.kernels_for(x.device)
+        device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
         cast = autocast_to(device.type)
         seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
@@ -176,7 +176,7 @@ class LayerState:
             return self.draws.next()
         if self.draws.counter is None or self.draws.counter.device != device:
             self._place(device)
-        key = self.draws.next_on(device, autograd.kernels_for(device).next_key)
+        key = self.draws.next_on(device, autograd.KERNELS[device.type].next_key)
         if config is None or config.kernels:
             return key
         word = self.draws.host_key()
@@ -300,9 +300,8 @@ def _make_ready(draws: Draws, device: torch.device) -> None:
     """Mark a layer's new tensors as static inputs of compiled graphs, and prepare what the kernels share."""
     for tensor in (draws.counter, draws.history.words):  # type: ignore[union-attr]
         static_in_graphs(tensor)  # type: ignore[arg-type]
-    kernels = autograd.kernels_for(device)
-    if kernels is not None:
-        kernels.prepare(device)
+    if device.type in autograd.KERNELS:
+        autograd.KERNELS[device.type].prepare(device)
 
 
 @cache

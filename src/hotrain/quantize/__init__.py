@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
-from .. import draws
 from . import floating, integer
 from .integer import Quantized
 
 
-def encode(
-    t: Tensor,
-    number: str,
-    bits: int,
-    scale: str = "tensor",
-    rounding: str = "nearest",
-    key: draws.Key | None = None,
-    stream: int = draws.SAVED,
-) -> Quantized:
-    """Q(t): the codes of a matrix in a number format of a method.
+def _float(number: str, t: Tensor, *_: object) -> Quantized:
+    return floating.quantize(t, number)
 
-    Args:
-        t: (R, C), floating point.
-        number: ``"e4m3"`` or ``"e5m2"``, always to nearest and with a per-tensor scale; ``"int"``.
-        bits: and the other arguments: as in `integer.quantize`.
-    """
-    if number in floating.DTYPES:
-        return floating.quantize(t, number)
-    return integer.quantize(t, bits, scale, rounding, key, stream)
+
+QUANTIZERS: dict[str, Callable[..., Quantized]] = {
+    "int": integer.quantize,
+    **{number: partial(_float, number) for number in floating.DTYPES},
+}
+"""Number format of a method → Q, with the arguments of `integer.quantize`; fp8 is always rounded to nearest and has a
+per-tensor scale."""

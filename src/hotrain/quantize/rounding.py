@@ -11,14 +11,9 @@ _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation before rounding: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def wide(t: Tensor) -> Tensor:
-    """t in float32, or in float64 if it is."""
-    return t.to(wide_dtype(t.dtype))
+    """t in the dtype of the computation before rounding: float32, or float64 if it is."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def stochastic(v: Tensor, key: draws.Key, stream: int, start: int = 0) -> Tensor:

@@ -77,12 +77,12 @@ class Layout:
     grid: Grid | None = None
     down: int = 0
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Tiles of one sample."""
         return self.square + self.line
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of P over the whole batch: the length of the contraction of g_w, and of the saved matrix."""
         return self.samples * (self.tiles * self.lines.rank + self.dense)
@@ -261,14 +261,13 @@ def row_indices(lay: Layout, key: draws.Key, device: torch.device) -> Tensor:
     return torch.cat((fixed, drawn.flatten(0, 1)), dim=1)
 
 
-def matrices(lay: Layout, key: draws.Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """P of every tile, drawn rows scaled: (samples·tiles, rank, tile); do not write to it."""
+def _matrices(lay: Layout, places: Places, key: draws.Key, t: Tensor) -> Tensor:
+    """P of every tile, drawn rows scaled, in t's dtype: (samples·tiles, rank, tile); do not write to it."""
     rows = lay.lines
     if not rows.sampled:
-        places = lay.places(device)
-        p = places.matrices(rows.tile, dtype)
+        p = places.matrices(rows.tile, t.dtype)
         return p.expand(lay.samples * lay.tiles, -1, -1) if places.alike else p.repeat(lay.samples, 1, 1)
-    p = hadamard.matrix(rows.tile, dtype, device)[row_indices(lay, key, device)]
+    p = hadamard.matrix(rows.tile, t.dtype, t.device)[row_indices(lay, key, t.device)]
     p[:, rows.fixed :] *= rows.gain
     return p
 
@@ -298,7 +297,7 @@ def project(t: Tensor, lay: Layout, key: draws.Key) -> Tensor:
     places = lay.places(t.device)
     z = t.new_empty(lay.rows, channels)
     tiles = z[: count * rank].view(lay.samples, lay.tiles, rank, channels)
-    p = matrices(lay, key, t.dtype, t.device).view(lay.samples, lay.tiles, rank, tile)
+    p = _matrices(lay, places, key, t).view(lay.samples, lay.tiles, rank, tile)
     buffer = t.new_empty(0)
     for part in _parts(t, lay.tiles * tile * channels):
         out = buffer.resize_(0) if type(t) is Tensor else None  # a fake tensor cannot be written to at another size
@@ -318,7 +317,7 @@ def lift(z: Tensor, lay: Layout, key: draws.Key) -> Tensor:
         return z
     channels = z.shape[-1]
     places = lay.places(z.device)
-    p = matrices(lay, key, z.dtype, z.device)
+    p = _matrices(lay, places, key, z)
     body = torch.bmm(p.transpose(1, 2), z[: count * rank].view(count, rank, channels))
     body = body.view(lay.samples, lay.tiles * tile, channels)
     if places.filled is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
+from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...quantize.rounding import wide
 from ...saved import Levels, as_it_was, memory_order
@@ -32,9 +32,7 @@ from .base import (
     custom_op,
     is_channels_last,
     is_large,
-    not_a_view,
     uncompressed,
-    values,
     with_codes,
     without_autocast,
     written,
@@ -67,17 +65,16 @@ def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor
 
     def reference() -> tuple[Tensor, Tensor]:
         x = t if bias is None else wide(t) + bias
-        return kind.f(x).to(t.dtype), levels.keep(x, lambda piece: kind.slope(wide(piece)))[0]
+        return kind.f(x).to(t.dtype), levels.keep(x, kind.slope)[0]
 
     args = (t.view(-1, t.shape[-1]), name, (levels.first, levels.per_one), bias)
     y, marks = launch(t.device, "activation.activate", reference, *args)
     return y.view(t.shape), marks
 
 
-def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """f(x), and the codes of its derivative."""
-    kind, order = ACTIVATIONS[name], memory_order(x)
-    ordered = x.permute(order)
+def _forward(x: Tensor, name: str, order: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """f(x), and the codes of its derivative, whose axes are in the order of x's memory layout."""
+    kind, ordered = ACTIVATIONS[name], x.permute(order)
 
     def reference() -> tuple[Tensor, Tensor]:
         return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
@@ -92,7 +89,7 @@ def _forward(x: Tensor, name: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     y = kind.f(x)
     if kind.levels is None:
         return y, BITS.keep(kind.slope(ordered))
-    return y, kind.levels.keep(ordered, lambda piece: kind.slope(wide(piece)))
+    return y, kind.levels.keep(ordered, kind.slope)
 
 
 def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
@@ -156,9 +153,9 @@ class Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        y, kept = _forward(x, name)
-        ctx.save_for_backward(*kept)
         ctx.activation, ctx.order = name, memory_order(x)
+        y, kept = _forward(x, name, ctx.order)
+        ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
@@ -217,7 +214,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             form = _input_format()
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
             y, *codes = curve(input, name, form, image)
-            recipe = rematerialize.of(name, values(form, input, image))
+            recipe = rematerialize.of(name, rematerialize.values(form, input.shape, image))
         else:
             y = slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))

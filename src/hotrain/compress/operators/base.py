@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from ... import casting
 from ...private import autocasts_itself, is_view
 from ...saved import memory_order
-from .. import rematerialize
 from ..formats import SMALL
 from ..report import Buffers
 from ..sharing import Origins
@@ -43,19 +43,29 @@ def custom_op(schema: str, implementation: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of tensors, run outside of autocast."""
+def without_autocast(
+    function: Callable[..., Any], cast: Callable[..., Sequence[Any]] | None = None
+) -> Callable[..., Any]:
+    """The function of tensors, run outside of autocast.
+
+    Args:
+        function: of a tensor and other arguments.
+        cast: all of these → the same, with tensors cast as autocast casts them for PyTorch's operator.
+    """
 
     def run(x: Tensor, *args: Any) -> Any:
-        with casting.outside_autocast(x):
+        if casting.autocast_to(x.device.type) is None:
             return function(x, *args)
+        given = (x, *args) if cast is None else cast(x, *args)
+        with casting.outside_autocast(x):
+            return function(*given)
 
     return run
 
 
-def lower(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors as autocast casts them for a product."""
-    return [t if t is None or not t.is_floating_point() else casting.autocast(t) for t in tensors]
+def lower(*args: Any) -> list[Any]:
+    """Arguments with their tensors as autocast casts them for a product."""
+    return [casting.autocast(t) if isinstance(t, Tensor) and t.is_floating_point() else t for t in args]
 
 
 @functools.cache
@@ -64,12 +74,12 @@ def _is_raised(name: str, device: str) -> bool:
     return autocasts_itself(name, device)
 
 
-def float32(name: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
-    """Tensors as autocast casts them for a norm or a softmax: to float32 if it is on and lists that operator."""
-    kind = first.device.type
-    on = casting.autocast_to(kind) not in (None, torch.float32)
-    low = (torch.float16, torch.bfloat16) if on and _is_raised(name, kind) else ()
-    return [t.float() if t is not None and t.dtype in low else t for t in (first, *rest)]
+def float32(name: str, *args: Any) -> list[Any]:
+    """Arguments with their tensors as autocast casts them for a norm or a softmax: to float32 if it lists that one."""
+    kind = args[0].device.type
+    raised = casting.autocast_to(kind) != torch.float32 and _is_raised(name, kind)
+    low = (torch.float16, torch.bfloat16) if raised else ()
+    return [t.float() if isinstance(t, Tensor) and t.dtype in low else t for t in args]
 
 
 # ---- handlers of PyTorch's functions: called with a `Scope`, they return None to leave a call as it is ----
@@ -77,15 +87,12 @@ def float32(name: str, first: Tensor, *rest: Tensor | None) -> list[Tensor | Non
 Handlers = dict[Any, Callable[..., Any]]  # function of PyTorch → its handler
 
 
+@dataclass
 class Scope:
-    """One forward of a block: the records that it writes to, and the origins that it knows.
+    """One forward of a block: the records that it writes to, and the origins that it knows."""
 
-    Under Dynamo the origins are made while it traces: outside objects must not be mutated within a checkpoint.
-    """
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.origins = Origins() if torch.compiler.is_dynamo_compiling() else buffers.origins
+    buffers: Buffers
+    origins: Origins
 
 
 def is_large(t: Any) -> bool:
@@ -96,11 +103,6 @@ def is_large(t: Any) -> bool:
 def wants_gradient(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether one of them requires a gradient."""
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
-
-
-def values(form: str, t: Tensor, image: bool = False) -> str:
-    """The recipe of codes of t, in groups along its last axis, or along the channels of an image (N, C, H, W)."""
-    return rematerialize.values(form, t.shape[1 if image else -1], image)
 
 
 def is_channels_last(t: Tensor) -> bool:
@@ -157,11 +159,6 @@ def written(x: Tensor, y: Tensor) -> Tensor:
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
     return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
-
-
-def not_a_view(y: Tensor) -> Tensor:
-    """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
 
 
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:

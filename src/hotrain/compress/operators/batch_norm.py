@@ -34,7 +34,6 @@ from .base import (
     Scope,
     custom_op,
     is_large,
-    values,
     wants_gradient,
     with_codes,
     without_autocast,
@@ -147,7 +146,7 @@ def _normalize(
         if kind.levels is None:
             (marks,) = _BITS.keep(kind.slope(y))
         else:
-            (marks,) = kind.levels.keep(y, lambda piece: kind.slope(wide(piece)))
+            (marks,) = kind.levels.keep(y, kind.slope)
         return kind.f(y), codes, scale, marks
 
     y, *kept = launch(x.device, "batch_norm.normalize", reference, rows, mean, r, w, b, added, name, _levels(name))
@@ -301,7 +300,7 @@ def finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = N
     if place is not None:
         y = written(place, y)
     if what.shortcut is None:
-        recipe = rematerialize.normed(values(saved_format(), y, image=True), False)
+        recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image=True), False)
         scope.origins.note(y, rematerialize.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
     return y
 

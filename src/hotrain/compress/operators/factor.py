@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ...saved import memory_order
-from .. import codes
+from .. import codes, rematerialize
 from ..formats import GROUPED
 from ..rematerialize import is_recipe, make
-from ..rematerialize import values as recipe_of
-from .base import Scope, is_large, values
+from .base import Scope, is_large
 
 Kept = tuple[Tensor | None, ...]
 Given = Sequence[Tensor | None]  # tensors of a recipe, empty for other forms
@@ -44,7 +43,7 @@ def unpack(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype) -> T
 def materialize(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype, image: bool = False) -> Tensor:
     """The tensor again, for a consumer that reads it from memory; of an image, codes are along its channels."""
     if not is_recipe(form):
-        form = recipe_of(form, shape[1 if image else -1], image)
+        form = rematerialize.values(form, shape, image)
     return codes.whole(form, kept, shape, dtype)
 
 
@@ -69,5 +68,5 @@ def values_in_order(form: str, t: Tensor) -> str:
     """The recipe of codes of t, contiguous or channels-last; "" for other memory layouts."""
     order = memory_order(t)
     if order == list(range(t.dim())):
-        return values(form, t)
-    return values(form, t, image=True) if order == [0, 2, 3, 1] else ""
+        return rematerialize.values(form, t.shape)
+    return rematerialize.values(form, t.shape, image=True) if order == [0, 2, 3, 1] else ""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...autograd import once
 from ...private import constant_in_graphs
-from ...quantize.rounding import wide_dtype
 from ...saved import memory_order
 from .. import rematerialize
 from ..codes import factors_of
@@ -25,7 +24,7 @@ from ..formats import GROUPED
 from ..launcher import launch, opaque, operator_for, supported
 from ..sharing import Gate
 from ..slopes import ACTIVATIONS
-from .base import Scope, custom_op, values, with_codes
+from .base import Scope, custom_op, with_codes
 from .factor import Given, Made, own, pack
 
 
@@ -38,7 +37,7 @@ def _gated_gradient(g: Tensor, given: Sequence[Tensor], name: str, form: str) ->
     """g_x and g_b from the codes and scales of x, and then of b."""
 
     def reference() -> tuple[Tensor, Tensor]:
-        dtype, kind = wide_dtype(g.dtype), ACTIVATIONS[name]
+        dtype, kind = torch.promote_types(g.dtype, torch.float32), ACTIVATIONS[name]
         x, b = (GROUPED[form].restore(kept, g.shape, dtype) for kept in (given[:2], given[2:]))
         return (g * b * kind.slope(x)).to(g.dtype), (g * kind.f(x)).to(g.dtype)
 
@@ -56,7 +55,9 @@ class Gated(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         kept = pack(b, b_form, b_given)
         ctx.save_for_backward(*x_given, *kept)
-        recipe = rematerialize.parsed(b_form if rematerialize.is_recipe(b_form) else values(b_form, b))
+        recipe = rematerialize.parsed(
+            b_form if rematerialize.is_recipe(b_form) else rematerialize.values(b_form, b.shape)
+        )
         assert isinstance(recipe, rematerialize.Codes)
         ctx.activation, ctx.form = name, recipe.form
         return ACTIVATIONS[name].f(x) * b, *with_codes(ctx, *own(kept, b_form))
@@ -100,7 +101,9 @@ def of_pair(scope: Scope, pair: tuple[Tensor, Tensor], saved: Sequence[tuple[str
         if before is None or not before.x.requires_grad or not b.requires_grad or gate.shape != b.shape:
             continue
         (recipe, x_given), (form, b_given) = saved[at], saved[1 - at]
-        other = form if rematerialize.is_recipe(form) else values(form, b) if form in GROUPED else ""
+        other = (
+            form if rematerialize.is_recipe(form) else rematerialize.values(form, b.shape) if form in GROUPED else ""
+        )
         natural = all(memory_order(t) == list(range(t.dim())) for t in (before.x, b))
         if not (recipe and other and natural and gate.dtype == b.dtype and supported(b.device, b.dtype)):
             continue

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
-from ...casting import outside_autocast
+from ...autograd import not_a_view, once
+from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
 from ..rematerialize import in_place_of, source
-from .base import Handlers, Scope, custom_op, is_large, lower, not_a_view, pair, values, wants_gradient, with_codes
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    is_large,
+    lower,
+    pair,
+    wants_gradient,
+    with_codes,
+    without_autocast,
+)
 from .factor import Given, Made, materialize, own, pack, shared
 
 
@@ -89,15 +99,13 @@ class Conv2d(torch.autograd.Function):
 
 
 def _with_casts(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:
-    """The function of x, w and b, outside of autocast and cast as autocast casts them."""
+    """The function of x, w and b, outside of autocast and cast as autocast casts them; codes as a list."""
 
-    def run(x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> Made:
-        cast = lower(x, w, b)
-        with outside_autocast(x):
-            y, *made = function(*cast, *args)
-            return y, made
+    def run(*args: Any) -> Made:
+        y, *made = function(*args)
+        return y, made
 
-    return run
+    return without_autocast(run, lower)
 
 
 linear = custom_op(
@@ -122,7 +130,7 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
     form, given = shared(scope, input, saved_format)
     y, made = linear(input, weight, bias, form, given)
     if made:
-        scope.origins.note(input, values(form, input), *made)
+        scope.origins.note(input, rematerialize.values(form, input.shape), *made)
     return y  # type: ignore[no-any-return]
 
 
@@ -148,7 +156,7 @@ def _conv2d(
     form, given = shared(scope, input, saved_format)
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:
-        scope.origins.note(input, values(form, input, image=True), *made)
+        scope.origins.note(input, rematerialize.values(form, input.shape, image=True), *made)
     return y  # type: ignore[no-any-return]
 
 

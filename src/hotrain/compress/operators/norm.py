@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import autograd
-from ...casting import outside_autocast
 from ...private import memory_format_of
-from ...quantize.rounding import wide, wide_dtype
+from ...quantize.rounding import wide
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, custom_op, float32, is_large, values, wants_gradient, with_codes
+from .base import Handlers, Scope, custom_op, float32, is_large, wants_gradient, with_codes, without_autocast
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -76,7 +75,7 @@ def _gradients(
     g_b = g.sum(leading) if needs[2] else None
     if not needs[0]:
         return None, (g_b, g_w)
-    scaled = g if w is None else g * (wide(w) if by_token else along_channels(w, len(shape)))
+    scaled = g if w is None else g * (w if by_token else along_channels(w, len(shape)))
     if kind == "group":
         scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
     over = list(range(-dims, 0)) if by_token else [2]
@@ -245,22 +244,15 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
-
-        def reference() -> Grads:
-            g = wide(g_y)
-            if kind == "group":
-                normal = unpack(form, kept, [shape[0], *shape[2:], shape[1]], g.dtype).movedim(-1, 1)
-            else:
-                normal = unpack(form, kept, shape, g.dtype)
-            return _gradients(g, normal, w, r, kind, dims, needs)
-
         if _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None)
             g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
             g_x = g_x.view(shape)
         else:
-            g_x, (g_b, g_w) = reference()
+            g, by_token = wide(g_y), kind != "group"
+            normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
+            g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
             g_x.to(ctx.dtype) if needs[0] else None,
             g_w.to(w.dtype) if needs[1] else None,
@@ -272,17 +264,15 @@ class Norm(torch.autograd.Function):
 # ---- registration ----
 
 
-def _norm(
-    x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    if kind != "rms_cast":  # which is no function of PyTorch
-        x, w, b = float32(f"{kind}_norm", x, w, b)  # type: ignore[assignment]
-    with outside_autocast(x):
-        return Norm.apply(x, w, b, kind, dims, eps, form)  # type: ignore[no-any-return]
+def _cast(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *args: Any) -> list[Any]:
+    """The arguments as autocast casts them; ``"rms_cast"`` is no function of PyTorch."""
+    given = [x, w, b, kind, *args]
+    return given if kind == "rms_cast" else float32(f"{kind}_norm", *given)
 
 
 norm = custom_op(
-    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)", _norm
+    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Norm.apply, _cast),
 )
 
 
@@ -296,13 +286,15 @@ def note_norm(
 ) -> Tensor:
     """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
     y, codes, scale = found
-    scope.origins.note(y, rematerialize.normed(values(saved_format(), y, image), cast), codes, scale, w, b)
+    recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image), cast)
+    scope.origins.note(y, recipe, codes, scale, w, b)
     return y
 
 
 def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
-    scope.buffers.record(f"{kind}_norm", saved_format())
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, saved_format()), w, b, image=kind == "group")
+    form = saved_format()
+    scope.buffers.record(f"{kind}_norm", form)
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
@@ -328,7 +320,7 @@ def _rms_norm(
     if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
         return None
     if eps is None:
-        eps = torch.finfo(wide_dtype(input.dtype)).eps
+        eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
     return _replaced(scope, input, weight, None, "rms", len(normalized_shape), eps)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once
+from ...autograd import not_a_view, once
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, source
 from . import gated
-from .base import Handlers, Scope, custom_op, lower, not_a_view, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, lower, with_codes, without_autocast
 from .factor import Given, Kept, Made, forms_of, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
@@ -155,17 +155,9 @@ def _is_transposed(t: Tensor, form: str) -> bool:
     return form in GROUPED and t.stride(-1) != 1 and t.stride(-2) == 1
 
 
-@without_autocast
-def _matrices(a: Tensor, *args: Any) -> Any:
-    return Matmul.apply(a, *args)
-
-
-def _cast_matrices(a: Tensor, b: Tensor, *args: Any) -> Any:
-    return _matrices(*lower(a, b), *args)
-
-
 matmul = custom_op(
-    "kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor", _cast_matrices
+    "kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor",
+    without_autocast(Matmul.apply, lower),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...quantize.rounding import wide
+from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import keep
@@ -20,7 +22,6 @@ from .base import (
     float32,
     is_large,
     uncompressed,
-    values,
     with_codes,
     without_autocast,
 )
@@ -51,17 +52,10 @@ class Softmax(torch.autograd.Function):
         return *once("softmax", (g_x,), g_y), None, None
 
 
-@without_autocast
-def _kept_softmax(x: Tensor, dim: int, form: str) -> Any:
-    return Softmax.apply(x, dim, form)
-
-
-def _cast_softmax(x: Tensor, dim: int, form: str) -> Any:
-    (cast,) = float32("softmax.int", x)
-    return _kept_softmax(cast, dim, form)
-
-
-softmax = custom_op("kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)", _cast_softmax)
+softmax = custom_op(
+    "kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Softmax.apply, partial(float32, "softmax.int")),
+)
 
 
 def _softmax(
@@ -73,7 +67,7 @@ def _softmax(
     scope.buffers.record("softmax", form)
     y, *codes = softmax(input if dtype is None else input.to(dtype), dim, form)
     if dim in (-1, input.dim() - 1):
-        scope.origins.note(y, values(form, y), *codes)
+        scope.origins.note(y, rematerialize.values(form, y.shape), *codes)
     return y
 
 
