@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotrain.cli import completion
+from hotrain.cli import clone, completion
 from hotrain.cli.options import JsonOption, print_json
 from hotrain.cli.terminal import print_lines, working
 
@@ -149,7 +149,8 @@ def report(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw report.html from records: of a demo or a comparison, of finished runs beside each other, or of the studies.
+    """Draw report.html from records: of a demo or a comparison, of finished runs beside each other, or (in a clone) of
+    the studies.
 
     Runs that differ in more than method and seed get a table of their own, named by what differs. Trains and measures
     nothing.
@@ -159,13 +160,16 @@ def report(
     from hotrain.plotting.report import write_report
 
     folders = folders or [Path("runs/demo")]
-    if len(folders) == 1 and (files := _records_of_studies(folders[0])):
-        page = _studies(files, (out or folders[0]) / "report.html")
-        if json:
-            print_json({"records": files, "report": page})
-        else:
-            typer.echo(f"wrote {page}")
-        return
+    if clone.FOUND and len(folders) == 1:
+        from hotrain_study import page as studies
+
+        if files := studies.records_in(folders[0]):
+            path = studies.write(files, out or folders[0])
+            if json:
+                print_json({"records": files, "report": path})
+            else:
+                typer.echo(f"wrote {path}")
+            return
     whole = len(folders) == 1 and out is None and (folders[0] / SUMMARY).is_file()
     folder = folders[0] if whole else out or Path("runs/report")
     records = load_records(folder) if whole else gathered(folders)
@@ -178,36 +182,3 @@ def report(
     if not whole:
         print_lines(records)
     typer.echo(f"wrote {page}")
-
-
-def _records_of_studies(folder: Path) -> list[Path]:
-    """Files of a folder that `hotrain study` writes, by their names."""
-    import hotrain_recipes.studies as known
-
-    names = set(known.studies())
-    return sorted(file for file in folder.glob("*.jsonl") if file.stem in names)
-
-
-def _studies(files: list[Path], path: Path) -> Path:
-    """Draw the page of all studies; their tables have every cell, also those that the records lack."""
-    from dataclasses import asdict
-
-    import hotrain_recipes.studies as known
-
-    from hotrain.plotting.studies import Section, write_studies
-    from hotrain.presets import DEFAULT
-    from hotrain.train.study import read_rows
-    from hotrain.train.study_tables import head, ran_on, tables
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows, studies = read_rows(files), known.studies()
-    sections = []
-    for study in studies.values():
-        shown = [{**asdict(table), "rows": [_plain(row) for row in table.rows]} for table in tables(study, rows)]
-        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
-    findings = _plain(head(studies, rows, DEFAULT))
-    return write_studies(path, "What the studies say of the papers", findings, sections)
-
-
-def _plain(texts: list[str]) -> list[str]:
-    return [text.replace("`", "") for text in texts]

@@ -1,12 +1,12 @@
 """The HTML page of the studies: the findings first, then each study's figures and tables, every cell of them.
 
-One file, no script, no request to anywhere. What it shows comes in as plain text and figures' data.
+One file, no script, no request to anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -20,7 +20,12 @@ from hotrain.plotting.records import curve
 from hotrain.plotting.spectrum import draw_spectrum
 from hotrain.plotting.style import INK, MUTED, Look, css_variables, drawing, looks, new_figure, stand_in, tag, to_svg
 from hotrain.plotting.surface import draw_choices, draw_surface
+from hotrain.presets import DEFAULT
+from hotrain_study.cells import read_rows
+from hotrain_study.studies import studies
+from hotrain_study.tables import Table, head, ran_on, tables
 
+REPORT = "report.html"
 LQS_THRESHOLD = 0.5
 
 
@@ -31,21 +36,35 @@ class Section:
     Args:
         title: what it asks.
         conditions: a line for each device and commit.
-        tables: dicts of title, headers, rows and note, as text.
+        tables: of its cells.
         rows: the records that count, of which figures are drawn.
     """
 
     title: str
     conditions: Sequence[str]
-    tables: Sequence[Mapping[str, Any]]
+    tables: Sequence[Table]
     rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
-def write_studies(path: Path, title: str, findings: Sequence[str], sections: Sequence[Section]) -> Path:
-    """Write the page to ``path`` in one step and return it."""
-    page = render(title, findings, sections)
-    write_text(path, page)
-    return path
+def records_in(folder: Path) -> list[Path]:
+    """Files of a folder that `hotrain study` writes, by their names."""
+    return sorted(file for file in folder.glob("*.jsonl") if file.stem in studies())
+
+
+def write(files: Sequence[Path], folder: Path) -> Path:
+    """Write the page of all studies to report.html of ``folder``; tables have every cell, also those not recorded."""
+    rows, sections = read_rows(files), []
+    for study in studies().values():
+        shown = [replace(table, rows=[_plain(row) for row in table.rows]) for table in tables(study, rows)]
+        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
+    page = render("What the studies say of the papers", _plain(head(studies(), rows, DEFAULT)), sections)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / REPORT, page)
+    return folder / REPORT
+
+
+def _plain(texts: Sequence[str]) -> list[str]:
+    return [text.replace("`", "") for text in texts]
 
 
 def render(title: str, findings: Sequence[str], sections: Sequence[Section]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import hotrain_recipes.studies as known
 import pytest
+from hotrain_study import measures
+from hotrain_study import studies as known
+from hotrain_study.cells import Cell, Study, grid, lines, with_method
+from hotrain_study.page import Section, render
+from hotrain_study.tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
-from hotrain.plotting.studies import Section, render
-from hotrain.train import measures
 from hotrain.train.run import TrainRun
-from hotrain.train.study import Cell, Study, grid, lines, with_method
-from hotrain.train.study_tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
 STUDIES = known.studies()
 GROUP = CLAIMS[0].group
@@ -139,7 +139,7 @@ def test_runs_that_diverged_or_failed_are_in_the_table() -> None:
 
 
 def test_the_page_shows_tables_and_figures() -> None:
-    shown = [vars(table) for table in tables(CHOSEN, rows(-0.4, 0.0))]
+    shown = tables(CHOSEN, rows(-0.4, 0.0))
     page = render("title", ["HOT <held>"], [Section("study", ["a device"], shown, rows(-0.4, 0.0))])
     assert page.count("<svg") == 2, "gaps and curves"
     assert "HOT &lt;held&gt;" in page

@@ -23,8 +23,8 @@ from hotrain.train.models import resolve_device
 from hotrain.train.optimization import create_optimizer
 from hotrain.train.run import TrainRun, replace
 from hotrain.train.setup import Setup, autocast, build, create, training_batches
-from hotrain.train.study import with_method
 from hotrain.train.training import Training
+from hotrain_study.cells import with_method
 
 TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B": (197, 2304, 768)}
 """Layers (tokens, outputs, inputs): the one that HOT's Table 5 prints, and one of the model of its other figures."""
