@@ -16,7 +16,6 @@ from torch import nn
 import hotrain
 from hotrain.analysis.fidelity import gradient_surface
 from hotrain.analysis.layer_times import now
-from hotrain.analysis.paper import PUBLISHED, flop_overhead, paper_memory
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate
 from hotrain.train.models import resolve_device
@@ -24,6 +23,7 @@ from hotrain.train.optimization import create_optimizer
 from hotrain.train.run import TrainRun, replace
 from hotrain.train.setup import Setup, autocast, build, create, training_batches
 from hotrain.train.training import Training
+from hotrain_study import published
 from hotrain_study.cells import with_method
 
 TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B": (197, 2304, 768)}
@@ -57,11 +57,11 @@ def costs(run: TrainRun, classes: int = 100, kept: bool = False) -> dict[str, An
         "batch": run.batch_size,
         "table_5": {name: _table_5(*shape) for name, shape in TABLE_5.items()},
     }
-    if chosen.name in PUBLISHED:
-        paper = hotrain.cost(model, image, mode="paper", method=chosen)
-        found["paper"] = {"forward": paper.forward.bit_ops, "backward": paper.backward.bit_ops}
+    if chosen.name in published.PUBLISHED:
+        forward, backward = published.bit_operations(model, image, chosen)
+        found["paper"] = {"forward": forward, "backward": backward}
         if chosen.name in ("exact", "hot"):
-            found["paper_bytes"] = paper_memory(model, run.batch_size, image, method=chosen).total
+            found["paper_bytes"] = published.memory(model, run.batch_size, image, chosen)
     if kept:
         if not chosen.is_plain:
             hotrain.convert(model, chosen, plan="memory")
@@ -82,12 +82,9 @@ def _images(model: nn.Module, count: int, run: TrainRun) -> torch.Tensor:
 
 def _table_5(tokens: int, outputs: int, inputs: int) -> dict[str, float]:
     """MFLOPs of the formulas, as written and with O and I exchanged."""
-    written, exchanged = flop_overhead(tokens, outputs, inputs), flop_overhead(tokens, inputs, outputs)
-    return {
-        "vanilla": written.vanilla / 1e6,
-        "overhead": written.total / 1e6,
-        "overhead_exchanged": exchanged.total / 1e6,
-    }
+    vanilla, overhead = published.flop_overhead(tokens, outputs, inputs)
+    _, exchanged = published.flop_overhead(tokens, inputs, outputs)
+    return {"vanilla": vanilla / 1e6, "overhead": overhead / 1e6, "overhead_exchanged": exchanged / 1e6}
 
 
 def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:

@@ -436,7 +436,7 @@ def test_shapes_are_looked_at_without_data(tmp_path: Path) -> None:
     assert found["batch_size"] == 2
 
 
-def test_cost_in_both_modes() -> None:
+def test_cost_is_the_sum_of_its_rows() -> None:
     small = SMALL[:-2]
     exact = answer("cost", "demo_vit", "-m", "exact", *small)
     hot = answer("cost", "demo_vit", "-m", "hot", *small)
@@ -446,7 +446,6 @@ def test_cost_in_both_modes() -> None:
         == sum(row[f"{path}_bit_ops"] for row in hot["rows"] for path in ("forward", "grad_input", "grad_weight"))
     )
     assert answer("cost", "demo_vit", "-m", "exact", "-b", "3", *small)["bit_ops"] == 3 * exact["bit_ops"]
-    assert answer("cost", "demo_vit", "-m", "hot", "--mode", "paper", *small)["bit_ops"] != hot["bit_ops"]
     assert "g_w" in run("cost", "demo_vit", *small).stdout
 
 

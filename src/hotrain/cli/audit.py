@@ -40,7 +40,7 @@ CALIBRATE = """Examples:
   hotrain train demo_vit --method hot --set calibration_file=calibration.json"""
 COST = """Examples:
   hotrain cost demo_vit
-  hotrain cost vit_base_patch16_224 --method hot --mode paper"""
+  hotrain cost vit_base_patch16_224 --method hot"""
 FIDELITY = """Examples:
   hotrain fidelity demo_vit
   hotrain fidelity demo_vit --method hot-unbiased --draws 32
@@ -218,14 +218,6 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 def cost(
     model: Model,
     method: MethodOption = None,
-    mode: Annotated[
-        str,
-        typer.Option(
-            "--mode",
-            help="corrected, or paper: the published formulas.",
-            autocompletion=completion.words("corrected", "paper"),
-        ),
-    ] = "corrected",
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch.")] = 1,
@@ -241,9 +233,9 @@ def cost(
         run, network, images = with_images(
             model, classes, batch_size, method=method, data=data, settings=settings, device="cpu"
         )
-        found = hotrain.cost(network, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
+        found = hotrain.cost(network, images, method=run.resolve_method(), float_bits=float_bits)
     if json:
-        answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "mode": mode}
+        answer: dict[str, Any] = {"model": run.model, "method": run.method_label}
         answer |= {"batch_size": len(images), "flops": found.flops_total, "bit_ops": found.bit_ops_total}
         print_json({**answer, "rows": found.rows})
     else:
