@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import hotrain
-from hotrain.analysis.fidelity import gradient_surface
+from hotrain.analysis.fidelity import first_calls
 from hotrain.analysis.layer_times import now
+from hotrain.audit.unchanged import as_found
+from hotrain.layer_gradients import LossFn, exact_calls
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate
 from hotrain.train.models import resolve_device
@@ -215,8 +217,36 @@ def _moment(
 
 def _surfaces(setup: Setup, model: nn.Module, batch: Any, lqs: dict[str, list[Any]], size: int) -> list[dict[str, Any]]:
     extremes = {pick(lqs, key=lambda name: lqs[name][1]) for pick in (min, max)}
-    drawn = gradient_surface(model, batch, setup.loss, layers=extremes, tokens=size, channels=size)
+    drawn = gradient_surface(model, batch, setup.loss, layers=extremes, size=size)
     return [{**each, "values": [_rounded(row, 3) for row in each["values"]]} for each in drawn]
+
+
+def gradient_surface(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, *, layers: Collection[str] | None = None, size: int
+) -> list[dict[str, Any]]:
+    """|g_y| of the batch's first sample over tokens × channels, for figures of its outliers. The model is unchanged.
+
+    Args:
+        model: converted.
+        batch: as in `hotrain.fidelity`.
+        loss_fn: as in `hotrain.fidelity`.
+        layers: names of converted layers (default: all).
+        size: larger surfaces are reduced to so many rows and columns, by the largest magnitude: no outlier is lost.
+
+    Returns:
+        One dict per layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
+        (its largest magnitude), values (rows of tokens).
+    """
+    surfaces = []
+    with as_found(model):
+        for call in first_calls(exact_calls(model, batch, loss_fn, layers)):
+            g_y = call.grad_output[:1] if call.grad_output.dim() > 2 else call.grad_output
+            surface = call.module.token_matrix(g_y).abs().float()  # type: ignore[operator]
+            reduced = nn.functional.adaptive_max_pool2d(surface[None, None], [min(size, n) for n in surface.shape])
+            tokens, channels = surface.shape
+            told = {"layer": call.name, "tokens": tokens, "channels": channels, "largest": float(surface.max())}
+            surfaces.append({**told, "values": reduced[0, 0].tolist()})
+    return surfaces
 
 
 _KEPT = ("error", "cosine", "bias", "noise")

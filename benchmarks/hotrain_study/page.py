@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -18,10 +17,10 @@ from hotrain.plotting.curves import draw_curves
 from hotrain.plotting.page import STYLE
 from hotrain.plotting.records import curve
 from hotrain.plotting.spectrum import draw_spectrum
-from hotrain.plotting.style import INK, MUTED, Look, css_variables, drawing, looks, new_figure, stand_in, tag, to_svg
-from hotrain.plotting.surface import draw_choices, draw_surface
+from hotrain.plotting.style import css_variables, looks
 from hotrain.presets import DEFAULT
 from hotrain_study.cells import read_rows
+from hotrain_study.figures import draw_choices, draw_errors, draw_gaps, draw_surface
 from hotrain_study.studies import studies
 from hotrain_study.tables import Table, head, ran_on, tables
 
@@ -107,29 +106,6 @@ def _gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def draw_gaps(
-    gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], title: str, metric: str = "accuracy"
-) -> str:
-    """SVG of each method's gaps to exact: a mark a seed, the mean, and a bar of two standard errors."""
-    with drawing():
-        figure = new_figure(f"{title}: points above exact", 0.9 + 0.24 * len(gaps))
-        axes = figure.subplots()
-        axes.axvline(0, color=MUTED, linewidth=0.9)
-        for place, (method, values) in enumerate(gaps.items()):
-            style = look_of[method]
-            mean = fmean(values)
-            axes.scatter(values, [place] * len(values), s=12, color=stand_in(style), alpha=0.5, linewidth=0)
-            if len(values) > 1:
-                error = 2 * stdev(values) / len(values) ** 0.5
-                axes.hlines(place, mean - error, mean + error, color=stand_in(style), linewidth=1.6, gid=tag(style))
-            axes.scatter([mean], [place], s=26, marker=style.marker, color=stand_in(style), linewidth=0, zorder=3)
-        axes.set_yticks(range(len(gaps)), list(gaps), fontsize=8, color=INK)
-        axes.set_ylim(len(gaps) - 0.5, -0.5)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(f"{metric} minus exact's with the same seed (points)")
-        return to_svg(figure, f"{title}: gap to exact of {', '.join(gaps)}")
-
-
 def _of_gradients(row: Mapping[str, Any]) -> list[str]:
     mine, group = row["figures"], row["group"]
     drawn = [draw_errors(mine["moments"], path, f"{group}: error of {path}") for path in ("g_x", "g_w")]
@@ -144,33 +120,6 @@ def _of_gradients(row: Mapping[str, Any]) -> list[str]:
         layers = [{"layer": name, "choice": each[0], "ratio": each[1]} for name, each in last["lqs"].items()]
         drawn.append(draw_choices(layers, LQS_THRESHOLD, f"{group}: what LQS chooses at the end"))
     return drawn + [draw_surface(surface, f"{group}: |g_y| of {surface['layer']}") for surface in mine["surfaces"]]
-
-
-def draw_errors(moments: Sequence[Mapping[str, Any]], path: str, title: str) -> str:
-    """SVG of the median layer's relative error over the training, a line a method."""
-    methods = list(moments[0]["methods"])
-    look_of = looks(methods)
-    with drawing():
-        figure = new_figure(title, 2.7)
-        axes = figure.subplots()
-        for method in methods:
-            points = []
-            for moment in moments:
-                errors = [layer[path][0] for layer in moment["methods"][method].values() if layer[path]]
-                found = sorted(error for error in errors if error is not None)
-                if found:
-                    points.append((moment["update"], found[len(found) // 2]))
-            if any(error for _, error in points):
-                style = look_of[method]
-                axes.plot(
-                    *zip(*points, strict=True), color=stand_in(style), linestyle=style.dash, marker=style.marker,
-                    markersize=3, linewidth=style.width, label=method, gid=tag(style),
-                )  # fmt: skip
-        axes.set_yscale("log")
-        axes.set_xlabel("updates of exact training")
-        axes.set_ylabel("relative error, median layer")
-        figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, labelcolor="linecolor")
-        return to_svg(figure, f"{title} over the training for {', '.join(methods)}")
 
 
 PAGE = """<!doctype html>

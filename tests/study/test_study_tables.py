@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hotrain_study import measures
 from hotrain_study import studies as known
 from hotrain_study.cells import Cell, Study, grid, lines, with_method
+from hotrain_study.figures import draw_surface
 from hotrain_study.page import Section, render
 from hotrain_study.tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
+import hotrain
 from hotrain.train.run import TrainRun
 
 STUDIES = known.studies()
@@ -197,3 +200,34 @@ def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
     probe, near = tables(study, found)
     assert probe.rows == [["`exact`", "80.00"], ["`hla`", "not run"]]
     assert near.rows == [["`exact`", "75.50"], ["`hla`", "not run"]]
+
+
+def test_a_surface_keeps_outliers_and_leaves_the_model_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Conv2d(100, 100, 1))
+    hotrain.convert(model, "hot", filter_fn=lambda *_: True)
+    g = torch.full((2, 100, 32), 0.5)
+    g[0, 71, 13] = -9.0
+    g[1] = 100.0  # another sample
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model[0](x) * g).sum() + (model[1](x[..., None]) * g[..., None]).sum()  # type: ignore[index]
+
+    linear, conv = measures.gradient_surface(model, torch.randn(2, 100, 32), loss, size=10)
+    assert (linear["layer"], linear["tokens"], linear["channels"]) == ("0", 100, 32)
+    values = torch.tensor(linear["values"])
+    assert values.shape == (10, 10)
+    assert values[7, 4] == linear["largest"] == 9.0
+    assert values.sum() == 9.0 + 99 * 0.5
+    assert torch.tensor(conv["values"]).sum() == 9.0 + 99 * 0.5
+    assert (conv["tokens"], conv["channels"]) == (32, 100)
+    (whole,) = measures.gradient_surface(model, torch.randn(2, 100, 32), loss, layers=["1"], size=1000)
+    assert torch.equal(torch.tensor(whole["values"]), g[0].T.abs())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_flat_surface_is_drawn_and_a_line_refused() -> None:
+    """All-zero g_y is real (a dead layer): no division by its maximum."""
+    flat = {"layer": "fc1", "values": [[0.0] * 4] * 4}
+    assert draw_surface(flat, "title").count("<svg") == 1
+    with pytest.raises(ValueError, match="at least 2 × 2"):
+        draw_surface(flat | {"values": [[0.0] * 4]}, "title")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,11 +13,14 @@ from hotrain.cli import completion
 from hotrain.cli.errors import note
 from hotrain.cli.options import DeviceOption, JsonOption, print_json, split_names, split_seeds
 
+if TYPE_CHECKING:
+    from hotrain.train import Comparison, TrainRun
+
 EXAMPLES = """Examples:
   hotrain demo --quick
   hotrain demo --methods exact,hq8 --seeds 0,1,2"""
 
-RECIPES = ("demo_vit", "demo_resnet")
+LABELS = {"demo_vit": "small ViT", "demo_resnet": "small ResNet"}
 METHODS = "exact,hq8,hot,hla,lbp-wht,int4"
 """The exact baseline, the default method and published methods."""
 
@@ -34,7 +38,6 @@ def demo(
     json: JsonOption = False,
 ) -> None:
     """Train a small ViT and a small ResNet on real digits with the default and five others; one table, one report."""
-    from hotrain.cli.demo_records import look_at, models, notes, pick_surfaces
     from hotrain.cli.parallel_runs import minutes, train_cells
     from hotrain.cli.prepare import configure
     from hotrain.cli.run_records import conditions, keep, records_of
@@ -43,7 +46,7 @@ def demo(
     started = time.perf_counter()
     chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
     settings = ["steps=4"] if quick else [] if epochs is None else [f"epochs={epochs}"]
-    runs = [configure(recipe, settings=settings, device=device, out=out / "runs") for recipe in RECIPES]
+    runs = [configure(recipe, settings=settings, device=device, out=out / "runs") for recipe in LABELS]
     meta = {
         "title": "Four updates a method: does everything run?" if quick else "Memory and accuracy on real digits",
         **conditions(runs, numbers),
@@ -54,12 +57,12 @@ def demo(
     }
     outcomes = train_cells(runs, chosen, numbers, jobs)
     records_of(outcomes, meta).save(out)  # before anything else can fail
-    looks = [look_at(run, chosen, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
-    more = {kind: [entry for look in looks for entry in look[kind]] for kind in looks[0]}
-    more["surfaces"], meta["surface_note"] = pick_surfaces(more["surfaces"])
+    memory = [entry for run in runs for entry in kept(run, chosen)]
+    pairs = zip(runs, outcomes, strict=True)
+    spectrum = [entry for run, outcome in pairs for entry in energy(run, chosen, outcome)]
     meta["seconds"] = round(time.perf_counter() - started, 1)
     records = records_of(outcomes, meta)
-    report = keep(records, out, **more)
+    report = keep(records, out, memory=memory, spectrum=spectrum)
     for outcome in outcomes:
         for result in outcome.results:
             result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
@@ -75,3 +78,91 @@ def demo(
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if failures:
         raise typer.Exit(1)
+
+
+def kept(run: TrainRun, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Records of the bytes that each method keeps, by operator."""
+    import hotrain
+    from hotrain.train import build, with_preset
+
+    records = []
+    for method in methods:
+        setup = build(with_preset(run, method))
+        images = setup.example()[0]
+        with setup.autocast():
+            found = hotrain.saved_bytes(setup.model.train(), images)
+        record = {"model": run.model, "method": setup.run.method_label}
+        records.append(record | {"total": found.total, "by_operator": dict(found.by_operator)})
+    return records
+
+
+def pictured(run: TrainRun, methods: Sequence[str]) -> TrainRun | None:
+    """The run with the first method that has a low-pass along the tokens; None if there is none."""
+    from hotrain.train import with_preset
+
+    for each in (with_preset(run, method) for method in methods):
+        low = each.resolve_method().grad_weight
+        if low.tile > low.rank:
+            return each
+    return None
+
+
+def energy(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> list[dict[str, Any]]:
+    """Records of the energy of x and g_y by sequency, with the weights of the exact run, or the first that finished."""
+    import hotrain
+    from hotrain.cli.prepare import converted
+
+    chosen = pictured(run, methods)
+    if chosen is None or not outcome.results:
+        return []
+    exact = [result for result in outcome.results if result.run.method_label == "exact"]
+    setup = converted(chosen, (exact or outcome.results)[0].checkpoint_path)
+    with setup.autocast():
+        rows = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=2).rows
+    return [
+        {"model": run.model, "layer": row["layer"], "tensor": tensor, "energy": row[f"{tensor}_energy"]}
+        for row in rows
+        for tensor in ("g_y", "x")
+    ]
+
+
+def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
+    """Return label, description and number of parameters of every model."""
+    from hotrain.train import build, with_preset
+
+    described = {}
+    for run in runs:
+        setup = build(with_preset(run, "exact"))
+        count = sum(parameter.numel() for parameter in setup.model.parameters())
+        images = setup.example()[0]
+        length = f"{run.steps} updates" if run.steps is not None else f"{run.epochs} epochs"
+        described[run.model] = {
+            "label": LABELS[run.model],
+            "description": f"{count:,} parameters, {images.shape[-2]}×{images.shape[-1]} pixels, "
+            f"batches of {run.batch_size}, {length}",
+            "parameters": count,
+        }
+    return described
+
+
+def notes(runs: Sequence[TrainRun], methods: Sequence[str], jobs: int) -> list[str]:
+    """Return the notes on what the demo's numbers show and do not show, one or two sentences each."""
+    from hotrain.train import build
+
+    feed = build(runs[0]).feed
+    train, test = feed.data.train_size, sum(len(labels) for _, labels in feed.test_batches())
+    together = f"{jobs} runs at a time, with one thread each" if jobs > 1 else "one run at a time, with one thread"
+    said = [
+        f"Real images, but few: {train:,} for training and {test} for the test. One test image is {100 / test:.2f} "
+        "points. `hotrain demo --seeds 0,1,2` measures the noise.",
+        "Accuracy is that of the last epoch. All methods start from the same weights and see the same batches.",
+        f"The step times are no claim of speed: plain PyTorch without fused kernels, {together}.",
+    ]
+    if pictured(runs[0], methods):
+        said.append("Energy by sequency is of one training batch with the weights after exact training.")
+    if any(method.startswith("lbp-wht") for method in methods):
+        said.append(
+            "The ViT's 4×4 grid of tokens is smaller than the 8×8 tiles of lbp-wht, which therefore does not project "
+            "its tokens: there lbp-wht's gradients are exact and it saves nothing."
+        )
+    return said
