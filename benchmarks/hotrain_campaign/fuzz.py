@@ -389,9 +389,9 @@ def images(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
 
 def texts(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
     """Tab-separated text as GLUE has it. Text has no checksum, so that readable damage is read."""
-    from hotrain.train.text import load_tsv
+    from hotrain.train.tokens import read_phrases
 
-    yield from _file_cases("tsv", good.tsv, count, draw, load_tsv, exact=False)
+    yield from _file_cases("tsv", good.tsv, count, draw, read_phrases, exact=False)
 
 
 def reports(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
