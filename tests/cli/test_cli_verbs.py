@@ -336,7 +336,7 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     assert trained == [("exact", 0)]
 
     def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**row, "step_ms": None} for row in rows]
+        return [{**row, "step_ms": None, "step_ratio": None} for row in rows]
 
     assert timeless(rest["rows"]) == timeless(whole["rows"])
     assert timeless(rest["summary"]) == timeless(whole["summary"])
