@@ -534,7 +534,7 @@ def _setting(draw: random.Random) -> str:
     kind = draw.randrange(12)
     if kind == 0:
         return draw.choice(["", "=", "=1", "lr", "lora.rank=", "lora.rank=0", "lora.rank=-1", "lora.rank=1000000000000",
-                            "lora.x=1", "grokfast.alpha=2", "grokfast.lamb=nan", "grokfast=1", "lora=1", "a.b.c=1",
+                            "lora.x=1", "lora.dropout=nan", "lora=1", "a.b.c=1",
                             "method_overrides.rank=99", "method_overrides.x=1", "model_args.depth=0",
                             "model_args.depth=-1", "model_args.embed_dim=33", "model_args.num_heads=0",
                             "model_args.patch_size=0", "model_args.patch_size=1000", "model_args.mlp_ratio=-1",
@@ -548,7 +548,7 @@ def _setting(draw: random.Random) -> str:
         return f"model={draw.choice(MODELS)}"
     if name in ("epochs", "device", "out_dir", "name", "data", "data_dir", "calibration_file") and kind < 4:
         return f"{name}={draw.choice(damage.NAMES)}"
-    small = ["0", "1", "2", "8", "0.5", "0.1", "-0.0", "true", "none", "bf16", "fp16", "onecycle", "multistep",
+    small = ["0", "1", "2", "8", "0.5", "0.1", "-0.0", "true", "none", "bf16", "fp16", "constant", "multistep",
              "cosine", "sgd", "lamb", "lion", "adafactor", "lbfgs", "rand-m9-mstd0.5-inc1", "0.5,0.75", "memory",
              "graphs"]  # fmt: skip
     return f"{name}={draw.choice(small) if kind < 8 else _text(draw)}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrain.train import Grokfast, TrainRun, saved_run, silent, train
+from hotrain.train import TrainRun, saved_run, silent, train
 from hotrain.train import checkpoint as checkpoints
 
 Make = Callable[..., TrainRun]
@@ -30,10 +30,10 @@ def refused(file: Path, message: str, run: TrainRun | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory, few_digits: Path) -> bytes:
-    """A checkpoint with every part: averages, a gradient filter, a schedule with a state of its own."""
+    """A checkpoint with every part, also averages of weights."""
     run = TrainRun(
         model="demo_vit", model_args={"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}, device="cpu",
-        data=str(few_digits), method="hot", batch_size=32, epochs=2, schedule="onecycle", ema=0.9, grokfast=Grokfast(),
+        data=str(few_digits), method="hot", batch_size=32, epochs=2, ema=0.9,
         calibrate_batches=1, audit=False, out_dir=str(tmp_path_factory.mktemp("runs")),
     )  # fmt: skip
     return train(run, stop_after=2, on_progress=silent).checkpoint_path.read_bytes()
@@ -190,9 +190,7 @@ UNTIDY: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("an-optimizer-without-groups", lambda s: s["optimizer"].pop("param_groups"), "'optimizer' cannot be restored"),
     ("a-rate-of-text", lambda s: s["optimizer"]["param_groups"][0].update(lr="fast"), "'optimizer' .*lr is 'fast'"),
     ("a-rate-of-NaN", lambda s: s["optimizer"]["param_groups"][0].update(lr=math.nan), "'optimizer' .*lr is nan"),
-    ("no-schedule", lambda s: s.update(schedule={}), "'schedule' cannot be restored"),
     ("no-averages", lambda s: s.update(ema=None), "'ema' cannot be restored"),
-    ("no-filter", lambda s: s.update(grokfast={}), "'grokfast' cannot be restored"),
     ("a-foreign-calibration", lambda s: s["calibration"].pop("layers"), "'calibration' cannot be restored"),
     ("no-draws", lambda s: s.update(draws={}), "'draws' cannot be restored"),
     ("no-generators", lambda s: s.update(rng=[{}]), "'rng' cannot be restored"),

@@ -15,7 +15,6 @@ import torch
 
 from hotrain.train import (
     Diverged,
-    Grokfast,
     Interrupted,
     NotSaved,
     Progress,
@@ -56,8 +55,7 @@ RESUMED: list[tuple[str, dict[str, Any], int]] = [
     ("drawn-rows-mid-epoch", {"method": "hot-unbiased"}, 7),  # the layers' draws go on, not start anew
     ("epoch-end", {"method": "hot"}, 5),  # the next epoch starts with nothing left of the last one
     ("generators", {"mixup": 0.8, "cutmix": 1.0, "random_erase": 0.5, "model_args.drop_path_rate": 0.3}, 4),
-    ("averages", {"ema": 0.9, "grokfast": Grokfast(), "clip": 0.5, "smoothing": 0.1}, 6),
-    ("onecycle", {"schedule": "onecycle", "optimizer": "momentum", "lr": 0.05}, 6),  # it cycles momentum too
+    ("averages", {"ema": 0.9, "clip": 0.5, "smoothing": 0.1}, 6),
     ("multistep-accumulated", {"schedule": "multistep", "batch_size": 16, "accumulation": 3, "warmup_epochs": 1.0}, 4),
     ("bf16", {"amp": "bf16"}, 3),
     ("calibrated-then-4-bit", {"calibrate_batches": 1, "calibrate_at": 1, "bit_warmup_epochs": 1}, 6),

@@ -100,15 +100,6 @@ def test_schedules(tiny: Make, fields: dict[str, Any], rates: list[float]) -> No
     assert got == pytest.approx(rates, abs=1e-6)
 
 
-def test_onecycle_rises_to_the_rate_and_falls(tiny: Make) -> None:
-    seen: list[float] = []
-    train(tiny(method="exact", schedule="onecycle", lr=0.01), on_progress=lambda p: seen.append(p.lr))
-    peak = max(seen)
-    assert peak == pytest.approx(0.01)
-    assert seen[0] < peak > seen[-1]
-    assert seen[-1] < 1e-5
-
-
 def test_the_average_is_what_is_evaluated(tiny: Make) -> None:
     result = train(tiny(epochs=1, ema=0.99), on_progress=silent)
     assert {"accuracy", "raw_accuracy"} <= result.history[0].keys()

@@ -58,7 +58,7 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
 def _test_images(run: TrainRun) -> int:
     from hotrain.train import load_data
 
-    return load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt).test_size
+    return load_data(run.data, data_dir=run.data_dir).test_size
 
 
 def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:

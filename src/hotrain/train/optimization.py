@@ -88,7 +88,7 @@ def _has_shape_of(value: Any, parameter: Tensor) -> bool:
 
 
 class Schedule:
-    """The learning rate of every update, by timm's schedulers (cosine, multistep, constant) or PyTorch's OneCycleLR.
+    """The learning rate of every update, by timm's schedulers: a function of the update's number.
 
     Args:
         run: schedule, warm-up and rates.
@@ -101,46 +101,21 @@ class Schedule:
         ensure_torchvision()
         from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
 
-        self.updates = updates
-        warmup = min(round(run.warmup_epochs * updates_per_epoch), updates)
         common: dict[str, Any] = {
-            "warmup_t": warmup,
+            "warmup_t": min(round(run.warmup_epochs * updates_per_epoch), updates),
             "warmup_lr_init": min(run.warmup_lr, run.lr),
             "t_in_epochs": False,
         }
-        self._onecycle: torch.optim.lr_scheduler.OneCycleLR | None = None
-        self._timm: Any = None
+        self._timm: Any
         if run.schedule == "cosine":
             self._timm = CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
         elif run.schedule == "multistep":
             # timm drops the rate one step before the milestone it is given.
             drops = [round(m * updates) + 1 for m in run.milestones]
             self._timm = MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=run.decay_rate, **common)
-        elif run.schedule == "constant":
-            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
         else:
-            share = warmup / updates if warmup else 0.3  # 0.3 is torch's default
-            self._onecycle = torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, max_lr=run.lr, total_steps=max(2, updates), pct_start=min(share, 1.0)
-            )
+            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
 
     def step(self, update: int) -> None:
         """Set the rate of the update that follows ``update`` finished ones."""
-        if self._timm is not None:
-            self._timm.step_update(update)
-        elif self._onecycle is not None and update < self.updates:
-            self._onecycle.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers; empty for timm's schedules, which are functions of the update count."""
-        if self._onecycle is None:
-            return {}
-        return {"last_epoch": self._onecycle.last_epoch, "step_count": self._onecycle._step_count}
-
-    def load_state_dict(self, state: dict[str, Any], update: int) -> None:
-        """Continue after ``update`` finished updates (the current rate is part of the optimizer's state)."""
-        if self._onecycle is None:
-            self._timm.step_update(update)
-        else:
-            self._onecycle.last_epoch = state["last_epoch"]
-            self._onecycle._step_count = state["step_count"]
+        self._timm.step_update(update)

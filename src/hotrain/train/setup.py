@@ -159,7 +159,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     """
     trackers.check(run.log)
     processes = processes or Processes(device=resolve_device(run.device))
-    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
+    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     _check_text(run, data)

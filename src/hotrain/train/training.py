@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
-from hotrain.optim import GrokfastEMA
 from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
@@ -83,9 +82,6 @@ class Training:
         self.optimizer = create_optimizer(run, self.model)
         self.schedule = Schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.amp == "fp16")
-        self.grokfast: GrokfastEMA | None = None
-        if run.grokfast is not None:
-            self.grokfast = GrokfastEMA(self.model.named_parameters(), run.grokfast.alpha, run.grokfast.lamb)
         self.ema: ModelEmaV3 | None = None
         if run.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
@@ -155,7 +151,7 @@ class Training:
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
-        """One update: forward and backward of each batch, Grokfast, clipping, optimizer, schedule and EMA."""
+        """One update: forward and backward of each batch, clipping, optimizer, schedule and EMA."""
         run = self.run
         self.between_updates = False
         self.timer.start()
@@ -171,8 +167,6 @@ class Training:
                 self.loss_sum += loss.detach()
                 self.loss_count += 1
         self.scaler.unscale_(self.optimizer)
-        if self.grokfast is not None:
-            self.grokfast.step()
         if run.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
         self.scaler.step(self.optimizer)
@@ -191,7 +185,7 @@ class Training:
         if self.erase is not None:
             x = self.erase(x)
         if self.mixup is not None:
-            even = len(x) // 2 * 2  # a batch that lost an unreadable image may be odd
+            even = len(x) // 2 * 2  # all of a small data set may be an odd number
             x, y = self.mixup(x[:even], y[:even])
         return x, y
 
@@ -272,7 +266,6 @@ class Training:
             _, row["raw_accuracy"] = evaluate(self.model, self.run, self.setup, self.ranks)
         row["lr"] = self.optimizer.param_groups[0]["lr"]
         row["step_ms"] = self.timer.median_ms()
-        row["skipped"] = self.setup.feed.skipped
         row["seconds"] = self.seconds()
         self.history.append(row)
         self.loss_sum.zero_()
@@ -373,10 +366,8 @@ class Training:
             "update": self.update,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "grokfast": None if self.grokfast is None else self.grokfast.state_dict(),
             "calibration": self.calibration and asdict(self.calibration),
             "draws": draws.state_dict(self.model),
             "rng": self.ranks.gather(rng_state()),
@@ -405,16 +396,12 @@ class Training:
             begun = self.update > 0 and not self.scaler.is_enabled()  # fp16 may have skipped every update
             check_optimizer_state(self.run, self.optimizer, state["optimizer"], begun)
             self.optimizer.load_state_dict(state["optimizer"])
-        with restoring("schedule"):
-            self.schedule.load_state_dict(state["schedule"], self.update)
+        self.schedule.step(self.update)
         with restoring("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             with restoring("ema"):
                 self.ema.module.load_state_dict(state["ema"])
-        if self.grokfast is not None:
-            with restoring("grokfast"):
-                self.grokfast.load_state_dict(state["grokfast"])
         if state["calibration"] is not None:
             with restoring("calibration"):
                 fields = dict(state["calibration"])
