@@ -166,7 +166,7 @@ def gradients(
         noise of so many draws); the ``energy`` by sequency of g_y and x; the choices of LQS (``lqs``) with their error
         ratios. ``surfaces``: |g_y| at the last moment of the layers with the lowest and the highest ratio.
     """
-    training = Training(replace(run, audit=False), build(run), Processes(), None)
+    training = Training(build(replace(run, audit=False)), Processes())
     setup, per_epoch = training.setup, training.updates_per_epoch
     moments = {max(min(8, training.updates), round(share * training.updates)) for share in at}
     x, y = setup.example()
@@ -186,7 +186,7 @@ def gradients(
                 surfaces = drawn
             if training.update == training.updates:
                 break
-    _, accuracy = evaluate(training.model, training.run, training.setup, training.ranks)
+    _, accuracy = evaluate(training.model, training.setup, training.ranks)
     return {"updates": training.updates, "accuracy": accuracy, "moments": found, "surfaces": surfaces}
 
 

@@ -289,7 +289,7 @@ def test_perfect_predictions_are_at_100_percent(task: str, bright: Path, tmp_pat
             logits = torch.nn.functional.one_hot(labels.where(labels >= 0, 2), 3)
             return torch.cat((9.0 * logits, target[..., 1:]), -1)
 
-    row = evaluate_dense(Oracle(), setup.run, setup, Processes())
+    row = evaluate_dense(Oracle(), setup, Processes())
     assert row["accuracy"] == pytest.approx(100)
     assert row["test_loss"] < 0.01
     assert row.get("pixel_accuracy", 100) == pytest.approx(100)
@@ -349,7 +349,7 @@ def test_it_learns(task: str, method: str, bright: Path, tmp_path: Path) -> None
     fields = {"epochs": epochs, "lr": lr, "clip": 1.0, "warmup_epochs": 1, "evaluate_every": epochs}
     run = run_on(bright, task, tmp_path, method=method, **fields)
     setup = build(run)
-    untrained = evaluate_dense(setup.model, run, setup, Processes())
+    untrained = evaluate_dense(setup.model, setup, Processes())
     background = torch.cat([target for _, target in setup.feed.test_batches()]) == 0
     result = train(run, on_progress=silent)
     last = result.history[-1]

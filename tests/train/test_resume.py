@@ -329,13 +329,6 @@ def test_a_process_that_is_lost_is_named(
         raise RuntimeError(text)
 
 
-def test_the_losses_of_an_epoch_are_restored_for_each_process() -> None:
-    assert [checkpoints.loss_of([[1.5, 3], [2.5, 4]], rank) for rank in (0, 1)] == [(1.5, 3), (2.5, 4)]
-    assert checkpoints.loss_of([1.5, 3], 0) == (1.5, 3)  # as checkpoints had it before
-    with pytest.raises(ValueError, match="'loss' cannot be restored"):
-        checkpoints.loss_of([[1.5, 3]], 1)
-
-
 def test_a_record_that_cannot_be_written_does_not_hide_the_failure(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, row: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

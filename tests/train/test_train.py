@@ -37,7 +37,7 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 def updates(run: TrainRun, count: int = 0) -> Training:
     """The state of ``run`` after ``count`` updates, without checkpoints or records."""
-    training = Training(run, build(run), Processes(), None)
+    training = Training(build(run), Processes())
     training.start_epoch(0)
     for batches in list(training.setup.feed.updates(0))[:count]:
         training.step(batches)

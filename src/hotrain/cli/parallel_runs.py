@@ -79,7 +79,6 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
         for method in methods:
             for seed in seeds:
                 part = done[index, method, seed]
-                whole.rows += part.rows
                 whole.failures += part.failures
                 whole.results += part.results
         merged.append(whole)

@@ -190,21 +190,6 @@ def _is_sum(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and type(value[1]) is int
 
 
-def loss_of(saved: Any, rank: int) -> tuple[float, int]:
-    """Sum and number of the losses of an epoch so far, of one process.
-
-    Args:
-        saved: a pair for each process; checkpoints from before 2026-11-23 have that of process 0 alone.
-        rank: index of the process.
-
-    Raises:
-        ValueError: there is none for this process.
-    """
-    pairs = [saved] * (rank + 1) if _is_sum(saved) else saved
-    with restoring("loss"):
-        return pairs[rank][0], pairs[rank][1]
-
-
 def _is_a(*kinds: type) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
 
@@ -220,7 +205,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "calibration": _is_a(dict, type(None)),
     "draws": lambda value: isinstance(value, dict) and all(type(v) is int for v in value.values()),
     "rng": lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value),
-    "loss": lambda value: _is_sum(value) or (isinstance(value, list) and len(value) > 0 and all(map(_is_sum, value))),
+    "loss": lambda value: isinstance(value, list) and all(map(_is_sum, value)),
     "history": _is_history,
     "measured": lambda value: (
         isinstance(value, list) and len(value) == 2 and all(v is None or _is_number(v) for v in value)

@@ -24,15 +24,18 @@ class Comparison:
     """The outcome of :func:`compare`.
 
     Args:
-        rows: one row per finished cell (a run of one method and seed): model, method, seed, accuracy (percent),
-            saved_bytes, bit_ops, step_ms, layers.
-        failures: one row per cell that raised: model, method, seed, error.
+        failures: one row per cell (a run of one method and seed) that raised: model, method, seed, error.
         results: the complete results of the finished cells, without their models.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per finished cell: model, method, seed, accuracy (percent), saved_bytes, bit_ops, step_ms, layers."""
+        figures = ("accuracy", "saved_bytes", "bit_ops", "step_ms", "layers")
+        return [{**_key(result.run), **{name: getattr(result, name) for name in figures}} for result in self.results]
 
 
 def compare(
@@ -55,7 +58,7 @@ def compare(
             run's own ``method`` and ``method_overrides`` are not used.
         seeds: one run is trained per method and seed.
         finished: records of earlier runs by method label and seed (:func:`finished_cells`). They are not trained
-            again, and are part of rows and results.
+            again, and are part of the results.
         on_progress: as for :func:`train`.
         on_result: called after each run that was trained by this call.
 
@@ -77,27 +80,20 @@ def compare(
     for seed in seeds:
         for variant in variants:
             cell = replace(variant, seed=seed)
-            key = {"model": cell.model, "method": cell.method_label, "seed": seed}
             row = known.get((cell.method_label, seed))
             try:
                 result = train(cell, on_progress=on_progress) if row is None else _recorded(cell, row)
             except Exception as error:
-                comparison.failures.append({**key, "error": f"{type(error).__name__}: {error}"})
+                comparison.failures.append({**_key(cell), "error": f"{type(error).__name__}: {error}"})
                 continue
             comparison.results.append(dataclasses.replace(result, model=None))
-            comparison.rows.append(
-                {
-                    **key,
-                    "accuracy": result.accuracy,
-                    "saved_bytes": result.saved_bytes,
-                    "bit_ops": result.bit_ops,
-                    "step_ms": result.step_ms,
-                    "layers": result.layers,
-                }
-            )
             if on_result is not None and row is None:
                 on_result(result)
     return comparison
+
+
+def _key(run: TrainRun) -> dict[str, Any]:
+    return {"model": run.model, "method": run.method_label, "seed": run.seed}
 
 
 def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:

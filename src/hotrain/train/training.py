@@ -33,7 +33,6 @@ from hotrain.train.optimization import Schedule, check_optimizer_state, create_o
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
-from hotrain.train.run import TrainRun
 from hotrain.train.setup import Setup, training_batches
 
 WATCH = 20  # updates between two checks of the loss on a GPU
@@ -43,17 +42,17 @@ class Training:
     """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
 
     Args:
-        run: what to train.
-        setup: its parts.
+        setup: the parts of the run.
         ranks: the processes of the run.
         saved: state of a checkpoint to continue; None: a new run.
     """
 
-    def __init__(self, run: TrainRun, setup: Setup, ranks: Processes, saved: dict[str, Any] | None) -> None:
+    def __init__(self, setup: Setup, ranks: Processes, saved: dict[str, Any] | None = None) -> None:
         from timm.data import Mixup
         from timm.data.random_erasing import RandomErasing
         from timm.utils import ModelEmaV3
 
+        run = setup.run
         self.run, self.setup, self.ranks = run, setup, ranks
         self.model, self.device = setup.model, setup.device
         self.learner = self.model if isinstance(self.model, contrastive.TwoViews) else None
@@ -255,15 +254,15 @@ class Training:
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = finite(float(totals[0] / totals[1]))
         if self.run.task in dense.METRICS:
-            row |= evaluate_dense(model, self.run, self.setup, self.ranks)
+            row |= evaluate_dense(model, self.setup, self.ranks)
         elif self.learner is None:
-            row["test_loss"], row["accuracy"] = evaluate(model, self.run, self.setup, self.ranks)
+            row["test_loss"], row["accuracy"] = evaluate(model, self.setup, self.ranks)
         else:
-            row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.run, self.setup, self.ranks)
+            row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.setup, self.ranks)
         if row["train_loss"] is None and row["test_loss"] is None:
             raise self._diverged("neither the training loss nor the test loss is finite")
         if self.ema is not None:
-            _, row["raw_accuracy"] = evaluate(self.model, self.run, self.setup, self.ranks)
+            _, row["raw_accuracy"] = evaluate(self.model, self.setup, self.ranks)
         row["lr"] = self.optimizer.param_groups[0]["lr"]
         row["step_ms"] = self.timer.median_ms()
         row["seconds"] = self.seconds()
@@ -387,7 +386,7 @@ class Training:
         """
         if state["update"] > self.updates:
             raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
-        if len(state["rng"]) != self.ranks.world:
+        if not len(state["rng"]) == len(state["loss"]) == self.ranks.world:
             raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
         self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
         self.model.load_state_dict(state["model"])
@@ -408,8 +407,8 @@ class Training:
                 layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
                 self.calibration = hotrain.Calibration(layers, **fields)
                 self.calibration.apply(self.model)
-        loss, count = checkpoint.loss_of(state["loss"], self.ranks.rank)
-        self.loss_sum, self.loss_count = torch.tensor(loss, dtype=torch.float32, device=self.device), count
+        loss, self.loss_count = state["loss"][self.ranks.rank]
+        self.loss_sum = torch.tensor(loss, dtype=torch.float32, device=self.device)
         self.saved_bytes, self.bit_ops = state["measured"]
         self.timer.done_ms = list(state["step_ms"])
         self.seconds_before = state["seconds"]
