@@ -34,10 +34,6 @@ def recipes(
             help="One recipe, with all its fields.", show_default=False, autocompletion=completion.recipe_names
         ),
     ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option("--family", help="Only the recipes of this family.", autocompletion=completion.families),
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the recipes by family, or one with all its fields."""
@@ -48,16 +44,12 @@ def recipes(
     if name is not None:
         _one(name, json)
         return
-    families = list(dict.fromkeys(recipe.family for recipe in found.values()))
-    if family is not None and family not in families:
-        raise ValueError(f"--family: got {family!r}, families are {', '.join(sorted(families))}")
-    chosen = {name: recipe for name, recipe in found.items() if family in (None, recipe.family)}
     if json:
-        print_json([{"name": n, "family": r.family, "description": r.description} for n, r in chosen.items()])
+        print_json([{"name": n, "family": r.family, "description": r.description} for n, r in found.items()])
         return
-    for title in dict.fromkeys(recipe.family for recipe in chosen.values()):
-        typer.echo(f"{title}\n{_family([recipe for recipe in chosen.values() if recipe.family == title])}\n")
-    typer.echo(_methods(list(chosen.values())))
+    for title in dict.fromkeys(recipe.family for recipe in found.values()):
+        typer.echo(f"{title}\n{_family([recipe for recipe in found.values() if recipe.family == title])}\n")
+    typer.echo(_methods(list(found.values())))
 
 
 def _one(name: str, json: bool) -> None:

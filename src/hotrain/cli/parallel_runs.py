@@ -58,21 +58,17 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
                 left = minutes(time_left(cells, cell, result.seconds, jobs))
                 note(f"about {left} left for the other {len(cells) - 1} runs")
 
-    if jobs == 1:
-        for cell in cells:
-            finish(cell, _one(runs[cell[0]], cell[1], cell[2]))
-    else:
-        context = multiprocessing.get_context("spawn")  # a forked child would inherit PyTorch's threads
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
-            futures: dict[Future[Comparison], Cell] = {
-                pool.submit(_one, runs[index], method, seed): (index, method, seed) for index, method, seed in cells
-            }
-            try:
-                for future in as_completed(futures):
-                    finish(futures[future], future.result())
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    context = multiprocessing.get_context("spawn")  # a forked child would inherit PyTorch's threads
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
+        futures: dict[Future[Comparison], Cell] = {
+            pool.submit(_one, runs[index], method, seed): (index, method, seed) for index, method, seed in cells
+        }
+        try:
+            for future in as_completed(futures):
+                finish(futures[future], future.result())
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     merged = []
     for index in range(len(runs)):
         whole = Comparison()
@@ -125,9 +121,5 @@ def _one(run: TrainRun, method: str, seed: int) -> Comparison:
 
     from hotrain.train import compare, silent
 
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        return compare(run, [method], [seed], on_progress=silent)
-    finally:
-        torch.set_num_threads(threads)
+    return compare(run, [method], [seed], on_progress=silent)
