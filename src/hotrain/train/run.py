@@ -390,18 +390,15 @@ def _check_json(run: TrainRun) -> None:
 
 
 def _check_types(run: TrainRun) -> None:
-    for name, kind in typing.get_type_hints(Lora).items() if run.lora is not None else ():
-        if not _is_a(getattr(run.lora, name), kind):
-            kind = getattr(kind, "__name__", kind)
-            raise ValueError(f"lora.{name}: got {getattr(run.lora, name)!r}, accepted is {kind}")
-    for name, kind in _hints().items():
-        value = getattr(run, name)
-        if not _is_a(value, kind):
-            accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
-            accepted = getattr(accepted, "__name__", accepted)
-            if isinstance(value, (int, float)) and not _is_finite(value):
-                accepted = "a finite number"
-            raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
+    for part, where in ((run.lora, "lora."), (run, "")):
+        for name, kind in typing.get_type_hints(type(part)).items() if part is not None else ():
+            value = getattr(part, name)
+            if not _is_a(value, kind):
+                accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
+                accepted = getattr(accepted, "__name__", accepted)
+                if isinstance(value, (int, float)) and not _is_finite(value):
+                    accepted = "a finite number"
+                raise ValueError(f"{where}{name}: got {value!r}, accepted is {accepted}")
 
 
 def _is_finite(value: float) -> bool:
