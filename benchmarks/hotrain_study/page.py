@@ -5,8 +5,7 @@ One file, no script, no request to anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,13 @@ from hotrain.plotting.records import curve
 from hotrain.plotting.spectrum import draw_spectrum
 from hotrain.plotting.style import css_variables, looks
 from hotrain.presets import DEFAULT
-from hotrain_study.cells import read_rows
+from hotrain_study.cells import FINISHED, Study, lines, read_rows
 from hotrain_study.figures import draw_choices, draw_errors, draw_gaps, draw_surface
 from hotrain_study.studies import studies
-from hotrain_study.tables import Table, head, ran_on, tables
+from hotrain_study.tables import head, ran_on, tables
 
 REPORT = "report.html"
 LQS_THRESHOLD = 0.5
-
-
-@dataclass(frozen=True)
-class Section:
-    """One study.
-
-    Args:
-        title: what it asks.
-        conditions: a line for each device and commit.
-        tables: of its cells.
-        rows: the records that count, of which figures are drawn.
-    """
-
-    title: str
-    conditions: Sequence[str]
-    tables: Sequence[Table]
-    rows: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
 def records_in(folder: Path) -> list[Path]:
@@ -52,58 +34,41 @@ def records_in(folder: Path) -> list[Path]:
 
 def write(files: Sequence[Path], folder: Path) -> Path:
     """Write the page of all studies to report.html of ``folder``; tables have every cell, also those not recorded."""
-    rows, sections = read_rows(files), []
-    for study in studies().values():
-        shown = [replace(table, rows=[_plain(row) for row in table.rows]) for table in tables(study, rows)]
-        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
-    page = render("What the studies say of the papers", _plain(head(studies(), rows, DEFAULT)), sections)
+    rows = read_rows(files)
+    page = render("What the studies say of the papers", head(studies(), rows, DEFAULT), studies().values(), rows)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REPORT, page)
     return folder / REPORT
 
 
-def _plain(texts: Sequence[str]) -> list[str]:
-    return [text.replace("`", "") for text in texts]
-
-
-def render(title: str, findings: Sequence[str], sections: Sequence[Section]) -> str:
+def render(title: str, findings: Sequence[str], shown: Iterable[Study], rows: Sequence[Mapping[str, Any]]) -> str:
     """The page as text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    shown = [
-        {"title": each.title, "conditions": each.conditions, "tables": each.tables, "figures": figures(each.rows)}
-        for each in sections
+    environment.filters["plain"] = lambda text: text.replace("`", "")
+    sections = [
+        {"title": s.title, "conditions": ran_on(s, rows), "tables": tables(s, rows), "figures": figures(s, rows)}
+        for s in shown
     ]
     style = STYLE.replace("/*light*/", css_variables("light")).replace("/*dark*/", css_variables("dark"))
-    return environment.from_string(PAGE).render(title=title, findings=findings, sections=shown, style=style)
+    return environment.from_string(PAGE).render(title=title, findings=findings, sections=sections, style=style)
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def figures(study: Study, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """SVGs of what the records hold: gaps and curves of trainings, errors, energy, LQS and surfaces of gradients."""
-    trained = [row for row in rows if row["kind"] == "train" and row["status"] == "finished"]
+    finished = [row for row in study.last(rows).values() if row["status"] == FINISHED]
+    trained = [row for row in finished if row["kind"] == "train"]
     look_of = looks([row["method"] for row in trained])
+    found = lines(study, rows)
     drawn = []
     for group in dict.fromkeys(row["group"] for row in trained):
         mine = [row for row in trained if row["group"] == group]
-        gaps, metric = _gaps(mine), mine[0].get("metric", "accuracy")
-        if gaps:
+        metric = mine[0].get("metric", "accuracy")
+        if gaps := {line.method: line.gaps for line in found if line.group == group and line.gaps}:
             drawn.append(draw_gaps(gaps, look_of, group, metric))
         curves = [curve(row["history"], method=row["method"]) for row in mine]
         if any(len(each["epoch"]) > 1 for each in curves):
             drawn.append(draw_curves(curves, "accuracy", look_of, f"{group}: {metric}", metric))
-    for row in rows:
-        if row["kind"] == "gradients" and row["status"] == "finished":
-            drawn += _of_gradients(row)
-    return drawn
-
-
-def _gaps(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Method → points above exact with the same seed."""
-    exact = {row["seed"]: row["accuracy"] for row in rows if row["method"] == "exact"}
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["method"] != "exact" and row["seed"] in exact:
-            found.setdefault(row["method"], []).append(row["accuracy"] - exact[row["seed"]])
-    return found
+    return drawn + [figure for row in finished if row["kind"] == "gradients" for figure in _of_gradients(row)]
 
 
 def _of_gradients(row: Mapping[str, Any]) -> list[str]:
@@ -135,7 +100,7 @@ PAGE = """<!doctype html>
 <p class="eyebrow">hotrain</p>
 <h1>{{ title }}</h1>
 <ul>
-{% for line in findings %}<li>{{ line }}</li>
+{% for line in findings %}<li>{{ line|plain }}</li>
 {% endfor %}
 </ul>
 {% for section in sections %}
@@ -147,7 +112,7 @@ PAGE = """<!doctype html>
 <div class="wide"><table><caption>{{ table.title }}</caption>
 <thead><tr>{% for name in table.headers %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell|plain }}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table></div>
 {% if table.note %}<p class="muted">{{ table.note }}</p>{% endif %}
 {% endfor %}

@@ -11,7 +11,7 @@ from hotrain_study import measures
 from hotrain_study import studies as known
 from hotrain_study.cells import Cell, Study, grid, lines, with_method
 from hotrain_study.figures import draw_surface
-from hotrain_study.page import Section, render
+from hotrain_study.page import render
 from hotrain_study.tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
 import hotrain
@@ -101,7 +101,7 @@ def test_masks_and_boxes_have_tables_of_their_metric() -> None:
     assert precision.headers == ["method", "YOLOS, scenes"]
     assert iou.rows[0] == ["`exact`", "40.00; 1 of 3 runs"]
     assert pixels.rows[0] == ["`exact`", "90.00; 1 of 3 runs"]
-    page = render("title", [], [Section("Dense", [], [], made)])
+    page = render("title", [], [study], made)
     assert "SegFormer-B0, scenes: points above exact" in page
     assert "mean IoU minus exact" in page
 
@@ -142,8 +142,7 @@ def test_runs_that_diverged_or_failed_are_in_the_table() -> None:
 
 
 def test_the_page_shows_tables_and_figures() -> None:
-    shown = tables(CHOSEN, rows(-0.4, 0.0))
-    page = render("title", ["HOT <held>"], [Section("study", ["a device"], shown, rows(-0.4, 0.0))])
+    page = render("title", ["HOT <held>"], [CHOSEN], rows(-0.4, 0.0))
     assert page.count("<svg") == 2, "gaps and curves"
     assert "HOT &lt;held&gt;" in page
     assert "94.60 ± 0.10 (-0.40 ± 0.06)" in page
@@ -187,9 +186,10 @@ def test_a_step_and_gradients_over_a_training(monkeypatch: pytest.MonkeyPatch) -
     assert all(abs(sum(layer["g_y"]) - 1) < 0.01 for layer in moment["energy"].values())
     assert set(moment["lqs"]) <= set(moment["methods"]["hot"])
     cell = Cell("fidelity", "g", "exact", run, "gradients")
-    table = tables(Study("fidelity", "t", (cell,)), [row(cell, None, figures=found)])
+    study = Study("fidelity", "t", (cell,))
+    table = tables(study, [row(cell, None, figures=found)])
     assert [each.headers[-1] for each in table] == ["4", "4"]
-    assert render("t", [], [Section("s", [], [], [row(cell, None, figures=found)])]).count("<svg") >= 3
+    assert render("t", [], [study], [row(cell, None, figures=found)]).count("<svg") >= 3
 
 
 def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
