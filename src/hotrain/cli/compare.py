@@ -112,11 +112,11 @@ def compare(
     for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:
-        summary = lines.summarize(records_of([outcome], {}).rows)
+        summary = lines.summarize(records_of(outcome, {}).rows)
         print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": [asdict(line) for line in summary]})
     if outcome.rows:  # there is no report of nothing
         meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
-        records = records_of([outcome], meta)
+        records = records_of(outcome, meta)
         report = keep(records, folder)
         if not json:
             print_lines(records)

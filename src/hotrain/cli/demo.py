@@ -55,21 +55,20 @@ def demo(
         "models": models(runs),
         "notes": notes(runs, chosen, jobs),
     }
-    outcomes = train_cells(runs, chosen, numbers, jobs)
-    records_of(outcomes, meta).save(out)  # before anything else can fail
+    outcome = train_cells(runs, chosen, numbers, jobs)
+    records_of(outcome, meta).save(out)  # before anything else can fail
     memory = [entry for run in runs for entry in kept(run, chosen)]
-    pairs = zip(runs, outcomes, strict=True)
-    spectrum = [entry for run, outcome in pairs for entry in energy(run, chosen, outcome)]
+    spectrum = [entry for run in runs for entry in energy(run, chosen, outcome)]
     meta["seconds"] = round(time.perf_counter() - started, 1)
-    records = records_of(outcomes, meta)
+    records = records_of(outcome, meta)
     report = keep(records, out, memory=memory, spectrum=spectrum)
-    for outcome in outcomes:
-        for result in outcome.results:
-            result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
-    failures = [failure for outcome in outcomes for failure in outcome.failures]
+    for result in outcome.results:
+        result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
+    failures = outcome.failures
     if json:
-        rows = [row for outcome in outcomes for row in outcome.rows]
-        print_json({"rows": rows, "failures": failures, "seconds": meta["seconds"], "folder": out, "report": report})
+        print_json(
+            {"rows": outcome.rows, "failures": failures, "seconds": meta["seconds"], "folder": out, "report": report}
+        )
     else:
         print_lines(records)
         took = minutes(time.perf_counter() - started)
@@ -112,11 +111,11 @@ def energy(run: TrainRun, methods: Sequence[str], outcome: Comparison) -> list[d
     import hotrain
     from hotrain.cli.prepare import converted
 
-    chosen = pictured(run, methods)
-    if chosen is None or not outcome.results:
+    chosen, mine = pictured(run, methods), [result for result in outcome.results if result.run.model == run.model]
+    if chosen is None or not mine:
         return []
-    exact = [result for result in outcome.results if result.run.method_label == "exact"]
-    setup = converted(chosen, (exact or outcome.results)[0].checkpoint_path)
+    trained = next((result for result in mine if result.run.method_label == "exact"), mine[0])
+    setup = converted(chosen, trained.checkpoint_path)
     with setup.autocast():
         rows = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=2).rows
     return [

@@ -5,6 +5,7 @@ Small layers do not use two threads well; two processes with one thread each hav
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
@@ -26,7 +27,7 @@ Cell = tuple[int, str, int]
 """A run's index, a method and a seed."""
 
 
-def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> list[Comparison]:
+def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> Comparison:
     """Run ``hotrain.train.compare`` for every run.
 
     Prints to stderr one line per finished cell (run, method, seed), and an estimate of the time left after the first.
@@ -38,7 +39,7 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
         jobs: cells at a time, each in a process with one thread.
 
     Returns:
-        One comparison per run.
+        The cells in the order of runs, methods and seeds.
 
     Raises:
         ValueError: a bad method, before any training.
@@ -69,16 +70,11 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    merged = []
-    for index in range(len(runs)):
-        whole = Comparison()
-        for method in methods:
-            for seed in seeds:
-                part = done[index, method, seed]
-                whole.failures += part.failures
-                whole.results += part.results
-        merged.append(whole)
-    return merged
+    whole = Comparison()
+    for cell in itertools.product(range(len(runs)), methods, seeds):
+        whole.failures += done[cell].failures
+        whole.results += done[cell].results
+    return whole
 
 
 def time_left(cells: Sequence[Cell], first: Cell, seconds: float, jobs: int) -> float:

@@ -61,11 +61,11 @@ def _test_images(run: TrainRun) -> int:
     return load_data(run.data, data_dir=run.data_dir).test_size
 
 
-def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
-    """Make the records of comparisons.
+def records_of(outcome: Comparison, meta: dict[str, Any]) -> Records:
+    """Make the records of a comparison.
 
     Args:
-        outcomes: finished comparisons. A failed run becomes a row of ``None`` with its ``error``.
+        outcome: a finished comparison. A failed run becomes a row of ``None`` with its ``error``.
         meta: conditions; a description of every method that ran is added.
 
     Returns:
@@ -73,17 +73,13 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
     """
     from hotrain.plotting.records import Records, curve
 
-    rows: list[dict[str, Any]] = []
-    curves = []
-    for outcome in outcomes:
-        rows += outcome.rows
-        rows += [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
-        for result in outcome.results:
-            run = result.run
-            curves.append(curve(result.history, model=run.model, method=run.method_label, seed=run.seed))
-    ran = dict.fromkeys(row["method"] for outcome in outcomes for row in outcome.rows)
-    methods = {method: _described(method) for method in ran}
-    return Records(meta={**meta, "methods": methods}, rows=rows, curves=curves)
+    curves = [
+        curve(result.history, model=result.run.model, method=result.run.method_label, seed=result.run.seed)
+        for result in outcome.results
+    ]
+    methods = {row["method"]: _described(row["method"]) for row in outcome.rows}
+    failed = [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
+    return Records(meta={**meta, "methods": methods}, rows=[*outcome.rows, *failed], curves=curves)
 
 
 def gathered(folders: Sequence[Path]) -> Records:
