@@ -256,33 +256,10 @@ def calibrations(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
 
 
 def checkpoints(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
-    """Checkpoints: damaged, and with a right checksum and values of another kind."""
+    """Damaged checkpoints."""
     from hotrain.train import checkpoint
 
-    def read(path: Path) -> Any:
-        return checkpoint.load(path)
-
-    yield from _file_cases("checkpoint", good.checkpoint, count, draw, read)
-    for _ in range(count // 4):
-        seed = draw.randrange(1 << 30)
-
-        def run(seed: int = seed) -> str:
-            draws = random.Random(seed)
-            state = checkpoint.load(good.checkpoint)
-            places = damage._places(state)
-            for _ in range(draws.choice((1, 1, 2))):
-                holder, key = draws.choice(places)
-                value = draws.choice((torch.ones(3), torch.tensor(float("nan")), damage.some_value(draws)))
-                if draws.random() < 0.2:
-                    holder.pop(key, None) if isinstance(holder, dict) else None
-                else:
-                    holder[key] = value
-            folder = Path("run")
-            folder.mkdir()
-            checkpoint.save(state, folder / "checkpoint.pt")
-            return command(["train", "--resume", "run", "--quiet"])
-
-        yield Case("checkpoint: values, resumed", f"seed {seed}", run)
+    yield from _file_cases("checkpoint", good.checkpoint, count, draw, checkpoint.load)
 
 
 def arrays(good: Good, count: int, draw: random.Random) -> Iterator[Case]:

@@ -29,7 +29,7 @@ from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
-from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
+from hotrain.train.optimization import Schedule, create_optimizer
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
@@ -388,33 +388,25 @@ class Training:
             raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
         if not len(state["rng"]) == len(state["loss"]) == self.ranks.world:
             raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
-        self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
-        self.model.load_state_dict(state["model"])
-        restoring = checkpoint.restoring
-        with restoring("optimizer"):
-            begun = self.update > 0 and not self.scaler.is_enabled()  # fp16 may have skipped every update
-            check_optimizer_state(self.run, self.optimizer, state["optimizer"], begun)
+        with checkpoint.restoring("state"):
+            self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
+            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.step(self.update)
-        with restoring("scaler"):
+            self.schedule.step(self.update)
             self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            with restoring("ema"):
+            if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
-        if state["calibration"] is not None:
-            with restoring("calibration"):
+            if state["calibration"] is not None:
                 fields = dict(state["calibration"])
                 layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
                 self.calibration = hotrain.Calibration(layers, **fields)
                 self.calibration.apply(self.model)
-        loss, self.loss_count = state["loss"][self.ranks.rank]
-        self.loss_sum = torch.tensor(loss, dtype=torch.float32, device=self.device)
-        self.saved_bytes, self.bit_ops = state["measured"]
-        self.timer.done_ms = list(state["step_ms"])
-        self.seconds_before = state["seconds"]
-        with restoring("draws"):
+            loss, self.loss_count = state["loss"][self.ranks.rank]
+            self.loss_sum = torch.tensor(loss, dtype=torch.float32, device=self.device)
+            self.saved_bytes, self.bit_ops = state["measured"]
+            self.timer.done_ms = list(state["step_ms"])
+            self.seconds_before = state["seconds"]
             draws.load_state_dict(self.model, state["draws"])
-        with restoring("rng"):
             set_rng_state(state["rng"][self.ranks.rank])
 
     def result(self, finished: bool) -> Result:
