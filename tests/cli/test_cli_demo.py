@@ -13,7 +13,6 @@ from hotrain.cli.demo import METHODS as DEMO_METHODS
 from hotrain.cli.demo import notes, pictured
 from hotrain.cli.main import app
 from hotrain.cli.options import split_names
-from hotrain.cli.parallel_runs import minutes, time_left
 from hotrain.cli.prepare import configure
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
@@ -30,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "small ViT" in result.stdout
     assert re.search(r"^\d+:\d\d min in all · wrote ", result.stdout, re.MULTILINE)
     lines = result.stderr.splitlines()
-    assert [bool(re.fullmatch(r"about \d+:\d\d min left for the other 5 runs", line)) for line in lines] == [
-        number == 1 for number in range(7)
-    ]
+    assert [line.partition("  ")[0] for line in lines] == [f"{number} of 6" for number in range(1, 7)]
     assert str(out / "report.html") in result.stdout
     assert list(out.rglob("*.pt")) == [], "a demo leaves no checkpoints"
     return out
@@ -91,17 +88,6 @@ def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path, monkeypatch: pyt
     before = json.loads((folder / "summary.json").read_text())["rows"]
     for row, other in zip(again, before, strict=True):
         assert {**row, "step_ms": None} == {key: other[key] for key in row} | {"step_ms": None}
-
-
-def test_time_left_knows_what_a_method_costs() -> None:
-    """Twelve runs that take as long as their costs say, two at a time: the same end whichever run is finished first."""
-    cells = [(index, method, 0) for method in split_names(DEMO_METHODS, "--methods") for index in range(2)]
-    costs = {cell: time_left([cell, (9, "exact", 0)], (9, "exact", 0), 60.0, 1) for cell in cells}
-    assert costs[0, "exact", 0] == 60 < costs[0, "hq8", 0]
-    for cell in cells:
-        assert time_left(cells, cell, costs[cell], 2) == pytest.approx(sum(costs.values()) / 2 - costs[cell])
-    assert time_left(cells[:2], cells[0], 60.0, 2) == 0
-    assert [minutes(seconds) for seconds in (0.2, 59.7, 225)] == ["0:00 min", "1:00 min", "3:45 min"]
 
 
 def test_the_demo_trains_the_default() -> None:
