@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,8 +65,8 @@ def demo(
     memory = [entry for run in runs for entry in kept(run, chosen)]
     spectrum = [entry for run in runs for entry in energy(run, chosen, outcome)]
     meta["seconds"] = round(time.perf_counter() - started, 1)
-    records = records_of(outcome, meta)
-    report = keep(records, out, memory=memory, spectrum=spectrum)
+    records = replace(records_of(outcome, meta), memory=memory, spectrum=spectrum)
+    report = keep(records, out)
     for result in outcome.results:
         result.checkpoint_path.unlink(missing_ok=True)  # the records stay; a demo is not resumed
     failures = outcome.failures

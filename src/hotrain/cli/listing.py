@@ -11,6 +11,7 @@ import typer
 from hotrain.cli import clone, completion
 from hotrain.cli.options import JsonOption, print_json
 from hotrain.cli.terminal import print_lines, working
+from hotrain.presets import DEFAULT
 
 if TYPE_CHECKING:
     from hotrain_recipes import Recipe
@@ -49,7 +50,9 @@ def recipes(
         return
     for title in dict.fromkeys(recipe.family for recipe in found.values()):
         typer.echo(f"{title}\n{_family([recipe for recipe in found.values() if recipe.family == title])}\n")
-    typer.echo(_methods(list(found.values())))
+    typer.echo(
+        f"{len(found)} recipes; they train with {DEFAULT}, the library's default, unless --method says otherwise"
+    )
 
 
 def _one(name: str, json: bool) -> None:
@@ -83,21 +86,6 @@ def _family(members: list[Recipe]) -> str:
     return table(["recipe", "what"], rows)
 
 
-def _methods(members: list[Recipe]) -> str:
-    """A sentence on the methods of the recipes, which marks the library's default."""
-    from hotrain.presets import DEFAULT
-
-    names: dict[str, list[str]] = {}
-    for recipe in members:
-        names.setdefault(recipe.run().method_label, []).append(recipe.name)
-    parts = []
-    for label, of in names.items():
-        default = ", the library's default" if label == DEFAULT else ""
-        which = "all" if len(names) == 1 else ", ".join(of) if len(of) < 4 else f"{len(of)} of them"
-        parts.append(f"{which} train with {label}{default}")
-    return f"{len(members)} recipes: {'; '.join(parts)}"
-
-
 def presets(
     name: Annotated[
         str | None, typer.Argument(help="One preset, in full.", show_default=False, autocompletion=completion.methods)
@@ -106,7 +94,7 @@ def presets(
 ) -> None:
     """List the methods, or describe one: its source, what it saves and what it loses."""
     import hotrain
-    from hotrain.presets import DEFAULT, describe
+    from hotrain.presets import describe
     from hotrain.tables import table
 
     def entry(each: str) -> dict[str, Any]:

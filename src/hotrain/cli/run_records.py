@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,18 +181,16 @@ def _described(label: str) -> str:
     return f"{text} Here with {changed}." if changed else text
 
 
-def keep(records: Records, folder: Path, **more: Any) -> Path | None:
+def keep(records: Records, folder: Path) -> Path | None:
     """Write the records and, if matplotlib and jinja2 are installed, the report.
 
     Args:
         records: the records.
         folder: where to write.
-        **more: fields of the records to replace.
 
     Returns:
         Path of the report; None without one.
     """
-    records = replace(records, **more)
     records.save(folder)
     if any(importlib.util.find_spec(package) is None for package in ("matplotlib", "jinja2")):
         return None
