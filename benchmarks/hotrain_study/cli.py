@@ -22,7 +22,7 @@ import typer
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import DeviceOption, JsonOption, SetOption, print_json, split_names, split_seeds
 from hotrain.cli.terminal import working
-from hotrain_study.process import JOB, ROW, RUNS, WEIGHTS, job_of
+from hotrain_study.process import JOB, ROW, RUNS, WEIGHTS, job_of, without_places
 
 if TYPE_CHECKING:
     from hotrain_study.cells import Cell, Study
@@ -291,8 +291,7 @@ class _Running:
         tail = (each.folder / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         why = f"the process ended with status {each.process.returncode}" + "".join(f": {line[:200]}" for line in tail)
         row = {**each.cell.names(), "options": dict(each.cell.options), "status": "failed", "error": why}
-        config = replace(each.cell.run, data=Path(each.cell.run.data).stem).to_dict()
-        self._write({**row, "accuracy": None, "config": config, **self.common})
+        self._write({**row, "accuracy": None, "config": without_places(each.cell.run.to_dict()), **self.common})
 
     def _collect(self, folder: Path) -> bool:
         """Move the row of a finished cell to the records; its folder stays only where it failed."""

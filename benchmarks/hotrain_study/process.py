@@ -77,7 +77,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         "model": run.model,
         "compiled": run.compile,
         "metric": METRICS.get(run.task, "accuracy"),
-        "config": _without_places(job["planned"]),
+        "config": without_places(job["planned"]),
         **environment(resolve_device(run.device)),
         **job["common"],
     }
@@ -96,7 +96,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     return told | {"accuracy": None, "error": None} | found
 
 
-def _without_places(run: dict[str, Any]) -> dict[str, Any]:
+def without_places(run: dict[str, Any]) -> dict[str, Any]:
     """The configuration without folders of this machine."""
     return {
         **run,
