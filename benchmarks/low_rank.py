@@ -26,7 +26,7 @@ from hotrain.cli.prepare import configure
 from hotrain.ranks import calibrate_ranks
 from hotrain.train.distributed import processes
 from hotrain.train.evaluation import evaluate
-from hotrain.train.setup import autocast, build, training_batches
+from hotrain.train.setup import build, training_batches
 from hotrain.train.training import Training
 
 
@@ -99,13 +99,13 @@ def measure(cell: tuple[Configuration, int], device: str, args: argparse.Namespa
         setup = build(run, ranks)
         if what.preset is not None:
             hotrain.convert(setup.model, hotrain.preset(what.preset, **what.overrides), plan="memory")
-        training = Training(run, setup, ranks, None)
+        training = Training(setup, ranks)
         for epoch in range(args.epochs):
             training.start_epoch(epoch)
             if what.budget is not None:
                 batches = [(x, y) for x, y in training_batches(setup, 2)]
                 budget = what.budget if epoch else 16.0
-                with autocast(run, training.device):
+                with setup.autocast():
                     found = calibrate_ranks(setup.model, batches, budget=budget)
                 found.apply(setup.model)
                 chosen.append({"v": round(found.ratio, 4), "ranks": {n: c.rank for n, c in found.layers.items()}})
@@ -113,7 +113,7 @@ def measure(cell: tuple[Configuration, int], device: str, args: argparse.Namespa
                 training.step(batches)
             training.loss_sum.zero_()
             training.loss_count = 0
-        _, accuracy = evaluate(setup.model, run, setup, ranks)
+        _, accuracy = evaluate(setup.model, setup, ranks)
     empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
     subject = f"{args.recipe}/{args.epochs} epochs"
     return {

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import hotrain
 from hotrain.cli.prepare import configure
 from hotrain.train.distributed import processes
-from hotrain.train.setup import autocast, build
+from hotrain.train.setup import build
 from hotrain.train.training import Training
 
 RECIPE = "small_vit_cifar10"
@@ -108,7 +108,7 @@ def measure(what: Configuration, device: str, args: argparse.Namespace) -> dict[
             hotrain.convert(
                 setup.model, method, number="int", plan="memory", filter_fn=lambda _, name: bool(pattern.search(name))
             )
-        training = Training(run, setup, ranks, None)
+        training = Training(setup, ranks)
         losses: list[float] = []
         while training.update < args.steps:
             epoch = training.update // training.updates_per_epoch
@@ -121,7 +121,7 @@ def measure(what: Configuration, device: str, args: argparse.Namespace) -> dict[
                     training.loss_count = 0
                 if training.update == args.steps:
                     break
-        with torch.no_grad(), autocast(run, training.device):
+        with torch.no_grad(), setup.autocast():
             spread, entropy = attention(setup.model, setup.example()[0][:IMAGES])
     empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))
     meta = {"bench": "noise", "subject": f"{RECIPE}/{args.steps} updates", "variant": what.name}

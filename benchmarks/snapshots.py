@@ -32,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out, processes(device) as ranks:
         settings = ["audit=false", f"device={device}", *args.set]
         run = configure(args.recipe, method="exact", data=args.data, settings=settings, seed=0, out=Path(out))
-        training = Training(run, build(run, ranks), ranks, None)
+        training = Training(build(run, ranks), ranks)
         while training.update < moments[-1]:
             epoch = training.update // training.updates_per_epoch
             training.start_epoch(epoch)

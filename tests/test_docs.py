@@ -116,9 +116,10 @@ def test_extras_that_documents_install_exist() -> None:
 
 @pytest.mark.usefixtures("timm")
 def test_commands_that_need_data_or_time_parse() -> None:
-    import hotrain_recipes.studies
+    import hotrain_recipes
     import timm
     import typer
+    from hotrain_study.studies import studies
 
     from hotrain.cli.main import app
     from hotrain.train import parse_method
@@ -131,7 +132,7 @@ def test_commands_that_need_data_or_time_parse() -> None:
         command = group.commands[verb]  # type: ignore[attr-defined]
         options = command.make_context(verb, arguments).params
         if verb == "study":
-            assert options["name"] in {None, "RECIPE", *hotrain_recipes.studies.studies()}
+            assert options["name"] in {None, "RECIPE", *studies()}
         if verb in ("study", "prepare", "report"):
             continue
         subject = options.get("recipe") or options["model"]

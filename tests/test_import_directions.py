@@ -197,6 +197,7 @@ def test_outer_rooms_use_the_core_and_what_they_are_there_for(path: Path) -> Non
     assert {third_party(module) for module, _ in imports(path)} - {None} - {
         "hotrain_recipes",
         "hotrain_bench",
+        "hotrain_study",
     } <= OUTER_MAY_IMPORT[own]
 
 

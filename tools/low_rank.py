@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from hotrain_recipes.studies import pretraining
+from hotrain_study.cells import CONTROL, Line, lines, mean_text, read_rows, with_method
+from hotrain_study.studies import pretraining
+from hotrain_study.tables import NOT_RUN
 from matplotlib.axes import Axes
 from records import _markdown
 from studies import RECORDS
@@ -19,8 +21,6 @@ from hotrain.plotting.labels import arrange
 from hotrain.plotting.steps import alone
 from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, new_figure, stand_in, to_svg
 from hotrain.saved import Format
-from hotrain.train.study import CONTROL, Line, lines, mean_text, read_rows, with_method
-from hotrain.train.study_tables import NOT_RUN
 from hotrain.transform.tokens import Grid
 
 # The x of a ViT-B layer, 128 images of 14×14 patches and a class token, in bf16: what the presets are compared on.

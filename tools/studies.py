@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hotrain_recipes.studies
+import hotrain_study.tables
+from hotrain_study.cells import Study, read_rows
+from hotrain_study.studies import studies
 from records import RESULTS, _markdown
 
 from hotrain.presets import DEFAULT
-from hotrain.train import study_tables
-from hotrain.train.study import Study, read_rows
 
 RECORDS = RESULTS / "studies"
 
@@ -20,22 +20,22 @@ RECORDS = RESULTS / "studies"
 def head(folder: Path = RECORDS) -> str:
     """What the records say, in at most ten lines."""
     rows = read_rows(sorted(folder.glob("*.jsonl")))
-    return "\n".join(f"* {line}" for line in study_tables.head(hotrain_recipes.studies.studies(), rows, DEFAULT))
+    return "\n".join(f"* {line}" for line in hotrain_study.tables.head(studies(), rows, DEFAULT))
 
 
 def study(name: str, folder: Path = RECORDS) -> str:
     """The tables of one study."""
-    return tables(hotrain_recipes.studies.studies()[name], folder)
+    return tables(studies()[name], folder)
 
 
 def tables(chosen: Study, folder: Path) -> str:
     """The tables of a study, with what they were measured on below; of one that was not run at all, the cells."""
     rows = read_rows([folder / f"{chosen.name}.jsonl"])
     parts = []
-    for table in study_tables.tables(chosen, rows):
+    for table in hotrain_study.tables.tables(chosen, rows):
         parts.append(f"**{table.title}**\n\n{_markdown(table.headers, table.rows)}")
         parts += [table.note] if table.note else []
-    where = [f"* {line}" for line in study_tables.ran_on(chosen, rows)] or [f"* 0 of {len(chosen.cells)} cells"]
+    where = [f"* {line}" for line in hotrain_study.tables.ran_on(chosen, rows)] or [f"* 0 of {len(chosen.cells)} cells"]
     commands = dict.fromkeys(row["command"] for row in chosen.last(rows).values() if "command" in row)
     where += [f"* `{command}`" for command in commands]
     return "\n\n".join([*parts, "\n".join(where)])

@@ -256,33 +256,10 @@ def calibrations(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
 
 
 def checkpoints(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
-    """Checkpoints: damaged, and with a right checksum and values of another kind."""
+    """Damaged checkpoints."""
     from hotrain.train import checkpoint
 
-    def read(path: Path) -> Any:
-        return checkpoint.load(path)
-
-    yield from _file_cases("checkpoint", good.checkpoint, count, draw, read)
-    for _ in range(count // 4):
-        seed = draw.randrange(1 << 30)
-
-        def run(seed: int = seed) -> str:
-            draws = random.Random(seed)
-            state = checkpoint.load(good.checkpoint)
-            places = damage._places(state)
-            for _ in range(draws.choice((1, 1, 2))):
-                holder, key = draws.choice(places)
-                value = draws.choice((torch.ones(3), torch.tensor(float("nan")), damage.some_value(draws)))
-                if draws.random() < 0.2:
-                    holder.pop(key, None) if isinstance(holder, dict) else None
-                else:
-                    holder[key] = value
-            folder = Path("run")
-            folder.mkdir()
-            checkpoint.save(state, folder / "checkpoint.pt")
-            return command(["train", "--resume", "run", "--quiet"])
-
-        yield Case("checkpoint: values, resumed", f"seed {seed}", run)
+    yield from _file_cases("checkpoint", good.checkpoint, count, draw, checkpoint.load)
 
 
 def arrays(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
@@ -389,9 +366,9 @@ def images(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
 
 def texts(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
     """Tab-separated text as GLUE has it. Text has no checksum, so that readable damage is read."""
-    from hotrain.train.text import load_tsv
+    from hotrain.train.tokens import read_phrases
 
-    yield from _file_cases("tsv", good.tsv, count, draw, load_tsv, exact=False)
+    yield from _file_cases("tsv", good.tsv, count, draw, read_phrases, exact=False)
 
 
 def reports(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
@@ -534,7 +511,7 @@ def _setting(draw: random.Random) -> str:
     kind = draw.randrange(12)
     if kind == 0:
         return draw.choice(["", "=", "=1", "lr", "lora.rank=", "lora.rank=0", "lora.rank=-1", "lora.rank=1000000000000",
-                            "lora.x=1", "grokfast.alpha=2", "grokfast.lamb=nan", "grokfast=1", "lora=1", "a.b.c=1",
+                            "lora.x=1", "lora.dropout=nan", "lora=1", "a.b.c=1",
                             "method_overrides.rank=99", "method_overrides.x=1", "model_args.depth=0",
                             "model_args.depth=-1", "model_args.embed_dim=33", "model_args.num_heads=0",
                             "model_args.patch_size=0", "model_args.patch_size=1000", "model_args.mlp_ratio=-1",
@@ -548,7 +525,7 @@ def _setting(draw: random.Random) -> str:
         return f"model={draw.choice(MODELS)}"
     if name in ("epochs", "device", "out_dir", "name", "data", "data_dir", "calibration_file") and kind < 4:
         return f"{name}={draw.choice(damage.NAMES)}"
-    small = ["0", "1", "2", "8", "0.5", "0.1", "-0.0", "true", "none", "bf16", "fp16", "onecycle", "multistep",
+    small = ["0", "1", "2", "8", "0.5", "0.1", "-0.0", "true", "none", "bf16", "fp16", "constant", "multistep",
              "cosine", "sgd", "lamb", "lion", "adafactor", "lbfgs", "rand-m9-mstd0.5-inc1", "0.5,0.75", "memory",
              "graphs"]  # fmt: skip
     return f"{name}={draw.choice(small) if kind < 8 else _text(draw)}"

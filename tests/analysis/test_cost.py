@@ -1,4 +1,4 @@
-"""The corrected cost against counts by hand."""
+"""The cost against counts by hand."""
 
 from __future__ import annotations
 
@@ -209,10 +209,8 @@ def test_meta_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "published"}, "mode='published'"),
         ({"float_bits": 0}, "float_bits=0"),
         ({"method": "hott"}, "unknown preset"),
-        ({"method": "hla", "mode": "paper"}, "no published formula for 'hla'"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import ConvNet, TokenNet, Two, assert_as_found, found
+from small_models import ConvNet, TokenNet, assert_as_found, found
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain.analysis.fidelity import energy_by_sequency, fidelity, gradient_surface
+from hotrain.analysis.fidelity import energy_by_sequency, fidelity
 from hotrain.audit.unchanged import as_found
 from hotrain.layer_gradients import exact_calls
 from hotrain.transform.hadamard import TILE, matrix
@@ -133,7 +133,6 @@ def test_left_as_found(training: bool) -> None:
     model.train(training)
     before = found(model)
     first = fidelity(model, batch, draws=2)
-    gradient_surface(model, batch)
     assert_as_found(model, before)
     assert fidelity(model, batch, draws=2) == first
     assert "gradients against exact" in str(first)
@@ -192,32 +191,6 @@ def test_energy_of_any_length() -> None:
     assert energy_by_sequency(torch.ones(1, 2)) == pytest.approx([1 / 16] * 16)
 
 
-def test_surface_keeps_outliers() -> None:
-    model = Two()
-    hotrain.convert(model, "hot", filter_fn=_everything)
-    g = torch.full((2, 100, 32), 0.5)
-    g[0, 71, 13] = -9.0
-    g[1] = 100.0  # another sample
-    surface, other = gradient_surface(model, torch.randn(2, 100, 32), _given(g, g), tokens=10, channels=8)
-    assert (surface["layer"], surface["tokens"], surface["channels"]) == ("a", 100, 32)
-    values = torch.tensor(surface["values"])
-    assert values.shape == (10, 8)
-    assert values[7, 3] == surface["largest"] == 9.0
-    assert values.sum() == 9.0 + 79 * 0.5
-    whole = gradient_surface(model, torch.randn(2, 100, 32), _given(g, g), layers=["b"], tokens=1000, channels=1000)
-    assert [s["layer"] for s in whole] == ["b"]
-    assert torch.equal(torch.tensor(whole[0]["values"]), g[0].abs())
-    assert other["layer"] == "b"
-
-
-def test_surface_of_a_convolution() -> None:
-    model = nn.Sequential(nn.Conv2d(32, 32, 1))
-    hotrain.convert(model, "hot", filter_fn=_everything)
-    g = torch.randn(2, 32, 4, 4)
-    surface = gradient_surface(model, torch.randn(2, 32, 4, 4), _given(g))[0]
-    assert torch.equal(torch.tensor(surface["values"]), g[0].flatten(1).T.abs())
-
-
 def test_bad_arguments() -> None:
     model = TokenNet()
     with pytest.raises(ValueError, match=r"run hotrain\.convert"):
@@ -226,6 +199,6 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="draws=1"):
         fidelity(model, _batch(), draws=1)
     with pytest.raises(ValueError, match="no converted layers nowhere"):
-        gradient_surface(model, _batch(), layers=["nowhere"])
+        exact_calls(model, _batch(), None, ["nowhere"])
     with pytest.raises(ValueError, match="no gradient reached"):
         fidelity(model, _batch(), lambda m, b: m.head(b[0].flatten(1)[:, :32]).sum())

@@ -95,12 +95,13 @@ def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeyp
     assert [row["variant"] for row in written(tmp_path / "r.jsonl")] == ["broken", "exact"]
 
 
-def test_a_package_without_the_tools_says_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["bench", "layers", "--batch", "3"], ["study", "lora", "--last"]])
+def test_a_package_without_the_tools_says_where_they_are(words: list[str], tmp_path: Path) -> None:
     shutil.copytree(Path(hotrain.__file__).parent, tmp_path / "hotrain")
-    command = [sys.executable, "-m", "hotrain.cli", "bench", "layers", "--batch", "3"]
+    command = [sys.executable, "-m", "hotrain.cli", *words]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
     assert run.returncode == 2
     assert run.stderr == (
-        "error: hotrain bench: its tools are not in the package; clone the repository and pip install -e .\n"
+        f"error: hotrain {words[0]}: its tools are not in the package; clone the repository and pip install -e .\n"
     )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from hotrain.cli.demo import METHODS as DEMO_METHODS
-from hotrain.cli.demo_records import notes, pick_surfaces, pictured
+from hotrain.cli.demo import notes, pictured
 from hotrain.cli.main import app
 from hotrain.cli.options import split_names
-from hotrain.cli.parallel_runs import minutes, time_left
 from hotrain.cli.prepare import configure
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
@@ -31,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "small ViT" in result.stdout
     assert re.search(r"^\d+:\d\d min in all · wrote ", result.stdout, re.MULTILINE)
     lines = result.stderr.splitlines()
-    assert [bool(re.fullmatch(r"about \d+:\d\d min left for the other 5 runs", line)) for line in lines] == [
-        number == 1 for number in range(7)
-    ]
+    assert [line.partition("  ")[0] for line in lines] == [f"{number} of 6" for number in range(1, 7)]
     assert str(out / "report.html") in result.stdout
     assert list(out.rglob("*.pt")) == [], "a demo leaves no checkpoints"
     return out
@@ -61,10 +57,9 @@ def test_summary_has_the_promised_form(folder: Path) -> None:
 def test_records_hold_all_that_the_report_shows(folder: Path) -> None:
     records = json.loads((folder / "records.json").read_text())
     assert {entry["model"] for entry in records["memory"]} == set(MODELS)
-    for kind in ("curves", "spectrum", "calibration"):
+    for kind in ("curves", "spectrum"):
         assert {entry["model"] for entry in records[kind]} == set(MODELS), kind
     assert all(abs(sum(entry["energy"]) - 1) < 1e-6 for entry in records["spectrum"])
-    assert len(records["surfaces"]) == 2
     totals = {(entry["model"], entry["method"]): entry["total"] for entry in records["memory"]}
     for row in json.loads((folder / "summary.json").read_text())["rows"]:
         assert totals[row["model"], row["method"]] == row["saved_bytes"], "the figure and the table disagree"
@@ -76,15 +71,15 @@ def test_report_has_every_section_and_asks_for_nothing(folder: Path) -> None:
     titles = re.findall("<h2>(.*?)</h2>", page)
     assert {"Bytes kept and accuracy", "What this means", "Energy by sequency"} <= set(titles)
     assert "Learning curves" not in titles, "of one epoch there is none"
-    assert page.count('<svg class="figure"') == 4 * len(MODELS) + 2
+    assert page.count('<svg class="figure"') == 3 * len(MODELS)
     assert page.count('<tr class="default"><th scope="row">') == len(MODELS)
     assert not re.search(r"https?:|<script|<link", page)
 
 
 @pytest.mark.slow
 def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: dict[str, list[Any]] = {kind: [] for kind in ("memory", "spectrum", "calibration", "surfaces")}
-    monkeypatch.setattr("hotrain.cli.demo_records.look_at", lambda *_: nothing)
+    for pictures in ("kept", "energy"):
+        monkeypatch.setattr(f"hotrain.cli.demo.{pictures}", lambda *_: [])
     words = ["demo", "--quick", "-m", ",".join(METHODS), "--out", str(folder / "again"), "--jobs", "1", "--json"]
     answer = json.loads(CliRunner().invoke(app, words).stdout)
     assert answer["failures"] == []
@@ -93,17 +88,6 @@ def test_rows_do_not_depend_on_the_number_of_jobs(folder: Path, monkeypatch: pyt
     before = json.loads((folder / "summary.json").read_text())["rows"]
     for row, other in zip(again, before, strict=True):
         assert {**row, "step_ms": None} == {key: other[key] for key in row} | {"step_ms": None}
-
-
-def test_time_left_knows_what_a_method_costs() -> None:
-    """Twelve runs that take as long as their costs say, two at a time: the same end whichever run is finished first."""
-    cells = [(index, method, 0) for method in split_names(DEMO_METHODS, "--methods") for index in range(2)]
-    costs = {cell: time_left([cell, (9, "exact", 0)], (9, "exact", 0), 60.0, 1) for cell in cells}
-    assert costs[0, "exact", 0] == 60 < costs[0, "hq8", 0]
-    for cell in cells:
-        assert time_left(cells, cell, costs[cell], 2) == pytest.approx(sum(costs.values()) / 2 - costs[cell])
-    assert time_left(cells[:2], cells[0], 60.0, 2) == 0
-    assert [minutes(seconds) for seconds in (0.2, 59.7, 225)] == ["0:00 min", "1:00 min", "3:45 min"]
 
 
 def test_the_demo_trains_the_default() -> None:
@@ -116,11 +100,11 @@ def test_the_demo_trains_the_default() -> None:
     [
         (["exact", "hot", "hot-unbiased"], "hot"),
         (["exact", "hot:rank=16", "hot:rank=4"], "hot:rank=4"),
-        (["exact", "hq8", "hla", "luq"], None),
+        (["exact", "hq8", "luq"], None),
     ],
 )
 def test_pictures_of_layers_are_of_a_method_that_was_run(methods: list[str], found: str | None) -> None:
-    """Full rank has no low-pass to look at, 8 bits and floating point no LQS worth a picture."""
+    """Full rank has no low-pass to look at."""
     run = pictured(configure("demo_vit"), methods)
     assert (run and run.method_label) == found
 
@@ -128,22 +112,5 @@ def test_pictures_of_layers_are_of_a_method_that_was_run(methods: list[str], fou
 def test_notes_name_no_method_that_was_not_run() -> None:
     runs = [configure("demo_vit"), configure("demo_resnet")]
     said = " ".join(notes(runs, ["exact", "hq8"], 2))
-    assert not re.search(r"lbp-wht|LQS|sequency", said)
+    assert not re.search(r"lbp-wht|sequency", said)
     assert "lbp-wht" in " ".join(notes(runs, ["exact", "lbp-wht"], 2))
-
-
-def surface(ratio: float) -> dict[str, object]:
-    return {"ratio": ratio, "choice": "token" if ratio < 0.5 else "tensor"}
-
-
-def test_surfaces_shown_are_the_extremes() -> None:
-    shown, note = pick_surfaces([surface(0.4), surface(0.9), surface(0.2), surface(0.7)])
-    assert [each["ratio"] for each in shown] == [0.2, 0.9]
-    assert "for every layer" not in note
-
-
-def test_a_choice_that_is_the_same_everywhere_is_said() -> None:
-    shown, note = pick_surfaces([surface(0.8), surface(0.9)])
-    assert [each["ratio"] for each in shown] == [0.8, 0.9]
-    assert "a per-tensor scale for every layer" in note
-    assert pick_surfaces([]) == ([], "")

@@ -43,8 +43,6 @@ MISTAKES = {
     "no methods": (("compare", "demo_vit", "-m", ","), "--methods"),
     "an unknown method among good ones": (("compare", "demo_vit", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "an unknown method in the demo": (("demo", "-m", "exact,hott"), "Did you mean 'hot'?"),
-    "unknown mode": (("cost", "demo_vit", "--mode", "papr"), "'papr'"),
-    "unknown family": (("recipes", "--family", "demos"), "families are"),
     "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
     "no model of that name": (("memory", "vit_tini_patch16_224"), "did you mean vit_tiny_patch16_224"),
     "no size": (("memory", "demo_vit", "--fit", "24apples"), "24GB"),

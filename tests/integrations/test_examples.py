@@ -85,7 +85,7 @@ def test_a_bert_of_the_trainer(tmp_path: Path) -> None:
         assert 0 < log["hotrain/kept_mib"] < 0.7 * log["hotrain/kept_exact_mib"]
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-4").eval()
     assert not list(hotrain.converted_layers(saved))
-    inputs = {"input_ids": torch.randint(259, (3, 20))}
+    inputs = {"input_ids": torch.randint(256, (3, 20))}
     trainer.model.eval()
     with torch.no_grad():
         assert torch.equal(saved(**inputs).logits, trainer.model(**inputs).logits)

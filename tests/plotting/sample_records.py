@@ -13,7 +13,7 @@ LAYERS = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks
 
 def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
     """A full set of records: every section of the report has something to draw."""
-    rows, curves, memory, spectrum, calibration = [], [], [], [], []
+    rows, curves, memory, spectrum = [], [], [], []
     for m, model in enumerate(MODELS):
         for k, method in enumerate(METHODS):
             kept = 3_000_000 if method == "exact" else 1_100_000 + 90_000 * k
@@ -53,22 +53,6 @@ def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
                 spectrum.append(
                     {"model": model, "layer": layer, "tensor": tensor, "energy": [e / total for e in energy]}
                 )
-            ratio = 0.2 + 0.22 * i
-            calibration.append(
-                {
-                    "model": model,
-                    "layer": layer,
-                    "choice": "token" if ratio < 0.5 else "tensor",
-                    "ratio": ratio,
-                }
-            )
-    surfaces = [
-        {
-            "model": "vit", "layer": LAYERS[i], "choice": choice, "ratio": 0.2 + 0.22 * i,
-            "values": [[abs(math.sin(0.9 * t * (c + 1))) ** (3 + 9 * i) for c in range(48)] for t in range(60)]
-        }
-        for i, choice in ((0, "token"), (3, "tensor"))
-    ]  # fmt: skip
     meta = {
         "title": "Memory and accuracy on real digits",
         "default": "hq8",
@@ -83,4 +67,4 @@ def sample_records(seeds: tuple[int, ...] = (0, 1), epochs: int = 6) -> Records:
         "command": "hotrain demo --seeds 0,1", "seeds": list(seeds), "epochs": epochs, "batch_size": 64,
         "seconds": 201.4, "notes": ["A note with <angle brackets> & an ampersand."],
     }  # fmt: skip
-    return Records(meta, rows, curves, memory, spectrum, calibration, surfaces)
+    return Records(meta, rows, curves, memory, spectrum)

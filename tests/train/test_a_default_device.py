@@ -14,7 +14,6 @@ from torch import Tensor
 from hotrain.train import TrainRun, build, load_data, train
 from hotrain.train.batches import Feed
 from hotrain.train.meters import DelayedRead
-from hotrain.train.text import load_tsv
 
 Make = Callable[..., TrainRun]
 
@@ -53,17 +52,6 @@ def test_statistics_that_are_given(tiny: Make) -> None:
     run = tiny()
     data = load_data(run.data)
     same(lambda: list(drawn(Feed(run, data, image_size=8, mean=[0.5], std=[0.25]))))
-
-
-def test_texts_are_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "t.tsv"
-    file.write_text("sentence\tlabel\nab\t1\nc\t0\n")
-
-    def run() -> list[Any]:
-        data = load_tsv(file)
-        return [data.ids, data.mask, data.labels]
-
-    same(run)
 
 
 @pytest.mark.parametrize(

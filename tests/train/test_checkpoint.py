@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrain.train import Grokfast, TrainRun, saved_run, silent, train
+from hotrain.train import TrainRun, saved_run, silent, train
 from hotrain.train import checkpoint as checkpoints
 
 Make = Callable[..., TrainRun]
@@ -30,10 +30,10 @@ def refused(file: Path, message: str, run: TrainRun | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory, few_digits: Path) -> bytes:
-    """A checkpoint with every part: averages, a gradient filter, a schedule with a state of its own."""
+    """A checkpoint with every part, also averages of weights."""
     run = TrainRun(
         model="demo_vit", model_args={"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}, device="cpu",
-        data=str(few_digits), method="hot", batch_size=32, epochs=2, schedule="onecycle", ema=0.9, grokfast=Grokfast(),
+        data=str(few_digits), method="hot", batch_size=32, epochs=2, ema=0.9,
         calibrate_batches=1, audit=False, out_dir=str(tmp_path_factory.mktemp("runs")),
     )  # fmt: skip
     return train(run, stop_after=2, on_progress=silent).checkpoint_path.read_bytes()
@@ -154,17 +154,8 @@ def _weight(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]],
     return edit
 
 
-def _moments(state: dict[str, Any]) -> None:
-    some = max(state["optimizer"]["state"].values(), key=lambda v: v["exp_avg"].numel())
-    some["exp_avg"] = torch.zeros(3, 5)
-
-
 UNTIDY: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
-    *((f"without-{name}", lambda s, name=name: s.pop(name), f"it has no {name}") for name in checkpoints._FIELDS),
-    *(
-        (f"{name}-of-another-type", lambda s, name=name: s.update({name: object}), f"{name} is <class 'object'>")
-        for name in checkpoints._FIELDS
-    ),
+    *((f"without-{name}", lambda s, name=name: s.pop(name), f"it has no {name}") for name in checkpoints.FIELDS),
     ("a-foreign-run", lambda s: s["run"].update(epoch=3), "'run' cannot be restored .*did you mean 'epochs'"),
     ("a-run-of-nonsense", lambda s: s["run"].update(lora={"rang": 3}), "'run' cannot be restored .*lora"),
     (
@@ -175,42 +166,25 @@ UNTIDY: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("a-run_id-above", lambda s: s.update(run_id="../victim"), "run_id is '../victim'"),
     ("a-run_id-of-dots", lambda s: s.update(run_id=".."), r"run_id is '\.\.'"),
     ("an-update-to-come", lambda s: s.update(update=10**9), "is of update 1000000000, the run has 10"),
-    ("a-negative-update", lambda s: s.update(update=-1), "update is -1"),
-    ("a-history-of-nothing", lambda s: s.update(history=[{}]), "history is"),
-    (
-        "a-history-that-is-no-json",
-        lambda s: s.update(history=[{"epoch": 1, "update": 5, "accuracy": math.nan}]),
-        "hist",
-    ),
     ("NaN-weights", _weight(lambda w: torch.full_like(w, math.nan)), "has entries that are NaN or infinite"),
     ("fp16-weights", _weight(torch.Tensor.half), "is torch.float16 in the checkpoint, accepted is torch.float32"),
     ("a-weight-that-is-a-number", _weight(lambda w: 3.0), "is a float, accepted is a tensor"),
-    ("no-moments", lambda s: s["optimizer"].update(state={}), "'optimizer' .*it has no states although"),
-    ("moments-of-another-shape", _moments, r"'optimizer' .*exp_avg of parameter \d+ has shape \(3, 5\), accepted"),
-    ("an-optimizer-without-groups", lambda s: s["optimizer"].pop("param_groups"), "'optimizer' cannot be restored"),
-    ("a-rate-of-text", lambda s: s["optimizer"]["param_groups"][0].update(lr="fast"), "'optimizer' .*lr is 'fast'"),
-    ("a-rate-of-NaN", lambda s: s["optimizer"]["param_groups"][0].update(lr=math.nan), "'optimizer' .*lr is nan"),
-    ("no-schedule", lambda s: s.update(schedule={}), "'schedule' cannot be restored"),
-    ("no-averages", lambda s: s.update(ema=None), "'ema' cannot be restored"),
-    ("no-filter", lambda s: s.update(grokfast={}), "'grokfast' cannot be restored"),
-    ("a-foreign-calibration", lambda s: s["calibration"].pop("layers"), "'calibration' cannot be restored"),
-    ("no-draws", lambda s: s.update(draws={}), "'draws' cannot be restored"),
-    ("no-generators", lambda s: s.update(rng=[{}]), "'rng' cannot be restored"),
+    ("an-optimizer-without-groups", lambda s: s["optimizer"].pop("param_groups"), "'state' cannot be restored"),
+    ("no-averages", lambda s: s.update(ema=None), "'state' cannot be restored"),
+    ("a-foreign-calibration", lambda s: s["calibration"].pop("layers"), "'state' cannot be restored"),
+    ("no-draws", lambda s: s.update(draws={}), "'state' cannot be restored"),
+    ("no-generators", lambda s: s.update(rng=[{}]), "'state' cannot be restored"),
     ("generators-of-two-processes", lambda s: s.update(rng=s["rng"] * 2), "is of 2 processes, here are 1"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "message"), [case[1:] for case in UNTIDY], ids=[case[0] for case in UNTIDY])
-def test_an_untidy_checkpoint_is_refused_in_one_line(
-    file: Path, edit: Callable[[dict[str, Any]], Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(
+    file: Path, edit: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
-    """Its checksum is good: a program that is not ours wrote it."""
     state = checkpoints.load(file)
     edit(state)
-    if any(value is object for value in state.values()):  # what torch.load would not even read
-        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: state)
-    else:
-        checkpoints.save(state, file)
+    checkpoints.save(state, file)
     refused(file, message)
 
 

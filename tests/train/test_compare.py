@@ -27,7 +27,6 @@ def test_rows_are_paired_by_seed(tiny: Make) -> None:
     assert all(set(r) == fields for r in outcome.rows)
     assert len(seen) == len(outcome.results) == 6
     assert all(r.model is None for r in outcome.results)  # a comparison keeps no weights
-    assert json.loads(outcome.to_json())["rows"] == outcome.rows
 
 
 def test_all_methods_start_from_the_same_weights_and_images(tiny: Make) -> None:
@@ -58,10 +57,6 @@ def test_a_cell_that_fails_does_not_lose_the_others(tiny: Make, monkeypatch: pyt
     assert outcome.failures == [
         {"model": "demo_vit", "method": "int4", "seed": 0, "error": "RuntimeError: out of memory"}
     ]
-    (int4,) = [r for r in outcome.summary() if r["method"] == "int4"]
-    assert (int4["seeds"], int4["failed"], int4["gap_spread"]) == (1, 1, None)
-    assert "1 (1 failed)" in str(outcome)
-    assert "failed: demo_vit int4 seed 0: RuntimeError: out of memory" in str(outcome)
 
 
 def test_what_every_cell_would_raise_is_raised_before_the_first(tiny: Make, tmp_path: Path) -> None:
@@ -96,7 +91,7 @@ def test_a_comparison_goes_on_where_it_was_stopped(tiny: Make, monkeypatch: pyte
     del found["hot:rank=4", 1]
     trained = []
     again = compare(
-        run, ["exact", "hot:rank=4"], (0, 1), finished={**found, ("hot:rank=4", 1): None}, on_progress=silent,
+        run, ["exact", "hot:rank=4"], (0, 1), finished=found, on_progress=silent,
         on_result=lambda r: trained.append((r.run.method_label, r.run.seed)),
     )  # fmt: skip
     assert trained == [("hot:rank=4", 1)]
@@ -106,9 +101,6 @@ def test_a_comparison_goes_on_where_it_was_stopped(tiny: Make, monkeypatch: pyte
 
     assert shown(again) == shown(whole)
     assert [r.history[-1]["train_loss"] for r in again.results] == [r.history[-1]["train_loss"] for r in whole.results]
-    assert [(s["method"], s["seeds"], s["gap"]) for s in again.summary()] == [
-        (s["method"], s["seeds"], s["gap"]) for s in whole.summary()
-    ]
     assert again.results[0].checkpoint_path == whole.results[0].checkpoint_path
 
 
@@ -132,33 +124,6 @@ def test_a_comparison_that_is_finished_reads_no_data(tiny: Make, few_digits: Pat
         assert len(compare(run, ["exact"], (0,), finished=found).rows) == 1
     finally:
         few_digits_gone.rename(few_digits)
-
-
-def row(method: str, seed: int, accuracy: float, step_ms: float = 1.0) -> dict[str, object]:
-    return {"model": "m", "method": method, "seed": seed, "accuracy": accuracy, "saved_bytes": 5_000_000,
-            "bit_ops": 2e9, "step_ms": step_ms}  # fmt: skip
-
-
-def test_summary_on_numbers_worked_out_by_hand() -> None:
-    outcome = Comparison(rows=[
-        row("exact", 0, 90.0), row("exact", 1, 94.0), row("exact", 2, 99.0),
-        row("hot", 0, 89.0, 7.0), row("hot", 1, 95.0, 3.0), row("hot", 3, 50.0, 4.0),
-    ])  # fmt: skip
-    exact, hot = outcome.summary()
-    assert exact["accuracy"] == pytest.approx(283 / 3)
-    assert (exact["gap"], exact["gap_spread"]) == (0.0, 0.0)
-    assert (hot["seeds"], hot["step_ms"]) == (3, 4.0)
-    assert hot["spread"] == pytest.approx(((11**2 + 17**2 + 28**2) / 2) ** 0.5)
-    # Seeds 0 and 1 are common: differences −1 and +1; seed 3 has no partner and is left out.
-    assert hot["gap"] == pytest.approx(0.0)
-    assert hot["gap_spread"] == pytest.approx(2**0.5)
-    text = str(outcome)
-    assert [part in text for part in ("78.00 ± 24.43", "+0.00 ± 1.41", "4.77 MiB", "2.000 G")] == [True] * 4
-
-
-def test_without_exact_there_is_no_gap() -> None:
-    (hot,) = Comparison(rows=[row("hot", 0, 89.0)]).summary()
-    assert (hot["gap"], hot["spread"]) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_everything_that_should_is_trained(task: str, tiny: Make) -> None:
     setup = build(run)
     learner = setup.model
     assert isinstance(learner, TwoViews)
-    training = Training(run, setup, Processes(), None)
+    training = Training(setup, Processes())
     before = {name: value.clone() for name, value in learner.state_dict().items()}
     training.start_epoch(0)
     for batches in setup.feed.updates(0):

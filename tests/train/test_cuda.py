@@ -42,7 +42,7 @@ def test_an_update_does_not_wait_for_the_device(tiny: Make, method: str, monkeyp
     monkeypatch.setattr(draws._seed, "graphs", False)  # as in a process that has compiled nothing
     run = tiny(model="demo_resnet", model_args={}, method=method, amp="bf16", device="cuda", crop_padding=1, flip=True)
     ranks = Processes(device=torch.device("cuda"))
-    training = Training(run, build(run, ranks), ranks, None)
+    training = Training(build(run, ranks), ranks)
     training.start_epoch(0)
     batches = training.setup.feed.updates(0)
     for _ in range(2):  # tables are made, and kernels compiled

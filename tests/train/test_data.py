@@ -237,7 +237,7 @@ def test_folder(folder: Path) -> None:
     data = load_data(str(folder))
     assert isinstance(data, FolderData)
     assert data.classes == ("bright", "dark")
-    assert (len(data.train), len(data.test), data.skipped) == (12, 4, 0)
+    assert (len(data.train), len(data.test)) == (12, 4)
     assert {Path(p).parent.name for p, label in data.train if label == 1} == {"dark"}
 
 
@@ -319,14 +319,11 @@ def _bomb(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_bomb, os.mkfifo, lambda p: p.symlink_to("nowhere"), lambda p: p.symlink_to(p)],
                          ids=["a-bomb", "a-pipe", "a-broken-link", "a-link-to-itself"])  # fmt: skip
-def test_files_that_are_no_image_are_refused_or_skipped(folder: Path, damage: Callable[[Path], Any]) -> None:
+def test_files_that_are_no_image_are_refused(folder: Path, damage: Callable[[Path], Any]) -> None:
     damage(folder / "train" / "dark" / "z.png")
-    with pytest.raises(ValueError, match=r"dark/z\.png cannot be decoded .*corrupt=skip") as caught:
+    with pytest.raises(ValueError, match=r"dark/z\.png cannot be decoded .* remove it") as caught:
         load_data(str(folder))
     assert "\n" not in str(caught.value)
-    data = load_data(str(folder), corrupt="skip")
-    assert isinstance(data, FolderData)
-    assert (len(data.train), data.skipped) == (12, 1)
 
 
 @pytest.fixture
@@ -339,30 +336,17 @@ def damaged(folder: Path) -> Path:
 
 
 def test_a_corrupt_image_is_refused_by_name(damaged: Path) -> None:
-    with pytest.raises(ValueError, match=r"bright/3\.png cannot be decoded .*corrupt=skip"):
+    with pytest.raises(ValueError, match=r"bright/3\.png cannot be decoded .* remove it"):
         load_data(str(damaged))
 
 
-def test_corrupt_images_are_skipped_with_a_count(damaged: Path) -> None:
-    data = load_data(str(damaged), corrupt="skip")
-    assert isinstance(data, FolderData)
-    assert (len(data.train), len(data.test), data.skipped) == (11, 3, 2)
-
-
-def test_in_a_large_folder_they_are_counted_when_their_batch_is_read(
+def test_in_a_large_folder_they_are_refused_when_their_batch_is_read(
     damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_module, "CHECKED_FILES", 0)
-    run = TrainRun(batch_size=6, num_workers=0, corrupt="skip")
-    data = load_data(str(damaged), corrupt="skip")
-    feed = Feed(run, data, image_size=16)
-    assert feed.skipped == 0
-    assert sum(len(y) for update in feed.updates(0) for _, y in update) == 11
-    assert sum(len(y) for _, y in feed.test_batches()) == 3
-    assert feed.skipped == 2
-    strict = Feed(TrainRun(batch_size=6, num_workers=0), data, image_size=16)
+    feed = Feed(TrainRun(batch_size=6, num_workers=0), load_data(str(damaged)), image_size=16)
     with pytest.raises(ValueError, match="cannot be decoded"):
-        list(strict.updates(0))
+        list(feed.updates(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

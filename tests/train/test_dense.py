@@ -289,7 +289,7 @@ def test_perfect_predictions_are_at_100_percent(task: str, bright: Path, tmp_pat
             logits = torch.nn.functional.one_hot(labels.where(labels >= 0, 2), 3)
             return torch.cat((9.0 * logits, target[..., 1:]), -1)
 
-    row = evaluate_dense(Oracle(), setup.run, setup, Processes())
+    row = evaluate_dense(Oracle(), setup, Processes())
     assert row["accuracy"] == pytest.approx(100)
     assert row["test_loss"] < 0.01
     assert row.get("pixel_accuracy", 100) == pytest.approx(100)
@@ -349,7 +349,7 @@ def test_it_learns(task: str, method: str, bright: Path, tmp_path: Path) -> None
     fields = {"epochs": epochs, "lr": lr, "clip": 1.0, "warmup_epochs": 1, "evaluate_every": epochs}
     run = run_on(bright, task, tmp_path, method=method, **fields)
     setup = build(run)
-    untrained = evaluate_dense(setup.model, run, setup, Processes())
+    untrained = evaluate_dense(setup.model, setup, Processes())
     background = torch.cat([target for _, target in setup.feed.test_batches()]) == 0
     result = train(run, on_progress=silent)
     last = result.history[-1]
@@ -451,12 +451,12 @@ def test_a_folder_as_ade20ks(ade: Path, tmp_path: Path) -> None:
     data = load_data(str(ade))
     assert isinstance(data, DenseFolder)
     assert (data.train_size, data.test_size, data.classes) == (6, 2, ("1", "2"))
-    found = read_item(data.train[0], data, 8, "refuse", False)
+    found = read_item(data.train[0], data, 8, False)
     assert found is not None
     image, mask = found
     assert mask[0].tolist() == [IGNORED, 0, 0, 0, 1, 1, 1, 1]
     assert (image.shape, float(image[0, 0, 0])) == ((3, 8, 8), pytest.approx(0, abs=9))
-    turned = read_item(data.train[0], data, 8, "refuse", True)
+    turned = read_item(data.train[0], data, 8, True)
     assert turned is not None
     assert torch.equal(turned[0], image.flip(-1))
     assert torch.equal(turned[1], mask.flip(-1))
@@ -473,13 +473,13 @@ def test_a_folder_as_cocos(coco: Path, tmp_path: Path) -> None:
     data = load_data(str(coco))
     assert isinstance(data, DenseFolder)
     assert (data.train_size, data.test_size, data.classes, data.objects) == (4, 2, ("cat", "dog"), 2)
-    found, turned = (read_item(data.train[0], data, 8, "refuse", mirror) for mirror in (False, True))
+    found, turned = (read_item(data.train[0], data, 8, mirror) for mirror in (False, True))
     assert found is not None
     assert turned is not None
     want = torch.tensor([[0, 9 / 40, 4.5 / 20, 10 / 40, 5 / 20], [1, 30 / 40, 15 / 20, 0.5, 0.5]])
     torch.testing.assert_close(found[1], want)
     torch.testing.assert_close(turned[1][:, 1], 1 - want[:, 1])
-    alone = read_item(data.train[1], data, 8, "refuse", False)
+    alone = read_item(data.train[1], data, 8, False)
     assert alone is not None
     assert alone[1][:, 0].tolist() == [1, -1]
     run = run_on(coco, "detection", tmp_path / "runs", image_size=32, batch_size=2, steps=3, method="hq8")

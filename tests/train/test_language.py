@@ -12,8 +12,7 @@ import torch
 
 from hotrain.train import TrainRun, build, load_data, replace, train
 from hotrain.train.progress import silent
-from hotrain.train.text import CLASSIFY, PADDING
-from hotrain.train.tokens import UNKNOWN, TokenData, prepare
+from hotrain.train.tokens import CLASSIFY, PADDING, UNKNOWN, TokenData, prepare
 
 GOOD, BAD = ["good", "fine", "great", "nice", "warm"], ["bad", "poor", "dull", "weak", "cold"]
 SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

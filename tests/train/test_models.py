@@ -7,7 +7,7 @@ import torch
 
 from hotrain.train import TrainRun
 from hotrain.train.models import SMALL, create_model, default_image_size, normalization, resolve_device
-from hotrain.train.optimization import check_optimizer_state, create_optimizer
+from hotrain.train.optimization import create_optimizer
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -84,37 +84,6 @@ def test_biases_and_norms_do_not_decay() -> None:
     optimizer = create_optimizer(TrainRun(weight_decay=0.1), model)
     for group in optimizer.param_groups:
         assert all((p.ndim > 1) == (group["weight_decay"] == 0.1) for p in group["params"] if p is not model.pos_embed)
-
-
-def _states(name: str, momentum: float = 0.9) -> tuple[TrainRun, torch.nn.Module, dict[str, Any]]:
-    """A run, its model and the state of its optimizer after two steps."""
-    run = TrainRun(optimizer=name, momentum=momentum)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 160))
-    optimizer = create_optimizer(run, model)
-    for _ in range(2):
-        model(torch.ones(2, 3, 8, 8)).sum().backward()
-        optimizer.step()
-    return run, model, optimizer.state_dict()
-
-
-# With moments of a parameter's shape, with factored ones, with some layers left to another rule.
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "adafactor", "adafactorbv", "muon", "lion"])
-def test_an_optimizer_takes_its_own_state_and_no_other(name: str) -> None:
-    run, model, state = _states(name)
-    check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
-    with pytest.raises(ValueError, match="it has no states although updates were made"):
-        check_optimizer_state(run, create_optimizer(run, model), {**state, "state": {}}, begun=True)
-    check_optimizer_state(run, create_optimizer(run, model), {**state, "state": {}}, begun=False)
-    for states in state["state"].values():
-        states.update({k: torch.zeros(3, 7, 5) for k, v in states.items() if isinstance(v, torch.Tensor) and v.ndim})
-    with pytest.raises(ValueError, match=r"of parameter \d has shape \(3, 7, 5\), accepted is"):
-        check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
-
-
-def test_an_optimizer_without_states_needs_none() -> None:
-    run, model, state = _states("momentum", momentum=0.0)
-    assert not any(v is not None for states in state["state"].values() for v in states.values())
-    check_optimizer_state(run, create_optimizer(run, model), state, begun=True)
 
 
 def test_an_unknown_optimizer_and_a_frozen_model() -> None:

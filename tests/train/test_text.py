@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrain.train.text import byte_tokens, load_tsv, pretrained_tokenizer
+from hotrain.train.tokens import prepare, read_phrases
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -12,74 +12,11 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_one_sentence_as_bytes(tmp_path: Path) -> None:
-    data = load_tsv(write(tmp_path / "t.tsv", "sentence\tlabel", "ab\t1", "é\t0", '"a\t1'))
-    # A start token, the bytes shifted by three, a separator; é is two bytes; a lone quotation mark is text.
-    assert data.ids.tolist() == [
-        [1, 97 + 3, 98 + 3, 2],
-        [1, 0xC3 + 3, 0xA9 + 3, 2],
-        [1, 34 + 3, 97 + 3, 2],
-    ]
-    assert data.mask.all()
-    assert data.labels.tolist() == [1, 0, 1]
-    assert data.classes == ("0", "1")
-
-
-def test_pairs_are_padded_and_cut(tmp_path: Path) -> None:
-    file = write(tmp_path / "t.tsv", "index\tsentence1\tsentence2\tlabel", "0\ta\tb\tyes", "1\tabcdef\tg\tno")
-    data = load_tsv(file, length=6)
-    assert data.ids.tolist() == [[1, 100, 2, 101, 2, 0], [1, 100, 101, 102, 103, 104]]
-    assert data.mask.tolist() == [[1, 1, 1, 1, 1, 0], [1] * 6]
-    assert data.classes == ("no", "yes")
-
-
-def test_a_byte_order_mark_and_named_columns(tmp_path: Path) -> None:
-    file = tmp_path / "mrpc.tsv"
-    file.write_bytes(b"\xef\xbb\xbfQuality\t#1 String\t#2 String\n1\ta\tb\n")
-    data = load_tsv(file, label="Quality", text=("#1 String", "#2 String"))
-    assert data.ids.tolist() == [byte_tokens("a", "b")]
-
-
-def test_a_file_without_header(tmp_path: Path) -> None:
-    file = write(tmp_path / "cola.tsv", "gj04\t1\t\tWell.", "gj04\t0\t*\tIll it.")
-    data = load_tsv(file, columns=("source", "label", "star", "sentence"))
-    assert data.labels.tolist() == [1, 0]
-    assert data.ids[0, : data.mask[0].sum()].tolist() == byte_tokens("Well.")
-
-
-def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t.tsv").write_bytes("text\tlabel\ncafé\t1\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"t\.tsv is not UTF-8 \(byte 0xe9\); convert it"):
-        load_tsv(tmp_path / "t.tsv")
-
-
-def test_long_fields_and_every_line_end_are_read(tmp_path: Path) -> None:
-    (tmp_path / "t.tsv").write_bytes(b"text\tlabel\r\n" + b"x" * 200_000 + b"\t1\r" + b"y\x0bz\t0\n")
-    data = load_tsv(tmp_path / "t.tsv", length=4)
-    assert data.ids.tolist() == [byte_tokens("xxx")[:4], byte_tokens("y\x0bz")[:4]]
-
-
-def test_classes_shared_between_files(tmp_path: Path) -> None:
-    file = write(tmp_path / "t.tsv", "text\tlabel", "x\tb")
-    assert load_tsv(file, classes=("a", "b")).labels.tolist() == [1]
-    with pytest.raises(ValueError, match=r"line 2: label 'b', accepted are a"):
-        load_tsv(file, classes=("a",))
-
-
-def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
-    from transformers import BertTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
-    vocabulary = write(tmp_path / "vocab.txt", *words)
-    BertTokenizerFast(vocab=str(vocabulary), vocab_file=str(vocabulary)).save_pretrained(tmp_path / "bert")
-    tokenizer = pretrained_tokenizer(str(tmp_path / "bert"))
-    data = load_tsv(write(tmp_path / "t.tsv", "text\tlabel", "good bad\t1", "bad\t0"), tokenizer=tokenizer)
-    assert data.ids.tolist() == [[2, 5, 6, 3], [2, 6, 3, 0]]
-
-
-def test_an_unreachable_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="neither a folder nor cached nor reachable"):
-        pretrained_tokenizer(str(tmp_path / "nothing"))
+def test_columns_are_found_by_name_and_a_quotation_mark_is_text(tmp_path: Path) -> None:
+    """Behind a byte order mark, in fields of any length, at every end of line."""
+    file = tmp_path / "t.tsv"
+    file.write_bytes(b"\xef\xbb\xbfid\tlabel\tsentence\r\n0\t1\t" + b"x" * 200_000 + b'\r1\t0\t"y\x0bz\n')
+    assert read_phrases(file) == [("x" * 200_000, "1"), ('"y\x0bz', "0")]
 
 
 @pytest.mark.parametrize(
@@ -89,11 +26,21 @@ def test_an_unreachable_tokenizer(tmp_path: Path) -> None:
         ([], "no line of text"),
         (["sentence\tgold", "a\t1"], "no column 'label'"),
         (["sentence\tlabel", "a\t1", "b"], "line 3: 1 fields"),
-        (["a\tb\tc\tlabel", "x\ty\tz\t1"], "got text columns"),
     ],
 )
 def test_bad_files(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_tsv(write(tmp_path / "t.tsv", *lines))
+        read_phrases(write(tmp_path / "t.tsv", *lines))
     with pytest.raises(ValueError, match="no file"):
-        load_tsv(tmp_path / "absent.tsv")
+        read_phrases(tmp_path / "absent.tsv")
+    (tmp_path / "t.tsv").write_bytes("sentence\tlabel\ncafé\t1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"t\.tsv is not UTF-8 \(byte 0xe9\); convert it"):
+        read_phrases(tmp_path / "t.tsv")
+
+
+def test_a_label_of_the_test_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sst2").mkdir()
+    write(tmp_path / "sst2" / "train.tsv", "sentence\tlabel", "x\t0", "y\t1")
+    write(tmp_path / "sst2" / "dev.tsv", "sentence\tlabel", "x\t2")
+    with pytest.raises(ValueError, match=r"has label '2' in dev\.tsv, accepted are 0, 1"):
+        prepare("sst2", tmp_path)

@@ -37,7 +37,7 @@ def weights(result: Result) -> dict[str, torch.Tensor]:
 
 def updates(run: TrainRun, count: int = 0) -> Training:
     """The state of ``run`` after ``count`` updates, without checkpoints or records."""
-    training = Training(run, build(run), Processes(), None)
+    training = Training(build(run), Processes())
     training.start_epoch(0)
     for batches in list(training.setup.feed.updates(0))[:count]:
         training.step(batches)
@@ -98,15 +98,6 @@ def test_schedules(tiny: Make, fields: dict[str, Any], rates: list[float]) -> No
             got.append(training.optimizer.param_groups[0]["lr"] / 0.01)
             training.step(batches)
     assert got == pytest.approx(rates, abs=1e-6)
-
-
-def test_onecycle_rises_to_the_rate_and_falls(tiny: Make) -> None:
-    seen: list[float] = []
-    train(tiny(method="exact", schedule="onecycle", lr=0.01), on_progress=lambda p: seen.append(p.lr))
-    peak = max(seen)
-    assert peak == pytest.approx(0.01)
-    assert seen[0] < peak > seen[-1]
-    assert seen[-1] < 1e-5
 
 
 def test_the_average_is_what_is_evaluated(tiny: Make) -> None:

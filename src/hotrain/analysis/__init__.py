@@ -5,8 +5,8 @@ Analyses leave the model unchanged: modes, buffers, gradients, generators and dr
 
     saved_bytes   bytes that autograd keeps between forward and backward, by module and by operator
     predicted     the same without running the model
-    cost          FLOPs and bit operations of forward and both gradient paths; `paper` holds the published formulas
-    fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency; surfaces of |g_y|
+    cost          FLOPs and bit operations of forward and both gradient paths
+    fidelity      error, cosine and bias of g_x and g_w against exact; energy by sequency
     fit           the largest batch in a memory budget
     frontier      peak memory against step time; `steps` runs what both measure
     layer_times   times the exact backward against a method's, layer by layer, on this device

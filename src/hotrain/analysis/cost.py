@@ -6,12 +6,11 @@ Walsh–Hadamard transform of order n is log₂ n additions per element, a quant
 scaling; 3 for LUQ's logarithm), a dequantization 1. ``float_bits=32`` counts every float as float32, so that an
 exact product costs 1024 per multiply-accumulate; give 16 for training in bf16.
 
-``mode="paper"`` repeats the formulas of the released calculator instead (`hotrain.analysis.paper`), defects
-included. The corrected mode counts what is computed: groups divide a convolution's products; both of LBP-WHT's
-products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a gradient that
-is not needed (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as hotrain
-computes them: where patches overlap, x is transformed back and its codes are convolved, so the rank reduces the saved
-bytes and not the product.
+What is computed is counted, which the papers' own formulas do not always do: groups divide a convolution's products;
+both of LBP-WHT's products are counted; so is padding to whole tiles; quantizing P x costs I·r/n·T, not I·r/n·O; a
+gradient that is not needed (of the first layer's input, of a frozen weight) costs nothing. Convolutions are counted as
+hotrain computes them: where patches overlap, x is transformed back and its codes are convolved, so the rank reduces the
+saved bytes and not the product.
 
 Not counted: the products between activations (q kᵀ and the like), normalizations and other element-wise layers,
 and projections whose weight is used without calling a layer (inside `nn.MultiheadAttention`).
@@ -35,10 +34,8 @@ from ..presets import preset
 from ..tables import count_text, table
 from ..transform.hadamard import TILE
 from ..transform.tokens import Grid, Layout
-from . import paper
-from .shapes import LayerShape, described, layer_shapes
+from .shapes import LayerShape, layer_shapes
 
-MODES = ("corrected", "paper")
 QUANTIZE, QUANTIZE_LUQ, DEQUANTIZE = 2, 3, 1
 
 
@@ -58,12 +55,10 @@ class Cost:
     """The cost of one training step's products.
 
     Attributes:
-        mode: ``"corrected"`` or ``"paper"``.
         rows: one dict per layer call: name, kind, method, tokens, outputs, inputs, groups, and for each of forward,
             grad_input, grad_weight and overhead its ``…_flops`` and ``…_bit_ops``.
     """
 
-    mode: str
     rows: list[dict[str, Any]]
 
     def _sum(self, path: str) -> Operations:
@@ -111,7 +106,7 @@ class Cost:
         body.append(["total", "", "", *(count_text(t.bit_ops) for t in totals)])
         body.append(["total FLOPs", "", "", *(count_text(t.flops) for t in totals)])
         title = (
-            f"bit operations ({self.mode}): {count_text(self.bit_ops_total)} per step, "
+            f"bit operations: {count_text(self.bit_ops_total)} per step, "
             f"of these {count_text(self.overhead.bit_ops)} transforms and quantization"
         )
         return title + "\n" + table(["layer", "T×O×I", "method", "forward", "g_x", "g_w"], body)
@@ -120,7 +115,6 @@ class Cost:
 def cost(
     model: nn.Module,
     *inputs: Any,
-    mode: str = "corrected",
     method: str | Method | None = None,
     float_bits: int = 32,
     **kwargs: Any,
@@ -130,36 +124,29 @@ def cost(
     Args:
         model: on any device, also on meta.
         *inputs: of ``model(*inputs, **kwargs)``.
-        mode: ``"corrected"`` counts what is computed, ``"paper"`` repeats the published formulas.
         method: None counts every layer as it is: converted layers with their own method, the others exact. A method or
             its name counts the model as if converted: the converted layers of a converted model, the layers that
-            `hotrain.convert` would choose of an exact one; with ``mode="paper"`` every layer, as the papers do.
-        float_bits: bits of a float in a bit operation (corrected mode; the papers' is 32).
+            `hotrain.convert` would choose of an exact one.
+        float_bits: bits of a float in a bit operation (the papers' is 32).
         **kwargs: of the model.
 
     Returns:
         Operations of each layer call, with totals.
 
     Raises:
-        ValueError: the mode is unknown, the method has no published formula in paper mode, or the model calls no
-            layer.
+        ValueError: the method is unknown, or the model calls no layer.
     """
-    if mode not in MODES:
-        raise ValueError(f"cost: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
     if type(float_bits) is not int or float_bits < 1:
         raise ValueError(f"cost: float_bits={float_bits!r} is not a positive integer (32 for float32, 16 for bf16)")
     asked = None if method is None else as_method(method)
     shapes = layer_shapes(model, *inputs, **kwargs)
     found = dict(layer_states(model))
     exact = preset("exact")
-    if mode == "paper":
-        chosen = {s.name: asked or (found[s.name].method if s.name in found else exact) for s in shapes}
-        return Cost(mode, [paper.row(s, chosen[s.name]) for s in shapes])
     if asked is not None:
         states = found or _if_converted(model, asked)
         found = {name: _following(state, asked) for name, state in states.items()}
     count = _Counter(float_bits)
-    return Cost(mode, [_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
+    return Cost([_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
 
 
 def _following(state: LayerState, method: Method) -> LayerState:
@@ -199,7 +186,15 @@ def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Co
         "grad_weight": grad_weight[0] + grad_weight[1],
         "overhead": grad_input[1] + grad_weight[1],
     }
-    return described(shape, method) | {
+    return {
+        "name": shape.name,
+        "kind": shape.kind,
+        "method": method.name,
+        "tokens": shape.tokens,
+        "outputs": shape.outputs,
+        "inputs": shape.inputs,
+        "groups": shape.groups,
+    } | {
         f"{path}_{unit}": getattr(operations, unit)
         for path, operations in paths.items()
         for unit in ("flops", "bit_ops")

@@ -6,7 +6,6 @@ from these, exactly and with its method, several times. So a layer's figures con
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,55 +117,8 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws:
     if type(draws) is not int or draws < 2:
         raise ValueError(f"fidelity: draws={draws!r} is not an integer of at least 2 (the bias is that of their mean)")
     with as_found(model):
-        first = _first_calls(exact_calls(model, batch, loss_fn))
+        first = first_calls(exact_calls(model, batch, loss_fn))
         return Fidelity([_row(call, draws) for call in first], draws)
-
-
-def gradient_surface(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None = None,
-    *,
-    layers: Collection[str] | None = None,
-    tokens: int = 64,
-    channels: int = 64,
-) -> list[dict[str, Any]]:
-    """|g_y| of the batch's first sample over tokens × channels, for figures of its outliers.
-
-    The model is unchanged, as by `fidelity`.
-
-    Args:
-        model: converted.
-        batch: as in `fidelity`.
-        loss_fn: as in `fidelity`.
-        layers: names of converted layers (default: all).
-        tokens: larger surfaces are reduced to this many rows, by the largest magnitude, so that no outlier is lost.
-        channels: the same for columns.
-
-    Returns:
-        One dict per layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
-        (its largest magnitude), values (rows of tokens).
-
-    Raises:
-        ValueError: as `fidelity`.
-    """
-    with as_found(model):
-        surfaces = []
-        for call in _first_calls(exact_calls(model, batch, loss_fn, layers)):
-            g_y = call.grad_output[:1] if call.grad_output.dim() > 2 else call.grad_output
-            surface = call.module.token_matrix(g_y).abs().float()  # type: ignore[operator]
-            size = (min(tokens, surface.shape[0]), min(channels, surface.shape[1]))
-            values = F.adaptive_max_pool2d(surface[None, None], size)[0, 0]
-            surfaces.append(
-                {
-                    "layer": call.name,
-                    "tokens": surface.shape[0],
-                    "channels": surface.shape[1],
-                    "largest": float(surface.max()),
-                    "values": values.tolist(),
-                }
-            )
-        return surfaces
 
 
 def energy_by_sequency(tokens: Tensor) -> list[float]:
@@ -186,7 +138,7 @@ def energy_by_sequency(tokens: Tensor) -> list[float]:
     return [float(e) / total if total else 0.0 for e in by_sequency]
 
 
-def _first_calls(calls: list[Call]) -> list[Call]:
+def first_calls(calls: list[Call]) -> list[Call]:
     """The first call of each layer in the order of the forward; gradients arrived in the order of the backward."""
     first = {call.name: call for call in calls}
     return list(reversed(first.values()))

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
 from ..geometry import Geometry
-from ..method import Method
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,6 @@ class LayerShape:
     @property
     def weight_entries(self) -> int:
         return self.outputs * self.inputs
-
-
-def described(shape: LayerShape, method: Method) -> dict[str, Any]:
-    """The fields of a row of costs that say which call it is of."""
-    return {
-        "name": shape.name,
-        "kind": shape.kind,
-        "method": method.name,
-        "tokens": shape.tokens,
-        "outputs": shape.outputs,
-        "inputs": shape.inputs,
-        "groups": shape.groups,
-    }
 
 
 def kind_of(module: nn.Module) -> str | None:

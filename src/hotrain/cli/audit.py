@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotrain.cli import completion
 from hotrain.cli.errors import note
 from hotrain.cli.options import (
     AmpOption,
@@ -17,7 +16,6 @@ from hotrain.cli.options import (
     ClassesOption,
     DataOption,
     DeviceOption,
-    ImageSizeOption,
     JsonOption,
     MethodOption,
     Model,
@@ -40,7 +38,7 @@ CALIBRATE = """Examples:
   hotrain train demo_vit --method hot --set calibration_file=calibration.json"""
 COST = """Examples:
   hotrain cost demo_vit
-  hotrain cost vit_base_patch16_224 --method hot --mode paper"""
+  hotrain cost vit_base_patch16_224 --method hot"""
 FIDELITY = """Examples:
   hotrain fidelity demo_vit
   hotrain fidelity demo_vit --method hot-unbiased --draws 32
@@ -57,16 +55,7 @@ def memory(
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: BatchOption = None,
-    image_size: ImageSizeOption = None,
     amp: AmpOption = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            help="block: all saved tensors are compressed; linear: inputs of layers only. Default: the method's own.",
-            autocompletion=completion.words("block", "linear"),
-        ),
-    ] = None,
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
     fit: Annotated[
         str | None, typer.Option("--fit", help="Find the largest batch that fits into so much memory: 24GB, 800MB.")
@@ -85,10 +74,7 @@ def memory(
     from hotrain.tables import bytes_text, parse_bytes
 
     budget = None if fit is None else parse_bytes(fit)
-    settings = with_fields(settings, amp=amp, image_size=image_size)
-    settings += [f"method_overrides.memory={keep}"] * (keep is not None and method is None)
-    if keep is not None and method is not None:
-        method += ("+" if ":" in method else ":") + f"memory={keep}"
+    settings = with_fields(settings, amp=amp)
     with working(f"{model}: loading") as say:
         run, network, images = with_images(
             model, classes, batch_size, method=method, data=data, settings=settings, device=device
@@ -218,14 +204,6 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 def cost(
     model: Model,
     method: MethodOption = None,
-    mode: Annotated[
-        str,
-        typer.Option(
-            "--mode",
-            help="corrected, or paper: the published formulas.",
-            autocompletion=completion.words("corrected", "paper"),
-        ),
-    ] = "corrected",
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch.")] = 1,
@@ -241,9 +219,9 @@ def cost(
         run, network, images = with_images(
             model, classes, batch_size, method=method, data=data, settings=settings, device="cpu"
         )
-        found = hotrain.cost(network, images, mode=mode, method=run.resolve_method(), float_bits=float_bits)
+        found = hotrain.cost(network, images, method=run.resolve_method(), float_bits=float_bits)
     if json:
-        answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "mode": mode}
+        answer: dict[str, Any] = {"model": run.model, "method": run.method_label}
         answer |= {"batch_size": len(images), "flops": found.flops_total, "bit_ops": found.bit_ops_total}
         print_json({**answer, "rows": found.rows})
     else:

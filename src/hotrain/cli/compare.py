@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from hotrain.cli.options import (
     split_seeds,
 )
 from hotrain.cli.terminal import print_lines, working
+from hotrain.plotting import lines
 
 if TYPE_CHECKING:
     from hotrain.train import Result, TrainRun
@@ -110,10 +112,11 @@ def compare(
     for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:
-        print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": outcome.summary()})
+        summary = lines.summarize(records_of(outcome, {}).rows)
+        print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": [asdict(line) for line in summary]})
     if outcome.rows:  # there is no report of nothing
         meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
-        records = records_of([outcome], meta)
+        records = records_of(outcome, meta)
         report = keep(records, folder)
         if not json:
             print_lines(records)

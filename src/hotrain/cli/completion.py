@@ -22,13 +22,6 @@ def recipe_names(incomplete: str) -> list[str]:
     return _starting(list(hotrain_recipes.all()), incomplete)
 
 
-def families(incomplete: str) -> list[str]:
-    """Complete a family of recipes."""
-    import hotrain_recipes
-
-    return _starting(list(dict.fromkeys(recipe.family for recipe in hotrain_recipes.all().values())), incomplete)
-
-
 def model_names(incomplete: str) -> list[str]:
     """Complete the name of a recipe or, from the first letter on, of a timm model."""
     found = recipe_names(incomplete)

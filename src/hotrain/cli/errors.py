@@ -49,7 +49,7 @@ def is_mistake(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench")
+    return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench", "hotrain_study")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ from hotrain.cli.options import (
     ClassesOption,
     DataOption,
     DeviceOption,
-    ImageSizeOption,
     JsonOption,
     MethodOption,
     Model,
@@ -38,7 +37,6 @@ def frontier(
     data: DataOption = None,
     classes: ClassesOption = None,
     batch_size: BatchOption = None,
-    image_size: ImageSizeOption = None,
     amp: AmpOption = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each point, on a GPU as CUDA graphs; minutes for large models.")
@@ -68,7 +66,7 @@ def frontier(
     from hotrain.train.setup import autocast
 
     size = None if budget is None else parse_bytes(budget)
-    settings = with_fields(settings, amp=amp, image_size=image_size, compile="true" if compiled else None)
+    settings = with_fields(settings, amp=amp, compile="true" if compiled else None)
     with working(f"{model}: loading") as say:
         run, network, images = with_images(
             model, classes, batch_size, method=method, data=data, settings=settings, device=device

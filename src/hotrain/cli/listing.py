@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotrain.cli import completion
+from hotrain.cli import clone, completion
 from hotrain.cli.options import JsonOption, print_json
 from hotrain.cli.terminal import print_lines, working
+from hotrain.presets import DEFAULT
 
 if TYPE_CHECKING:
     from hotrain_recipes import Recipe
@@ -34,10 +35,6 @@ def recipes(
             help="One recipe, with all its fields.", show_default=False, autocompletion=completion.recipe_names
         ),
     ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option("--family", help="Only the recipes of this family.", autocompletion=completion.families),
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """List the recipes by family, or one with all its fields."""
@@ -48,16 +45,14 @@ def recipes(
     if name is not None:
         _one(name, json)
         return
-    families = list(dict.fromkeys(recipe.family for recipe in found.values()))
-    if family is not None and family not in families:
-        raise ValueError(f"--family: got {family!r}, families are {', '.join(sorted(families))}")
-    chosen = {name: recipe for name, recipe in found.items() if family in (None, recipe.family)}
     if json:
-        print_json([{"name": n, "family": r.family, "description": r.description} for n, r in chosen.items()])
+        print_json([{"name": n, "family": r.family, "description": r.description} for n, r in found.items()])
         return
-    for title in dict.fromkeys(recipe.family for recipe in chosen.values()):
-        typer.echo(f"{title}\n{_family([recipe for recipe in chosen.values() if recipe.family == title])}\n")
-    typer.echo(_methods(list(chosen.values())))
+    for title in dict.fromkeys(recipe.family for recipe in found.values()):
+        typer.echo(f"{title}\n{_family([recipe for recipe in found.values() if recipe.family == title])}\n")
+    typer.echo(
+        f"{len(found)} recipes; they train with {DEFAULT}, the library's default, unless --method says otherwise"
+    )
 
 
 def _one(name: str, json: bool) -> None:
@@ -91,21 +86,6 @@ def _family(members: list[Recipe]) -> str:
     return table(["recipe", "what"], rows)
 
 
-def _methods(members: list[Recipe]) -> str:
-    """A sentence on the methods of the recipes, which marks the library's default."""
-    from hotrain.presets import DEFAULT
-
-    names: dict[str, list[str]] = {}
-    for recipe in members:
-        names.setdefault(recipe.run().method_label, []).append(recipe.name)
-    parts = []
-    for label, of in names.items():
-        default = ", the library's default" if label == DEFAULT else ""
-        which = "all" if len(names) == 1 else ", ".join(of) if len(of) < 4 else f"{len(of)} of them"
-        parts.append(f"{which} train with {label}{default}")
-    return f"{len(members)} recipes: {'; '.join(parts)}"
-
-
 def presets(
     name: Annotated[
         str | None, typer.Argument(help="One preset, in full.", show_default=False, autocompletion=completion.methods)
@@ -114,7 +94,7 @@ def presets(
 ) -> None:
     """List the methods, or describe one: its source, what it saves and what it loses."""
     import hotrain
-    from hotrain.presets import DEFAULT, describe
+    from hotrain.presets import describe
     from hotrain.tables import table
 
     def entry(each: str) -> dict[str, Any]:
@@ -149,7 +129,8 @@ def report(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Draw report.html from records: of a demo or a comparison, of finished runs beside each other, or of the studies.
+    """Draw report.html from records: of a demo or a comparison, of finished runs beside each other, or (in a clone) of
+    the studies.
 
     Runs that differ in more than method and seed get a table of their own, named by what differs. Trains and measures
     nothing.
@@ -159,13 +140,16 @@ def report(
     from hotrain.plotting.report import write_report
 
     folders = folders or [Path("runs/demo")]
-    if len(folders) == 1 and (files := _records_of_studies(folders[0])):
-        page = _studies(files, (out or folders[0]) / "report.html")
-        if json:
-            print_json({"records": files, "report": page})
-        else:
-            typer.echo(f"wrote {page}")
-        return
+    if clone.FOUND and len(folders) == 1:
+        from hotrain_study import page as studies
+
+        if files := studies.records_in(folders[0]):
+            path = studies.write(files, out or folders[0])
+            if json:
+                print_json({"records": files, "report": path})
+            else:
+                typer.echo(f"wrote {path}")
+            return
     whole = len(folders) == 1 and out is None and (folders[0] / SUMMARY).is_file()
     folder = folders[0] if whole else out or Path("runs/report")
     records = load_records(folder) if whole else gathered(folders)
@@ -178,36 +162,3 @@ def report(
     if not whole:
         print_lines(records)
     typer.echo(f"wrote {page}")
-
-
-def _records_of_studies(folder: Path) -> list[Path]:
-    """Files of a folder that `hotrain study` writes, by their names."""
-    import hotrain_recipes.studies as known
-
-    names = set(known.studies())
-    return sorted(file for file in folder.glob("*.jsonl") if file.stem in names)
-
-
-def _studies(files: list[Path], path: Path) -> Path:
-    """Draw the page of all studies; their tables have every cell, also those that the records lack."""
-    from dataclasses import asdict
-
-    import hotrain_recipes.studies as known
-
-    from hotrain.plotting.studies import Section, write_studies
-    from hotrain.presets import DEFAULT
-    from hotrain.train.study import read_rows
-    from hotrain.train.study_tables import head, ran_on, tables
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows, studies = read_rows(files), known.studies()
-    sections = []
-    for study in studies.values():
-        shown = [{**asdict(table), "rows": [_plain(row) for row in table.rows]} for table in tables(study, rows)]
-        sections.append(Section(study.title, ran_on(study, rows), shown, list(study.last(rows).values())))
-    findings = _plain(head(studies, rows, DEFAULT))
-    return write_studies(path, "What the studies say of the papers", findings, sections)
-
-
-def _plain(texts: list[str]) -> list[str]:
-    return [text.replace("`", "") for text in texts]

@@ -115,9 +115,6 @@ LogOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]
-ImageSizeOption = Annotated[
-    int | None, typer.Option("--image-size", min=1, help="Side of the images; default: the model's own.")
-]
 ClassesOption = Annotated[
     int | None,
     typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),

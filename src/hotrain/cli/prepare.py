@@ -172,7 +172,7 @@ def with_images(
         classes = classes or own + (run.task == "segmentation")  # scenes have a background
     else:
         try:
-            data = seen_by(run, load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt))
+            data = seen_by(run, load_data(run.data, data_dir=run.data_dir))
         except ValueError as error:
             raise ValueError(f"{error}. To use random images without data, give --classes N") from error
         classes, channels, side = len(data.classes), data.channels, data.image_size

@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +57,14 @@ def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]
 def _test_images(run: TrainRun) -> int:
     from hotrain.train import load_data
 
-    return load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt).test_size
+    return load_data(run.data, data_dir=run.data_dir).test_size
 
 
-def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
-    """Make the records of comparisons.
+def records_of(outcome: Comparison, meta: dict[str, Any]) -> Records:
+    """Make the records of a comparison.
 
     Args:
-        outcomes: finished comparisons. A failed run becomes a row of ``None`` with its ``error``.
+        outcome: a finished comparison. A failed run becomes a row of ``None`` with its ``error``.
         meta: conditions; a description of every method that ran is added.
 
     Returns:
@@ -73,17 +72,13 @@ def records_of(outcomes: Sequence[Comparison], meta: dict[str, Any]) -> Records:
     """
     from hotrain.plotting.records import Records, curve
 
-    rows: list[dict[str, Any]] = []
-    curves = []
-    for outcome in outcomes:
-        rows += outcome.rows
-        rows += [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
-        for result in outcome.results:
-            run = result.run
-            curves.append(curve(result.history, model=run.model, method=run.method_label, seed=run.seed))
-    ran = dict.fromkeys(row["method"] for outcome in outcomes for row in outcome.rows)
-    methods = {method: _described(method) for method in ran}
-    return Records(meta={**meta, "methods": methods}, rows=rows, curves=curves)
+    curves = [
+        curve(result.history, model=result.run.model, method=result.run.method_label, seed=result.run.seed)
+        for result in outcome.results
+    ]
+    methods = {row["method"]: _described(row["method"]) for row in outcome.rows}
+    failed = [{**failure, **dict.fromkeys(MEASURED)} for failure in outcome.failures]
+    return Records(meta={**meta, "methods": methods}, rows=[*outcome.rows, *failed], curves=curves)
 
 
 def gathered(folders: Sequence[Path]) -> Records:
@@ -186,18 +181,16 @@ def _described(label: str) -> str:
     return f"{text} Here with {changed}." if changed else text
 
 
-def keep(records: Records, folder: Path, **more: Any) -> Path | None:
+def keep(records: Records, folder: Path) -> Path | None:
     """Write the records and, if matplotlib and jinja2 are installed, the report.
 
     Args:
         records: the records.
         folder: where to write.
-        **more: fields of the records to replace.
 
     Returns:
         Path of the report; None without one.
     """
-    records = replace(records, **more)
     records.save(folder)
     if any(importlib.util.find_spec(package) is None for package in ("matplotlib", "jinja2")):
         return None

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
+from hotrain import tables
+
 PAIRS = 3
 """Seeds from which on their gaps estimate the noise."""
 
@@ -144,27 +146,17 @@ def _ratio(value: float | None, exact: float | None) -> float | None:
 
 def bytes_text(value: float | None) -> str:
     """``1.25 MiB``; ``–`` when not measured."""
-    if value is None:
-        return "–"
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{_three(value / size)} {unit}"
-    return f"{value:.0f} B"
+    return "–" if value is None else tables.bytes_text(round(value))
 
 
 def operations_text(value: float | None) -> str:
-    """``17.3 T`` bit operations; ``–`` when not measured."""
-    if value is None:
-        return "–"
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{_three(value / size)} {unit}"
-    return f"{value:.0f}"
+    """``17.300 T`` bit operations; ``–`` when not measured."""
+    return "–" if value is None else tables.count_text(value)
 
 
 def milliseconds_text(value: float | None) -> str:
     """``31.4 ms``; ``–`` when not measured."""
-    return "–" if value is None else f"{_three(value)} ms"
+    return "–" if value is None else f"{value:.1f} ms"
 
 
 def signed_text(value: float | None) -> str:
@@ -182,8 +174,3 @@ def gap_text(line: Line) -> str:
 def ratio_text(value: float | None) -> str:
     """``0.31 ×``; empty when there is nothing to divide by."""
     return "" if value is None else f"{value:.2f} ×"
-
-
-def _three(value: float) -> str:
-    """Three significant digits without an exponent."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -64,8 +64,6 @@ cursor:pointer}
 .legend input{position:absolute;opacity:0;width:0;height:0}
 .legend label:has(:checked){border-color:var(--ink)}
 .legend label:has(:focus-visible){outline:2px solid var(--accent);outline-offset:2px}
-.key{display:inline-block;width:.72em;height:.72em;border-radius:50%;margin-right:.35em}
-.key.diamond{border-radius:0;transform:rotate(45deg) scale(.85)}
 .wide{overflow-x:auto}
 .wide table{font-size:.82rem}
 .wide td,.wide th{text-align:left;padding-left:0}
@@ -211,27 +209,6 @@ endfor %}</tr></thead>
 <p>How much of a tensor's energy is in the lowest sequencies of the Walsh basis along 16 tokens. Line: the
 median layer. Band: from the lowest to the highest layer. What a low-pass drops is the energy above it.</p>
 {{ panels(spectra) }}
-</details>
-{% endif %}
-{% if choices or surfaces %}
-<details>
-<summary><h2>Outliers, and the scale of each layer</h2></summary>
-<p>LQS compares, for every layer, the error of 4-bit rounding of its output gradient with per-token scales and
-with one per-tensor scale. Where the first is less than {{ threshold }} of the second, it chooses per-token
-scales.</p>
-{% if surfaces %}
-{{ panels(surfaces) }}
-{% if meta.get("surface_note") %}<p class="muted">{{ meta["surface_note"] }}</p>{% endif %}
-{% endif %}
-{% if choices %}
-<h3>Error ratio of every converted layer</h3>
-<p><span style="white-space:nowrap;margin-right:1.2em"><span class="key"
-style="background:var(--first)"></span>a scale
-a token</span> <span style="white-space:nowrap"><span class="key diamond"
-style="background:var(--second)"></span>one
-scale a tensor</span></p>
-{{ panels(choices) }}
-{% endif %}
 </details>
 {% endif %}
 </div>

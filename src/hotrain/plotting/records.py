@@ -58,8 +58,6 @@ FIELDS: dict[str, dict[str, Test]] = {
     },
     "memory": {"model": TEXT, "method": TEXT, "total": NUMBER, "by_operator": _tables(NUMBER)},
     "spectrum": {"model": TEXT, "layer": TEXT, "tensor": TEXT, "energy": _lists(NUMBER)},
-    "calibration": {"model": TEXT, "layer": TEXT, "choice": TEXT, "ratio": NUMBER},
-    "surfaces": {"model": TEXT, "layer": TEXT, "choice": TEXT, "ratio": NUMBER, "values": _lists(_lists(NUMBER))},
 }
 """The fields that a record has to have."""
 
@@ -67,8 +65,8 @@ OPTIONAL: dict[str, Test] = {"layers": _or_none(_lists(_tables(PLAIN)))}
 """Of a row."""
 
 META: dict[str, Test] = {
-    **dict.fromkeys(("title", "default", "surface_note", "command", "device", "commit"), _or_none(TEXT)),
-    **dict.fromkeys(("seconds", "lqs_threshold"), NUMBER),
+    **dict.fromkeys(("title", "default", "command", "device", "commit"), _or_none(TEXT)),
+    "seconds": NUMBER,
     "test_images": _tables(WHOLE),
     "methods": _tables(TEXT),
     "models": _tables(_tables(PLAIN)),
@@ -88,8 +86,6 @@ class Records:
     ``curves``: per run, lists over epochs: test accuracy in percent and mean training loss.
     ``memory``: bytes autograd keeps, per model and method: ``total`` and ``by_operator`` (name → bytes).
     ``spectrum``: per layer, 16 fractions: energy of ``tensor`` (``g_y`` or ``x``) by sequency.
-    ``calibration``: per layer, the scale that LQS chose (``token`` or ``tensor``) and its error ratio.
-    ``surfaces``: |g_y| of chosen layers, tokens × channels, already down-sampled.
 
     Raises ``ValueError`` when a record lacks a field, or has one of another type.
     """
@@ -99,8 +95,6 @@ class Records:
     curves: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     spectrum: list[dict[str, Any]] = field(default_factory=list)
-    calibration: list[dict[str, Any]] = field(default_factory=list)
-    surfaces: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for kind, fields in FIELDS.items():

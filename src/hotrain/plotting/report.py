@@ -17,12 +17,9 @@ from hotrain.plotting.page import FORMULA, PAGE, STYLE
 from hotrain.plotting.records import Records, load_records
 from hotrain.plotting.spectrum import draw_spectrum, median_kept
 from hotrain.plotting.style import Look, css_variables, looks
-from hotrain.plotting.surface import draw_choices, draw_surface
 from hotrain.plotting.tradeoff import draw_tradeoff
 
 REPORT = "report.html"
-THRESHOLD = 0.5
-"""LQS's, where the records do not say."""
 
 Drawn = dict[str, str]
 """A figure of the page: ``svg`` and ``caption``."""
@@ -75,9 +72,6 @@ def render(records: Records) -> str:
         curves=_curves(records, look_of),
         memory=_memory(records),
         spectra=_spectra(records),
-        choices=_choices(records),
-        surfaces=_surfaces(records),
-        threshold=f"{_threshold(records):g}",
         conditions=condition_rows(records.meta),
     )
 
@@ -260,26 +254,3 @@ def _energy(spectra: Sequence[dict[str, Any]]) -> str:
     said = [f"{100 * shares[len(shares) // 2 - 1]:.0f} % of {tensor}" for tensor, shares in held.items() if shares]
     half = max(len(shares) for shares in held.values()) // 2
     return f"The {half} lowest hold {' and '.join(said)} in the median layer; of white noise they hold 50 %."
-
-
-def _threshold(records: Records) -> float:
-    return float(records.meta.get("lqs_threshold", THRESHOLD))
-
-
-def _choices(records: Records) -> list[Drawn]:
-    return [
-        {"svg": draw_choices(layers, _threshold(records), label), "caption": ""}
-        for label, layers in _by_model(records, records.calibration)
-    ]
-
-
-def _surfaces(records: Records) -> list[Drawn]:
-    return [
-        {
-            "svg": draw_surface(surface, surface["layer"]),
-            "caption": f"{records.label(surface['model'])}, {surface['layer']}: LQS chose "
-            f"{'per-token scales' if surface['choice'] == 'token' else 'one scale'} "
-            f"(error ratio {surface['ratio']:.2f}).",
-        }
-        for surface in records.surfaces
-    ]

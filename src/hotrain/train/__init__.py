@@ -10,13 +10,12 @@ from hotrain.train.data import load_data  # noqa: E402
 from hotrain.train.loop import train  # noqa: E402
 from hotrain.train.outcome import Diverged, Interrupted, NotSaved, Result  # noqa: E402
 from hotrain.train.progress import Progress, progress_bar, silent  # noqa: E402
-from hotrain.train.run import Grokfast, Lora, TrainRun, parse_method, replace, with_preset, with_settings  # noqa: E402
+from hotrain.train.run import Lora, TrainRun, parse_method, replace, with_preset, with_settings  # noqa: E402
 from hotrain.train.setup import Setup, build, training_batches  # noqa: E402
 
 __all__ = [
     "Comparison",
     "Diverged",
-    "Grokfast",
     "Interrupted",
     "Lora",
     "NotSaved",

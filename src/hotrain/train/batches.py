@@ -78,11 +78,6 @@ class Feed:
             kinds: dict[type, Any] = {ArrayData: _Arrays, SceneData: _Scenes, DenseFolder: _DenseFolder}
             self._images = kinds.get(type(data), _Folder)(run, data, image_size, mean, std, self.device)
 
-    @property
-    def skipped(self) -> int:
-        """Number of image files skipped so far because they cannot be decoded (``corrupt="skip"``)."""
-        return self._images.skipped
-
     def order(self, epoch: int) -> Tensor:
         """Shuffled training indices of this process.
 
@@ -146,8 +141,6 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
 
 class _Arrays:
     """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
-
-    skipped = 0
 
     def __init__(
         self,
@@ -218,8 +211,6 @@ class _Scenes(_Arrays):
 
 class _Tokens:
     """Sequences of a :class:`TokenData` on the device, as they are."""
-
-    skipped = 0
 
     def __init__(self, data: TokenData, device: torch.device) -> None:
         self.train = data.x_train.to(device), data.y_train.to(device)
@@ -297,7 +288,7 @@ class _Folder:
                 **common, is_training=True, hflip=0.5 if run.flip else 0.0, auto_augment=run.auto_augment
             )
             plain = create_transform(**common, is_training=False)
-        self.run, self.device, self.skipped = run, device, data.skipped
+        self.run, self.device = run, device
         self.train = _Files(data.train, partial(self._read, augment))
         self.test = _Files(data.test, partial(self._read, plain))
 
@@ -311,29 +302,23 @@ class _Folder:
     def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
         return self._load(self.train if train else self.test, [[(int(i), 0) for i in indices] for indices in chosen])
 
-    def _read(self, transform: Callable[[Any], Tensor], item: tuple[str, int], seed: int) -> tuple[Tensor, int] | None:
+    def _read(self, transform: Callable[[Any], Tensor], item: tuple[str, int], seed: int) -> Batch:
         path, label = item
-        image = open_image(path, self.run.corrupt)
-        if image is None:
-            return None
+        image = open_image(path)
         with isolated_rng(seed), torch.device("cpu"):
-            return transform(image), label
+            return transform(image), torch.tensor(label)
 
     def _load(self, files: _Files, plan: list[list[tuple[int, int]]]) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
             files,
             batch_sampler=plan,  # type: ignore[arg-type]
             num_workers=self.run.num_workers,
-            collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else the loader uses PyTorch's global generator
         )
         with torch.device("cpu"):  # its seed, and its workers; not what the consumer of a batch runs
             batches = iter(loader)
-        for x, y, skipped in batches:
-            self.skipped += skipped
-            if not len(y):
-                raise ValueError(f"data: none of the {skipped} images of a batch can be decoded")
+        for x, y in batches:
             yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
 
@@ -343,7 +328,7 @@ class _DenseFolder(_Folder):
     def __init__(self, run: TrainRun, data: DenseFolder, image_size: int, mean: Any, std: Any, device: Any) -> None:
         from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-        self.run, self.device, self.skipped = run, device, 0
+        self.run, self.device = run, device
         self.mean, self.std = (
             255 * torch.tensor(values, device="cpu").view(3, 1, 1)
             for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
@@ -352,29 +337,21 @@ class _DenseFolder(_Folder):
         self.train = _Files(data.train, partial(self._read_dense, run.flip))
         self.test = _Files(data.test, partial(self._read_dense, False))
 
-    def _read_dense(self, flip: bool, item: Item, seed: int) -> tuple[Tensor, Tensor] | None:
+    def _read_dense(self, flip: bool, item: Item, seed: int) -> Batch:
         mirror = flip and bool(np.random.default_rng(seed).random() < 0.5)
-        found = read_item(item, self.data, self.image_size, self.run.corrupt, mirror)
-        return None if found is None else ((found[0] - self.mean) / self.std, found[1])
+        picture, target = read_item(item, self.data, self.image_size, mirror)
+        return (picture - self.mean) / self.std, target
 
 
-class _Files(Dataset[tuple[Tensor, Any] | None]):
-    """Items of a data set, each decoded by ``read`` with the seed of its augmentation; None for a file left out."""
+class _Files(Dataset[Batch]):
+    """Items of a data set, each decoded by ``read`` with the seed of its augmentation."""
 
-    def __init__(self, items: Sequence[Any], read: Callable[[Any, int], tuple[Tensor, Any] | None]) -> None:
+    def __init__(self, items: Sequence[Any], read: Callable[[Any, int], Batch]) -> None:
         self.items, self.read = items, read
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Any] | None:
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
         index, seed = key
         return self.read(self.items[index], seed)
-
-
-def _collate(items: Sequence[tuple[Tensor, int | Tensor] | None]) -> tuple[Tensor, Tensor, int]:
-    kept = [item for item in items if item is not None]
-    if not kept:
-        return torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), len(items)
-    images = torch.stack([image for image, _ in kept])
-    return images, torch.stack([torch.as_tensor(label, device="cpu") for _, label in kept]), len(items) - len(kept)

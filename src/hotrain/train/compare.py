@@ -1,10 +1,8 @@
-"""Comparison of methods: training runs with the same seeds, initial weights and batches, and their summary table."""
+"""Comparison of methods: training runs with the same seeds, initial weights and batches."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hotrain.method import Method
-from hotrain.tables import bytes_text, count_text, table
 from hotrain.train import checkpoint, record
 from hotrain.train.loop import train
 from hotrain.train.optimization import create_optimizer
@@ -21,92 +18,24 @@ from hotrain.train.progress import OnProgress
 from hotrain.train.run import TrainRun, replace, with_preset
 from hotrain.train.setup import build
 
-CONTROL = "exact"
-
 
 @dataclass
 class Comparison:
     """The outcome of :func:`compare`.
 
     Args:
-        rows: one row per finished cell (a run of one method and seed): model, method, seed, accuracy (percent),
-            saved_bytes, bit_ops, step_ms, layers.
-        failures: one row per cell that raised: model, method, seed, error.
+        failures: one row per cell (a run of one method and seed) that raised: model, method, seed, error.
         results: the complete results of the finished cells, without their models.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
-    def summary(self) -> list[dict[str, Any]]:
-        """Summarize the rows over seeds.
-
-        Returns:
-            One row per model and method: accuracy (mean, percent) and its standard deviation ``spread``, the ``gap`` to
-            exact, and costs. ``gap`` is the mean of the differences to exact with the same seed, ``gap_spread`` their
-            standard deviation (None with one seed); both are None without a finished exact run of a common seed.
-        """
-        out = []
-        for model, method in dict.fromkeys((r["model"], r["method"]) for r in [*self.rows, *self.failures]):
-            mine = self._by_seed(model, method)
-            control = self._by_seed(model, CONTROL)
-            gaps = [mine[s]["accuracy"] - control[s]["accuracy"] for s in mine if s in control]
-            accuracies = [r["accuracy"] for r in mine.values()]
-            some = next(iter(mine.values()), {})
-            out.append(
-                {
-                    "model": model,
-                    "method": method,
-                    "seeds": len(mine),
-                    "failed": sum((f["model"], f["method"]) == (model, method) for f in self.failures),
-                    "accuracy": statistics.fmean(accuracies) if accuracies else None,
-                    "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-                    "gap": statistics.fmean(gaps) if gaps else None,
-                    "gap_spread": statistics.stdev(gaps) if len(gaps) > 1 else None,
-                    "saved_bytes": some.get("saved_bytes"),
-                    "bit_ops": some.get("bit_ops"),
-                    "step_ms": statistics.median(r["step_ms"] for r in mine.values()) if mine else None,
-                }
-            )
-        return out
-
-    def _by_seed(self, model: str, method: str) -> dict[int, dict[str, Any]]:
-        return {r["seed"]: r for r in self.rows if (r["model"], r["method"]) == (model, method)}
-
-    def __str__(self) -> str:
-        rows = [
-            [
-                r["model"],
-                r["method"],
-                _with_spread(r["accuracy"], r["spread"]),
-                "" if r["method"] == CONTROL else _with_spread(r["gap"], r["gap_spread"], sign="+"),
-                f"{r['seeds']}" + (f" ({r['failed']} failed)" if r["failed"] else ""),
-                "" if r["saved_bytes"] is None else bytes_text(r["saved_bytes"]),
-                "" if r["bit_ops"] is None else count_text(r["bit_ops"]),
-                "" if r["step_ms"] is None else f"{r['step_ms']:.1f}",
-            ]
-            for r in self.summary()
-        ]
-        headers = ["model", "method", "accuracy %", "gap", "seeds", "kept", "bit operations", "step ms"]
-        lines = [
-            "accuracy: mean ± standard deviation over seeds; gap: to exact with the same seed",
-            table(headers, rows),
-        ]
-        lines += [f"failed: {f['model']} {f['method']} seed {f['seed']}: {f['error']}" for f in self.failures]
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Return rows, failures and summary as JSON text."""
-        return json.dumps(
-            {"rows": self.rows, "failures": self.failures, "summary": self.summary()}, indent=1, allow_nan=False
-        )
-
-
-def _with_spread(value: float | None, spread: float | None, sign: str = "") -> str:
-    if value is None:
-        return ""
-    return f"{value:{sign}.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per finished cell: model, method, seed, accuracy (percent), saved_bytes, bit_ops, step_ms, layers."""
+        figures = ("accuracy", "saved_bytes", "bit_ops", "step_ms", "layers")
+        return [{**_key(result.run), **{name: getattr(result, name) for name in figures}} for result in self.results]
 
 
 def compare(
@@ -114,7 +43,7 @@ def compare(
     methods: Iterable[str | Method],
     seeds: Sequence[int] = (0,),
     *,
-    finished: Mapping[tuple[str, int], Mapping[str, Any] | None] | None = None,
+    finished: Mapping[tuple[str, int], Mapping[str, Any]] | None = None,
     on_progress: OnProgress | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> Comparison:
@@ -129,7 +58,7 @@ def compare(
             run's own ``method`` and ``method_overrides`` are not used.
         seeds: one run is trained per method and seed.
         finished: records of earlier runs by method label and seed (:func:`finished_cells`). They are not trained
-            again, and are part of rows, results and summary. A value of None is ignored.
+            again, and are part of the results.
         on_progress: as for :func:`train`.
         on_result: called after each run that was trained by this call.
 
@@ -144,34 +73,27 @@ def compare(
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
-    known = {cell: row for cell, row in (finished or {}).items() if row is not None}
+    known = finished or {}
     if any((label, seed) not in known for label in labels for seed in seeds):
         _check_parts(run)
     comparison = Comparison()
     for seed in seeds:
         for variant in variants:
             cell = replace(variant, seed=seed)
-            key = {"model": cell.model, "method": cell.method_label, "seed": seed}
             row = known.get((cell.method_label, seed))
             try:
                 result = train(cell, on_progress=on_progress) if row is None else _recorded(cell, row)
             except Exception as error:
-                comparison.failures.append({**key, "error": f"{type(error).__name__}: {error}"})
+                comparison.failures.append({**_key(cell), "error": f"{type(error).__name__}: {error}"})
                 continue
             comparison.results.append(dataclasses.replace(result, model=None))
-            comparison.rows.append(
-                {
-                    **key,
-                    "accuracy": result.accuracy,
-                    "saved_bytes": result.saved_bytes,
-                    "bit_ops": result.bit_ops,
-                    "step_ms": result.step_ms,
-                    "layers": result.layers,
-                }
-            )
             if on_result is not None and row is None:
                 on_result(result)
     return comparison
+
+
+def _key(run: TrainRun) -> dict[str, Any]:
+    return {"model": run.model, "method": run.method_label, "seed": run.seed}
 
 
 def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:

@@ -76,25 +76,23 @@ class FolderData(ImageFiles[tuple[str, int]]):
     Args:
         train, test: ``(path, label)`` pairs.
         classes: names of the class folders, sorted, in label order.
-        skipped: number of files left out because they cannot be decoded (``corrupt="skip"``).
     """
-
-    skipped: int = 0
 
 
 Data = ArrayData | FolderData | TokenData | DenseFolder
 
 
-def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> Data:
+def load_data(name: str, *, data_dir: str = "data") -> Data:
     """Read a data set.
+
+    Image files of folders of up to ``CHECKED_FILES`` are decoded once before the run; in larger ones a bad file shows
+    when its batch is read.
 
     Args:
         name: ``cifar10`` or ``cifar100`` (through torchvision, downloaded into ``data_dir`` when absent),
             ``digits`` (scikit-learn's 1,797 real 8×8 images, offline), a folder with ``train/`` and ``val/`` or
             ``test/``, each with one folder per class, or with ``annotations/`` (`hotrain.train.dense_folder`), or an
             ``.npz`` file with ``x_train, y_train, x_test, y_test``, or with tokens (`hotrain.train.tokens`).
-        corrupt: ``refuse`` or ``skip`` image files that cannot be decoded. Folders of up to ``CHECKED_FILES`` files
-            are decoded once before the run; in larger ones a bad file shows when its batch is read.
 
     Raises:
         ValueError: an unknown name, a missing file, or contents that are not as described above.
@@ -112,7 +110,7 @@ def load_data(name: str, *, data_dir: str = "data", corrupt: str = "refuse") -> 
     if path.is_dir() and is_dense(path):
         return load_dense(path)
     if path.is_dir():
-        return load_folder(path, corrupt=corrupt)
+        return load_folder(path)
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
@@ -230,7 +228,7 @@ def _nchw(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x)
 
 
-def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
+def load_folder(root: Path) -> FolderData:
     """List the image files of ``root/train/CLASS/*`` and, likewise, ``root/val`` or ``root/test``.
 
     Up to ``CHECKED_FILES`` files per split are decoded once, as a check. Only files directly in a class folder are
@@ -238,12 +236,11 @@ def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
 
     Args:
         root: the folder of the data set.
-        corrupt: ``refuse`` or ``skip`` files that cannot be decoded.
 
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the
             training split does not have, a class folder given twice or linked to a folder that contains it, an empty
-            split, or (``corrupt="refuse"``) a file that cannot be decoded.
+            split, or a file that cannot be decoded.
     """
     train, test = root / "train", next((root / s for s in ("val", "test") if (root / s).is_dir()), None)
     if not train.is_dir():
@@ -255,21 +252,18 @@ def load_folder(root: Path, *, corrupt: str = "refuse") -> FolderData:
         raise ValueError(f"data: {train} has no class folders (accepted: train/CLASS/*.jpg)")
     index = {c: i for i, c in enumerate(classes)}
     found = []
-    skipped = 0
     for folder in (train, test):
         unknown = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in index)
         if unknown:
             raise ValueError(f"data: {folder} has class folder {unknown[0]!r}, which {train} has not")
         files = _list_images(folder, index)
-        readable = files
-        if len(files) <= CHECKED_FILES:
-            readable = [item for item in files if open_image(item[0], corrupt) is not None]
-        skipped += len(files) - len(readable)
-        if not readable:
+        if not files:
             raise ValueError(f"data: no images in the class folders of {folder}")
-        found.append(tuple(readable))
+        for path, _ in files if len(files) <= CHECKED_FILES else ():
+            open_image(path)
+        found.append(tuple(files))
     _warn_of_empty_classes(torch.tensor([label for _, label in found[0]], device="cpu"), classes, str(train))
-    return FolderData(found[0], found[1], tuple(classes), skipped)
+    return FolderData(found[0], found[1], tuple(classes))
 
 
 def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:

@@ -85,7 +85,7 @@ def _ade(root: Path) -> DenseFolder:
         classes = [line.split("\t")[-1].split(",")[0].strip() for line in lines]
     else:
         decoded = (_mask(str(mask)) for _, mask in splits[0])
-        highest = max((int(mask[mask != 255].max(initial=0)) for mask in decoded if mask is not None), default=0)
+        highest = max((int(mask[mask != 255].max(initial=0)) for mask in decoded), default=0)
         classes = [str(number) for number in range(1, highest + 1)]
     return DenseFolder(splits[0], splits[1], tuple(classes), masks=True)
 
@@ -114,29 +114,26 @@ def _coco(root: Path, lists: list[Path]) -> DenseFolder:
     return DenseFolder(splits[0], splits[1], tuple(named[n] for n in sorted(named)), masks=False, objects=max(1, most))
 
 
-def _mask(path: str, corrupt: str = "refuse") -> np.ndarray | None:
-    image = open_image(path, corrupt, mode=None)
-    if image is None:
-        return None
+def _mask(path: str) -> np.ndarray:
+    image = open_image(path, mode=None)
     values = np.array(image)
     if values.ndim != 2 or values.dtype.kind not in "iu":
         raise ValueError(f"data: {path}: got {image.mode}, accepted are masks with one number at each pixel")
     return values.astype(np.int64)
 
 
-def read_item(item: Item, data: DenseFolder, size: int, corrupt: str, mirror: bool) -> tuple[Tensor, Tensor] | None:
+def read_item(item: Item, data: DenseFolder, size: int, mirror: bool) -> tuple[Tensor, Tensor]:
     """Decode an image and its mask or objects, resized to a square.
 
     Args:
         item: of ``data``.
         data: the folder.
         size: side in pixels; the ratio of the sides is not kept.
-        corrupt: ``refuse`` or ``skip`` files that cannot be decoded.
         mirror: whether to exchange left and right.
 
     Returns:
         Image, float32 (3, size, size) from 0 to 255, and mask, int64 (size, size), or objects, float32
-        (``data.objects``, 5), as `hotrain.train.scenes.scenes` makes them. None for a file left out.
+        (``data.objects``, 5), as `hotrain.train.scenes.scenes` makes them.
 
     Raises:
         ValueError: a file that cannot be decoded, or a mask of another size or with other classes.
@@ -144,17 +141,13 @@ def read_item(item: Item, data: DenseFolder, size: int, corrupt: str, mirror: bo
     from PIL import Image
 
     path, known = item
-    image = open_image(path, corrupt)
-    if image is None:
-        return None
+    image = open_image(path)
     width, height = image.size
     small = image.resize((size, size), Image.Resampling.BILINEAR)
     picture = torch.from_numpy(np.array(small)).permute(2, 0, 1).float()
     target: Any
     if isinstance(known, str):
-        mask = _mask(known, corrupt)
-        if mask is None:
-            return None
+        mask = _mask(known)
         if mask.shape != (height, width):
             raise ValueError(f"data: {known} has {mask.shape[::-1]} pixels, its image {image.size}")
         if mask.max() > len(data.classes) and (mask[mask > len(data.classes)] != 255).any():

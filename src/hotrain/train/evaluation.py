@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from hotrain.train import contrastive, detection
 from hotrain.train.distributed import Processes
 from hotrain.train.meters import finite
-from hotrain.train.run import TrainRun
-from hotrain.train.setup import Setup, autocast
+from hotrain.train.setup import Setup
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, run: TrainRun, setup: Setup, ranks: Processes) -> tuple[float | None, float]:
+def evaluate(model: nn.Module, setup: Setup, ranks: Processes) -> tuple[float | None, float]:
     """Return mean cross-entropy and accuracy in percent over the test images of all processes."""
     was_training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=setup.device)
     for x, y in setup.feed.test_batches():
-        with autocast(run, setup.device):
+        with setup.autocast():
             output = model(x).float()
         sums[0] += nn.functional.cross_entropy(output, y, reduction="sum")
         sums[1] += (output.argmax(1) == y).sum()
@@ -32,7 +31,7 @@ def evaluate(model: nn.Module, run: TrainRun, setup: Setup, ranks: Processes) ->
 
 
 @torch.no_grad()
-def evaluate_dense(model: nn.Module, run: TrainRun, setup: Setup, ranks: Processes) -> dict[str, Any]:
+def evaluate_dense(model: nn.Module, setup: Setup, ranks: Processes) -> dict[str, Any]:
     """Judge masks or boxes on the test images of all processes.
 
     Returns:
@@ -47,9 +46,9 @@ def evaluate_dense(model: nn.Module, run: TrainRun, setup: Setup, ranks: Process
     found: list[Tensor] = []
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
     for x, target in setup.feed.test_batches():
-        with autocast(run, setup.device):
+        with setup.autocast():
             output = model(x).float()
-        if run.task == "segmentation":
+        if setup.run.task == "segmentation":
             seen = target >= 0
             pairs = target[seen] * classes + output.argmax(1)[seen]
             table += pairs.bincount(minlength=classes**2).view(classes, classes)
@@ -64,7 +63,7 @@ def evaluate_dense(model: nn.Module, run: TrainRun, setup: Setup, ranks: Process
     model.train(was_training)
     loss, count = ranks.total(sums).tolist()
     row: dict[str, Any] = {"test_loss": finite(loss / max(1, count))}
-    if run.task == "segmentation":
+    if setup.run.task == "segmentation":
         return row | mask_accuracies(ranks.total(table))
     scores, labels, hits = torch.cat(ranks.gather(torch.cat(found, 1)), 1)
     mean = detection.mean_average_precision(scores, labels, hits, ranks.total(objects))
@@ -87,9 +86,7 @@ def mask_accuracies(table: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def probe(
-    learner: contrastive.TwoViews, run: TrainRun, setup: Setup, ranks: Processes
-) -> tuple[float | None, float, float]:
+def probe(learner: contrastive.TwoViews, setup: Setup, ranks: Processes) -> tuple[float | None, float, float]:
     """Judge the features of the backbone, on each process by its part of the images.
 
     Returns:
@@ -98,7 +95,7 @@ def probe(
     feed, classes = setup.feed, len(setup.data.classes)
     was_training = learner.training
     learner.eval()
-    with autocast(run, setup.device):
+    with setup.autocast():
         train, test = (
             [(learner.backbone(x).float(), y) for x, y in b] for b in (feed.train_batches(), feed.test_batches())
         )

@@ -43,19 +43,15 @@ class ImageFiles(Generic[Item]):
         return len(self.test)
 
 
-def open_image(path: str, corrupt: str = "refuse", mode: str | None = "RGB") -> Image.Image | None:
+def open_image(path: str, mode: str | None = "RGB") -> Image.Image:
     """Decode one image file.
 
     Args:
         path: the file.
-        corrupt: ``refuse`` or ``skip`` a file that cannot be decoded.
         mode: what its pixels are converted to; None: as the file has them.
 
-    Returns:
-        The image; None for a file that cannot be decoded with ``corrupt="skip"``.
-
     Raises:
-        ValueError: a file that cannot be decoded with ``corrupt="refuse"``.
+        ValueError: a file that cannot be decoded.
     """
     from PIL import Image
 
@@ -67,9 +63,5 @@ def open_image(path: str, corrupt: str = "refuse", mode: str | None = "RGB") -> 
         with Image.open(path) as image:
             return image.convert(mode) if mode else image.copy()
     except bad as error:
-        if corrupt == "skip":
-            return None
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"data: {path} cannot be decoded ({reason}); repair or remove it, or leave such files out with corrupt=skip"
-        ) from error
+        raise ValueError(f"data: {path} cannot be decoded ({reason}); repair or remove it") from error

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hotrain.train.text import PADDING
+from hotrain.train.tokens import PADDING
 
 ENCODERS, DECODERS = ("small_bert",), ("small_gpt",)
 MODELS = (*ENCODERS, *DECODERS)

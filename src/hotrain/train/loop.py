@@ -64,7 +64,7 @@ def train(
         setup = build(run, ranks)
         if on_start is not None and ranks.is_main:
             on_start(setup)
-        training = Training(run, setup, ranks, state)
+        training = Training(setup, ranks, state)
         report = on_progress
         if file is not None and state is not None:
             training.folder = checkpoint.folder_of(run, state, file)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hotrain.train.run import TrainRun
@@ -39,56 +37,8 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def check_optimizer_state(run: TrainRun, optimizer: Optimizer, state: dict[str, Any], begun: bool) -> None:
-    """Refuse a state that ``optimizer`` would take but fail with, or start anew from, at its next step.
-
-    What states this optimizer keeps is read off one that has made a step on a single layer.
-
-    Args:
-        begun: whether an update was made, so that there must be states.
-
-    Raises:
-        ValueError: other groups or settings, states missing, or one of another shape than its parameter.
-    """
-    groups = state["param_groups"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in optimizer.param_groups]:
-        raise ValueError("its groups have other numbers of parameters than the model's")
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        for name in own.keys() - {"params"}:
-            if name not in group or not _is_like(group[name], own[name]):
-                raise ValueError(f"{name} is {group.get(name, 'absent')!r}, here it is {own[name]!r}")
-    device = parameters[0].device  # some optimizers are for GPUs only
-    layer = nn.Linear(4, 4, device=device)
-    layer(torch.ones(1, 4, device=device)).sum().backward()
-    probe = create_optimizer(run, layer)
-    probe.step()
-    kept = {p.ndim: probe.state.get(p, {}) for p in layer.parameters()}
-    if begun and any(kept.values()) and not any(state["state"].values()):
-        raise ValueError("it has no states although updates were made")
-    shaped = {name for p in layer.parameters() for name, v in probe.state.get(p, {}).items() if _has_shape_of(v, p)}
-    for i, states in state["state"].items():
-        for name in shaped & states.keys():
-            if states[name] is not None and not _has_shape_of(states[name], parameters[i]):
-                got = tuple(getattr(states[name], "shape", ()))
-                raise ValueError(f"{name} of parameter {i} has shape {got}, accepted is {tuple(parameters[i].shape)}")
-
-
-def _is_like(value: Any, own: Any) -> bool:
-    """Whether ``value`` can replace the setting ``own``: a finite number for a number, else the same type."""
-    if isinstance(own, (int, float)) and not isinstance(own, bool):
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    if isinstance(own, (tuple, list)):
-        return isinstance(value, (tuple, list)) and len(value) == len(own) and all(map(_is_like, value, own))
-    return isinstance(value, type(own))
-
-
-def _has_shape_of(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
 class Schedule:
-    """The learning rate of every update, by timm's schedulers (cosine, multistep, constant) or PyTorch's OneCycleLR.
+    """The learning rate of every update, by timm's schedulers: a function of the update's number.
 
     Args:
         run: schedule, warm-up and rates.
@@ -101,46 +51,21 @@ class Schedule:
         ensure_torchvision()
         from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
 
-        self.updates = updates
-        warmup = min(round(run.warmup_epochs * updates_per_epoch), updates)
         common: dict[str, Any] = {
-            "warmup_t": warmup,
+            "warmup_t": min(round(run.warmup_epochs * updates_per_epoch), updates),
             "warmup_lr_init": min(run.warmup_lr, run.lr),
             "t_in_epochs": False,
         }
-        self._onecycle: torch.optim.lr_scheduler.OneCycleLR | None = None
-        self._timm: Any = None
+        self._timm: Any
         if run.schedule == "cosine":
             self._timm = CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
         elif run.schedule == "multistep":
             # timm drops the rate one step before the milestone it is given.
             drops = [round(m * updates) + 1 for m in run.milestones]
             self._timm = MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=run.decay_rate, **common)
-        elif run.schedule == "constant":
-            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
         else:
-            share = warmup / updates if warmup else 0.3  # 0.3 is torch's default
-            self._onecycle = torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, max_lr=run.lr, total_steps=max(2, updates), pct_start=min(share, 1.0)
-            )
+            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
 
     def step(self, update: int) -> None:
         """Set the rate of the update that follows ``update`` finished ones."""
-        if self._timm is not None:
-            self._timm.step_update(update)
-        elif self._onecycle is not None and update < self.updates:
-            self._onecycle.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers; empty for timm's schedules, which are functions of the update count."""
-        if self._onecycle is None:
-            return {}
-        return {"last_epoch": self._onecycle.last_epoch, "step_count": self._onecycle._step_count}
-
-    def load_state_dict(self, state: dict[str, Any], update: int) -> None:
-        """Continue after ``update`` finished updates (the current rate is part of the optimizer's state)."""
-        if self._onecycle is None:
-            self._timm.step_update(update)
-        else:
-            self._onecycle.last_epoch = state["last_epoch"]
-            self._onecycle._step_count = state["step_count"]
+        self._timm.step_update(update)

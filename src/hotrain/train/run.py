@@ -41,19 +41,6 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Grokfast:
-    """Settings of :class:`hotrain.optim.GrokfastEMA`.
-
-    Args:
-        alpha: decay of the moving average of gradients.
-        lamb: factor with which the average is added to the gradient.
-    """
-
-    alpha: float = 0.98
-    lamb: float = 2.0
-
-
-@dataclass(frozen=True)
 class TrainRun:
     """Configuration of a training run: everything that decides what it computes, and where it writes.
 
@@ -77,7 +64,6 @@ class TrainRun:
     data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file; dense: scenes drawn of it
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
-    corrupt: Literal["refuse", "skip"] = "refuse"  # what to do with an image file that cannot be decoded
     num_workers: int = 4  # processes that decode image files; arrays need none
 
     # How gradients are computed
@@ -102,7 +88,7 @@ class TrainRun:
     lr: float = 1e-3
     weight_decay: float = 0.05
     momentum: float = 0.9
-    schedule: Literal["cosine", "multistep", "onecycle", "constant"] = "cosine"
+    schedule: Literal["cosine", "multistep", "constant"] = "cosine"
     warmup_epochs: float = 0.0
     warmup_lr: float = 1e-6
     min_lr: float = 0.0
@@ -110,7 +96,6 @@ class TrainRun:
     decay_rate: float = 0.1
     clip: float | None = None  # largest gradient norm
     ema: float | None = None  # decay of the averaged weights
-    grokfast: Grokfast | None = None
 
     # Augmentation and targets
     crop_padding: int = 4  # arrays: random crop after padding this many pixels; 0: none
@@ -196,18 +181,17 @@ class TrainRun:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
-        """Make a run from the data that :meth:`to_dict` returned.
+        """Make a run from the data that :meth:`to_dict` returned, also before some fields were removed that were unset.
 
         Raises:
             ValueError: an unknown field (with the nearest known one) or a bad value.
         """
-        for name in data:
+        values = {name: value for name, value in data.items() if (name, value) not in _REMOVED}
+        for name in values:
             _check_field(name)
-        values = dict(data)
-        for name, kind in _NESTED.items():
-            if isinstance(values.get(name), dict):
-                with _naming(name):
-                    values[name] = kind(**values[name])
+        if isinstance(values.get("lora"), dict):
+            with _naming("lora"):
+                values["lora"] = Lora(**values["lora"])
         if isinstance(values.get("method"), dict):
             with _naming("method"):
                 values["method"] = Method.from_dict(values["method"])
@@ -223,7 +207,7 @@ def _naming(name: str) -> typing.Iterator[None]:
         raise ValueError(f"{name}: a part is missing or unknown ({error})") from error
 
 
-_NESTED: dict[str, Any] = {"lora": Lora, "grokfast": Grokfast}
+_REMOVED: list[tuple[str, Any]] = [("corrupt", "refuse"), ("grokfast", None)]
 _INF = sys.float_info.max  # no upper bound, but finite
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
@@ -288,9 +272,9 @@ def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
         current = changes.get(name, getattr(run, name))
         if not dot:
             changes[name] = parse_value(name, _hints()[name], text.strip())
-        elif name in _NESTED:
-            nested = current or _NESTED[name]()
-            hints = typing.get_type_hints(type(nested))
+        elif name == "lora":
+            nested = current or Lora()
+            hints = typing.get_type_hints(Lora)
             if key not in hints:
                 raise ValueError(f"{path}: unknown field, {name} has {', '.join(hints)}")
             changes[name] = dataclasses.replace(nested, **{key: parse_value(path, hints[key], text.strip())})
@@ -406,20 +390,15 @@ def _check_json(run: TrainRun) -> None:
 
 
 def _check_types(run: TrainRun) -> None:
-    for nested in ("lora", "grokfast"):
-        part = getattr(run, nested)
+    for part, where in ((run.lora, "lora."), (run, "")):
         for name, kind in typing.get_type_hints(type(part)).items() if part is not None else ():
-            if not _is_a(getattr(part, name), kind):
-                kind = getattr(kind, "__name__", kind)
-                raise ValueError(f"{nested}.{name}: got {getattr(part, name)!r}, accepted is {kind}")
-    for name, kind in _hints().items():
-        value = getattr(run, name)
-        if not _is_a(value, kind):
-            accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
-            accepted = getattr(accepted, "__name__", accepted)
-            if isinstance(value, (int, float)) and not _is_finite(value):
-                accepted = "a finite number"
-            raise ValueError(f"{name}: got {value!r}, accepted is {accepted}")
+            value = getattr(part, name)
+            if not _is_a(value, kind):
+                accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
+                accepted = getattr(accepted, "__name__", accepted)
+                if isinstance(value, (int, float)) and not _is_finite(value):
+                    accepted = "a finite number"
+                raise ValueError(f"{where}{name}: got {value!r}, accepted is {accepted}")
 
 
 def _is_finite(value: float) -> bool:

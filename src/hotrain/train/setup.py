@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     """
     trackers.check(run.log)
     processes = processes or Processes(device=resolve_device(run.device))
-    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir, corrupt=run.corrupt)
+    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     _check_text(run, data)
@@ -238,11 +239,5 @@ def _check_dense(run: TrainRun, data: Data | SceneData) -> None:
 
 
 def training_batches(setup: Setup, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first ``count`` training batches of the run, or those of its first epoch if there are fewer."""
-    taken = 0
-    for update in setup.feed.updates(0):
-        for batch in update:
-            if taken == count:
-                return
-            taken += 1
-            yield batch
+    """The first ``count`` training batches of the run, or those of its first epoch if there are fewer."""
+    return islice(chain.from_iterable(setup.feed.updates(0)), count)

@@ -1,4 +1,4 @@
-"""Texts in memory as token ids: for a classification, or for language modelling; and the data sets that studies use."""
+"""Texts in memory as token ids, for a classification or for language modelling, and how files of them are made."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from hotrain.train.arrays import InMemory, check_labels, read_arrays
-from hotrain.train.text import CLASSIFY, PADDING, load_tsv
 
-UNKNOWN = 2
+PADDING, CLASSIFY, UNKNOWN = 0, 1, 2
 SETS = ("sst2", "text")
 """Data sets that `prepare` writes."""
 _ARRAYS = ("x_train", "x_test", "vocabulary")
@@ -26,7 +25,7 @@ class TokenData(InMemory):
     """Token sequences in memory, all of one length.
 
     Args:
-        x_train, x_test: int64, (N, L), in [0, vocabulary); `hotrain.train.text.PADDING` fills short texts up.
+        x_train, x_test: int64, (N, L), in [0, vocabulary); `PADDING` fills short texts up.
         y_train, y_test: int64, labels (N,), or of language modelling the next token of each, (N, L).
         classes: names in label order; of language modelling the ids.
         vocabulary: number of ids.
@@ -116,30 +115,49 @@ def prepare(name: str, texts: Path) -> dict[str, np.ndarray]:
 
 
 def _phrases(folder: Path, length: int = 64) -> dict[str, np.ndarray]:
-    counts: Counter[str] = Counter()
-
-    def count(text: str, _: str | None) -> list[int]:
-        counts.update(text.split())
-        return [PADDING]
-
-    load_tsv(folder / "train.tsv", tokenizer=count)
+    found = {part: read_phrases(folder / f"{name}.tsv") for part, name in (("train", "train"), ("test", "dev"))}
+    counts = Counter(word for text, _ in found["train"] for word in text.split())
     known = [word for word, times in counts.most_common() if times > 1]
     ids = {word: number for number, word in enumerate(known, start=UNKNOWN + 1)}
+    classes = sorted({label for _, label in found["train"]})
+    arrays = {"classes": np.array(classes), "vocabulary": np.array(len(ids) + UNKNOWN + 1)}
+    for part, phrases in found.items():
+        if other := {label for _, label in phrases}.difference(classes):
+            raise ValueError(f"data: {folder} has label {min(other)!r} in dev.tsv, accepted are {', '.join(classes)}")
+        x = np.full((len(phrases), length), PADDING, np.uint16)
+        for row, (text, _) in zip(x, phrases, strict=True):
+            words = [CLASSIFY, *(ids.get(word, UNKNOWN) for word in text.split())][:length]
+            row[: len(words)] = words
+        arrays[f"x_{part}"], arrays[f"y_{part}"] = x, np.array([classes.index(label) for _, label in phrases])
+    return arrays
 
-    def words(text: str, _: str | None) -> list[int]:
-        return [CLASSIFY, *(ids.get(word, UNKNOWN) for word in text.split())]
 
-    train = load_tsv(folder / "train.tsv", tokenizer=words, length=length)
-    test = load_tsv(folder / "dev.tsv", tokenizer=words, length=length, classes=train.classes)
-    x = [torch.nn.functional.pad(t.ids, (0, length - t.ids.shape[1]), value=PADDING) for t in (train, test)]
-    return {
-        "x_train": x[0].numpy().astype(np.uint16),
-        "y_train": train.labels.numpy(),
-        "x_test": x[1].numpy().astype(np.uint16),
-        "y_test": test.labels.numpy(),
-        "classes": np.array(train.classes),
-        "vocabulary": np.array(len(ids) + UNKNOWN + 1),
-    }
+def read_phrases(path: Path) -> list[tuple[str, str]]:
+    """Text and label of each line of a tab-separated file with the columns ``sentence`` and ``label``, as GLUE has it.
+
+    Raises:
+        ValueError: a missing or empty file, one that is not UTF-8, a missing column, or a line with another number of
+            fields.
+    """
+    if not path.is_file():
+        raise ValueError(f"data: no file {str(path)!r}")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            # GLUE quotes nothing: a quotation mark is text.
+            header, *rows = ([line.rstrip("\n").split("\t") for line in file]) or [[]]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data: {path} is not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it") from error
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read ({error.strerror})") from error
+    if not rows:
+        raise ValueError(f"data: {path} has no line of text")
+    for name in ("sentence", "label"):
+        if name not in header:
+            raise ValueError(f"data: {path} has no column {name!r} (it has {', '.join(header)})")
+    for number, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise ValueError(f"data: {path} line {number}: {len(row)} fields, accepted are {len(header)}")
+    return [(row[header.index("sentence")], row[header.index("label")]) for row in rows]
 
 
 def _windows(folder: Path, length: int = 256) -> dict[str, np.ndarray]:

@@ -24,17 +24,15 @@ from torch import Tensor, nn
 import hotrain
 from hotrain import draws
 from hotrain.calibration import LayerChoice
-from hotrain.optim import GrokfastEMA
 from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
-from hotrain.train.optimization import Schedule, check_optimizer_state, create_optimizer
+from hotrain.train.optimization import Schedule, create_optimizer
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
-from hotrain.train.run import TrainRun
 from hotrain.train.setup import Setup, training_batches
 
 WATCH = 20  # updates between two checks of the loss on a GPU
@@ -44,17 +42,17 @@ class Training:
     """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
 
     Args:
-        run: what to train.
-        setup: its parts.
+        setup: the parts of the run.
         ranks: the processes of the run.
         saved: state of a checkpoint to continue; None: a new run.
     """
 
-    def __init__(self, run: TrainRun, setup: Setup, ranks: Processes, saved: dict[str, Any] | None) -> None:
+    def __init__(self, setup: Setup, ranks: Processes, saved: dict[str, Any] | None = None) -> None:
         from timm.data import Mixup
         from timm.data.random_erasing import RandomErasing
         from timm.utils import ModelEmaV3
 
+        run = setup.run
         self.run, self.setup, self.ranks = run, setup, ranks
         self.model, self.device = setup.model, setup.device
         self.learner = self.model if isinstance(self.model, contrastive.TwoViews) else None
@@ -83,9 +81,6 @@ class Training:
         self.optimizer = create_optimizer(run, self.model)
         self.schedule = Schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.amp == "fp16")
-        self.grokfast: GrokfastEMA | None = None
-        if run.grokfast is not None:
-            self.grokfast = GrokfastEMA(self.model.named_parameters(), run.grokfast.alpha, run.grokfast.lamb)
         self.ema: ModelEmaV3 | None = None
         if run.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
@@ -155,7 +150,7 @@ class Training:
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
-        """One update: forward and backward of each batch, Grokfast, clipping, optimizer, schedule and EMA."""
+        """One update: forward and backward of each batch, clipping, optimizer, schedule and EMA."""
         run = self.run
         self.between_updates = False
         self.timer.start()
@@ -171,8 +166,6 @@ class Training:
                 self.loss_sum += loss.detach()
                 self.loss_count += 1
         self.scaler.unscale_(self.optimizer)
-        if self.grokfast is not None:
-            self.grokfast.step()
         if run.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), run.clip)
         self.scaler.step(self.optimizer)
@@ -191,7 +184,7 @@ class Training:
         if self.erase is not None:
             x = self.erase(x)
         if self.mixup is not None:
-            even = len(x) // 2 * 2  # a batch that lost an unreadable image may be odd
+            even = len(x) // 2 * 2  # all of a small data set may be an odd number
             x, y = self.mixup(x[:even], y[:even])
         return x, y
 
@@ -261,18 +254,17 @@ class Training:
         row: dict[str, Any] = {"epoch": epoch + 1, "update": self.update}
         row["train_loss"] = finite(float(totals[0] / totals[1]))
         if self.run.task in dense.METRICS:
-            row |= evaluate_dense(model, self.run, self.setup, self.ranks)
+            row |= evaluate_dense(model, self.setup, self.ranks)
         elif self.learner is None:
-            row["test_loss"], row["accuracy"] = evaluate(model, self.run, self.setup, self.ranks)
+            row["test_loss"], row["accuracy"] = evaluate(model, self.setup, self.ranks)
         else:
-            row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.run, self.setup, self.ranks)
+            row["test_loss"], row["accuracy"], row["knn"] = probe(self.learner, self.setup, self.ranks)
         if row["train_loss"] is None and row["test_loss"] is None:
             raise self._diverged("neither the training loss nor the test loss is finite")
         if self.ema is not None:
-            _, row["raw_accuracy"] = evaluate(self.model, self.run, self.setup, self.ranks)
+            _, row["raw_accuracy"] = evaluate(self.model, self.setup, self.ranks)
         row["lr"] = self.optimizer.param_groups[0]["lr"]
         row["step_ms"] = self.timer.median_ms()
-        row["skipped"] = self.setup.feed.skipped
         row["seconds"] = self.seconds()
         self.history.append(row)
         self.loss_sum.zero_()
@@ -373,10 +365,8 @@ class Training:
             "update": self.update,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "grokfast": None if self.grokfast is None else self.grokfast.state_dict(),
             "calibration": self.calibration and asdict(self.calibration),
             "draws": draws.state_dict(self.model),
             "rng": self.ranks.gather(rng_state()),
@@ -396,39 +386,27 @@ class Training:
         """
         if state["update"] > self.updates:
             raise ValueError(f"resume: the checkpoint is of update {state['update']}, the run has {self.updates}")
-        if len(state["rng"]) != self.ranks.world:
+        if not len(state["rng"]) == len(state["loss"]) == self.ranks.world:
             raise ValueError(f"resume: the checkpoint is of {len(state['rng'])} processes, here are {self.ranks.world}")
-        self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
-        self.model.load_state_dict(state["model"])
-        restoring = checkpoint.restoring
-        with restoring("optimizer"):
-            begun = self.update > 0 and not self.scaler.is_enabled()  # fp16 may have skipped every update
-            check_optimizer_state(self.run, self.optimizer, state["optimizer"], begun)
+        with checkpoint.restoring("state"):
+            self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
+            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        with restoring("schedule"):
-            self.schedule.load_state_dict(state["schedule"], self.update)
-        with restoring("scaler"):
+            self.schedule.step(self.update)
             self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            with restoring("ema"):
+            if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
-        if self.grokfast is not None:
-            with restoring("grokfast"):
-                self.grokfast.load_state_dict(state["grokfast"])
-        if state["calibration"] is not None:
-            with restoring("calibration"):
+            if state["calibration"] is not None:
                 fields = dict(state["calibration"])
                 layers = {name: LayerChoice(**choice) for name, choice in fields.pop("layers").items()}
                 self.calibration = hotrain.Calibration(layers, **fields)
                 self.calibration.apply(self.model)
-        loss, count = checkpoint.loss_of(state["loss"], self.ranks.rank)
-        self.loss_sum, self.loss_count = torch.tensor(loss, dtype=torch.float32, device=self.device), count
-        self.saved_bytes, self.bit_ops = state["measured"]
-        self.timer.done_ms = list(state["step_ms"])
-        self.seconds_before = state["seconds"]
-        with restoring("draws"):
+            loss, self.loss_count = state["loss"][self.ranks.rank]
+            self.loss_sum = torch.tensor(loss, dtype=torch.float32, device=self.device)
+            self.saved_bytes, self.bit_ops = state["measured"]
+            self.timer.done_ms = list(state["step_ms"])
+            self.seconds_before = state["seconds"]
             draws.load_state_dict(self.model, state["draws"])
-        with restoring("rng"):
             set_rng_state(state["rng"][self.ranks.rank])
 
     def result(self, finished: bool) -> Result:

@@ -21,12 +21,14 @@ import typer
 
 from hotrain.cli.errors import interrupted, note
 from hotrain.cli.options import DeviceOption, JsonOption, SetOption, print_json, split_names, split_seeds
-from hotrain.cli.study_cell import JOB, ROW, RUNS, WEIGHTS, job_of
 from hotrain.cli.terminal import working
+from hotrain_study.process import JOB, ROW, RUNS, WEIGHTS, job_of, without_places
 
 if TYPE_CHECKING:
-    from hotrain.train.study import Cell, Study
+    from hotrain_study.cells import Cell, Study
 
+TOOLS = Path(__file__).parents[1]
+"""Where Python finds this package."""
 GRACE = 25.0
 """Seconds from the signal to stop until a cell is killed: an update and a checkpoint."""
 
@@ -34,9 +36,6 @@ EXAMPLES = """Examples:
   hotrain study
   hotrain study pretraining --data data --minutes 9 --at-once 4 --records FILE.jsonl
   hotrain study demo_vit --methods exact,hq8 --seeds 0,1"""
-PREPARE = """Examples:
-  hotrain prepare cifar10 --out data
-  hotrain prepare sst2 --texts glue --out data"""
 
 
 def study(
@@ -66,9 +65,8 @@ def study(
 ) -> None:
     """Run what a study's records lack, by priority. The same command continues it, on any machine with the records."""
     with working(f"{name or 'studies'}: loading"):
-        import hotrain_recipes.studies as known
-
-        from hotrain.train import study as library
+        from hotrain_study import cells as library
+        from hotrain_study import studies as known
     if name is None:
         for each in known.studies().values():
             typer.echo(f"{each.name:<14}{len(each.cells):>4} cells  {each.title}")
@@ -108,7 +106,7 @@ def study(
 
 def _of_recipe(name: str, methods: str | None, seeds: str) -> Study:
     from hotrain.cli.prepare import configure
-    from hotrain.train import study as library
+    from hotrain_study import cells as library
 
     run = configure(name)
     chosen = split_names(methods or "", "--methods")
@@ -207,7 +205,7 @@ class _Running:
         note(f"{self.study.name}: {left} of {len(self.study.cells)} cells are missing")
 
     def _rows(self) -> list[dict[str, Any]]:
-        from hotrain.train.study import read_rows
+        from hotrain_study.cells import read_rows
 
         return read_rows([self.records])
 
@@ -259,12 +257,13 @@ class _Running:
         if self.device == "cpu":
             run = changed(run, compile=False)
         (folder / JOB).write_text(json.dumps(job_of(cell, run, self.common)), encoding="utf-8")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(TOOLS), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         if self.gpus:
             devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.gpus)))).split(",")
             threads = max(1, (os.cpu_count() or 1) // (self.at_once * self.gpus))
             environment |= {"CUDA_VISIBLE_DEVICES": devices[number], "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
-        command = [sys.executable, "-m", "hotrain.cli.study_cell", str(folder)]
+        command = [sys.executable, "-m", "hotrain_study.process", str(folder)]
         with (folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -292,14 +291,13 @@ class _Running:
         tail = (each.folder / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         why = f"the process ended with status {each.process.returncode}" + "".join(f": {line[:200]}" for line in tail)
         row = {**each.cell.names(), "options": dict(each.cell.options), "status": "failed", "error": why}
-        config = replace(each.cell.run, data=Path(each.cell.run.data).stem).to_dict()
-        self._write({**row, "accuracy": None, "config": config, **self.common})
+        self._write({**row, "accuracy": None, "config": without_places(each.cell.run.to_dict()), **self.common})
 
     def _collect(self, folder: Path) -> bool:
         """Move the row of a finished cell to the records; its folder stays only where it failed."""
         if not (folder / ROW).is_file():
             return False
-        from hotrain.train.study import FAILED
+        from hotrain_study.cells import FAILED
 
         row = json.loads((folder / ROW).read_text(encoding="utf-8"))
         self._write(row)
@@ -350,8 +348,8 @@ def _reached(folder: Path) -> str:
 def _print(study: Study, rows: list[dict[str, Any]], json: bool, listed: bool = False) -> None:
     """Print the table of all cells, or with ``listed`` one line for each that is missing."""
     from hotrain.tables import table
-    from hotrain.train import study as library
-    from hotrain.train.study_tables import tables
+    from hotrain_study import cells as library
+    from hotrain_study.tables import tables
 
     if json:
         print_json({"rows": list(study.last(rows).values()), "missing": [cell.id for cell in study.missing(rows)]})
@@ -364,42 +362,3 @@ def _print(study: Study, rows: list[dict[str, Any]], json: bool, listed: bool = 
     for row in study.last(rows).values():
         if row["status"] != library.FINISHED:
             typer.echo(f"{row['status']}: {row['group']} {row['method']} seed {row['seed']}: {row['error']}")
-
-
-def prepare(
-    name: Annotated[str, typer.Argument(help="cifar10, cifar100, digits, sst2 or text.")],
-    texts: Annotated[
-        Path | None, typer.Option("--texts", help="Of sst2 and text: folder, or .tar.gz, with sst2/*.tsv, or lm/*.txt.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of NAME.npz.")] = Path("data"),
-    json: JsonOption = False,
-) -> None:
-    """Write a data set as NAME.npz, as `hotrain study --data` reads it; CIFAR is downloaded."""
-    import numpy as np
-
-    from hotrain.train import tokens
-    from hotrain.train.data import NAMES, ArrayData, load_data
-
-    if name not in (*NAMES, *tokens.SETS):
-        raise ValueError(f"prepare: got {name!r}, accepted are {', '.join((*NAMES, *tokens.SETS))}")
-    if (name in tokens.SETS) != (texts is not None):
-        raise ValueError(
-            f"prepare {name}: --texts FOLDER (or a .tar.gz) must say where its texts are"
-            if texts is None
-            else f"--texts: it is for {' and '.join(tokens.SETS)}; {name} needs none"
-        )
-    with working(f"{name}: reading"):
-        if texts is not None:
-            arrays = tokens.prepare(name, texts)
-        else:
-            found = load_data(name, data_dir=str(out / "download"))
-            assert isinstance(found, ArrayData)
-            arrays = {part: getattr(found, part).numpy() for part in ("x_train", "y_train", "x_test", "y_test")}
-            arrays["classes"] = np.array(found.classes)
-    out.mkdir(parents=True, exist_ok=True)
-    np.savez(out / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-    count, what = len(arrays["x_train"]), "images" if texts is None else "texts"
-    if json:
-        print_json({"data": out / f"{name}.npz", f"train_{what}": count})
-        return
-    typer.echo(f"wrote {out / f'{name}.npz'}: {count:,} training {what}")

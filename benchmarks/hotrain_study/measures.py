@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import hotrain
-from hotrain.analysis.fidelity import gradient_surface
+from hotrain.analysis.fidelity import first_calls
 from hotrain.analysis.layer_times import now
-from hotrain.analysis.paper import PUBLISHED, flop_overhead, paper_memory
+from hotrain.audit.unchanged import as_found
+from hotrain.layer_gradients import LossFn, exact_calls
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate
 from hotrain.train.models import resolve_device
 from hotrain.train.optimization import create_optimizer
 from hotrain.train.run import TrainRun, replace
 from hotrain.train.setup import Setup, autocast, build, create, training_batches
-from hotrain.train.study import with_method
 from hotrain.train.training import Training
+from hotrain_study import published
+from hotrain_study.cells import with_method
 
 TABLE_5 = {"stages.3.fc2 of EfficientFormer-L7": (49, 448, 1792), "qkv of ViT-B": (197, 2304, 768)}
 """Layers (tokens, outputs, inputs): the one that HOT's Table 5 prints, and one of the model of its other figures."""
@@ -57,11 +59,11 @@ def costs(run: TrainRun, classes: int = 100, kept: bool = False) -> dict[str, An
         "batch": run.batch_size,
         "table_5": {name: _table_5(*shape) for name, shape in TABLE_5.items()},
     }
-    if chosen.name in PUBLISHED:
-        paper = hotrain.cost(model, image, mode="paper", method=chosen)
-        found["paper"] = {"forward": paper.forward.bit_ops, "backward": paper.backward.bit_ops}
+    if chosen.name in published.PUBLISHED:
+        forward, backward = published.bit_operations(model, image, chosen)
+        found["paper"] = {"forward": forward, "backward": backward}
         if chosen.name in ("exact", "hot"):
-            found["paper_bytes"] = paper_memory(model, run.batch_size, image, method=chosen).total
+            found["paper_bytes"] = published.memory(model, run.batch_size, image, chosen)
     if kept:
         if not chosen.is_plain:
             hotrain.convert(model, chosen, plan="memory")
@@ -82,12 +84,9 @@ def _images(model: nn.Module, count: int, run: TrainRun) -> torch.Tensor:
 
 def _table_5(tokens: int, outputs: int, inputs: int) -> dict[str, float]:
     """MFLOPs of the formulas, as written and with O and I exchanged."""
-    written, exchanged = flop_overhead(tokens, outputs, inputs), flop_overhead(tokens, inputs, outputs)
-    return {
-        "vanilla": written.vanilla / 1e6,
-        "overhead": written.total / 1e6,
-        "overhead_exchanged": exchanged.total / 1e6,
-    }
+    vanilla, overhead = published.flop_overhead(tokens, outputs, inputs)
+    _, exchanged = published.flop_overhead(tokens, inputs, outputs)
+    return {"vanilla": vanilla / 1e6, "overhead": overhead / 1e6, "overhead_exchanged": exchanged / 1e6}
 
 
 def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def gradients(
         noise of so many draws); the ``energy`` by sequency of g_y and x; the choices of LQS (``lqs``) with their error
         ratios. ``surfaces``: |g_y| at the last moment of the layers with the lowest and the highest ratio.
     """
-    training = Training(replace(run, audit=False), build(run), Processes(), None)
+    training = Training(build(replace(run, audit=False)), Processes())
     setup, per_epoch = training.setup, training.updates_per_epoch
     moments = {max(min(8, training.updates), round(share * training.updates)) for share in at}
     x, y = setup.example()
@@ -187,7 +186,7 @@ def gradients(
                 surfaces = drawn
             if training.update == training.updates:
                 break
-    _, accuracy = evaluate(training.model, training.run, training.setup, training.ranks)
+    _, accuracy = evaluate(training.model, training.setup, training.ranks)
     return {"updates": training.updates, "accuracy": accuracy, "moments": found, "surfaces": surfaces}
 
 
@@ -218,8 +217,36 @@ def _moment(
 
 def _surfaces(setup: Setup, model: nn.Module, batch: Any, lqs: dict[str, list[Any]], size: int) -> list[dict[str, Any]]:
     extremes = {pick(lqs, key=lambda name: lqs[name][1]) for pick in (min, max)}
-    drawn = gradient_surface(model, batch, setup.loss, layers=extremes, tokens=size, channels=size)
+    drawn = gradient_surface(model, batch, setup.loss, layers=extremes, size=size)
     return [{**each, "values": [_rounded(row, 3) for row in each["values"]]} for each in drawn]
+
+
+def gradient_surface(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, *, layers: Collection[str] | None = None, size: int
+) -> list[dict[str, Any]]:
+    """|g_y| of the batch's first sample over tokens × channels, for figures of its outliers. The model is unchanged.
+
+    Args:
+        model: converted.
+        batch: as in `hotrain.fidelity`.
+        loss_fn: as in `hotrain.fidelity`.
+        layers: names of converted layers (default: all).
+        size: larger surfaces are reduced to so many rows and columns, by the largest magnitude: no outlier is lost.
+
+    Returns:
+        One dict per layer, in the order of the forward: layer, tokens and channels (of the whole surface), largest
+        (its largest magnitude), values (rows of tokens).
+    """
+    surfaces = []
+    with as_found(model):
+        for call in first_calls(exact_calls(model, batch, loss_fn, layers)):
+            g_y = call.grad_output[:1] if call.grad_output.dim() > 2 else call.grad_output
+            surface = call.module.token_matrix(g_y).abs().float()  # type: ignore[operator]
+            reduced = nn.functional.adaptive_max_pool2d(surface[None, None], [min(size, n) for n in surface.shape])
+            tokens, channels = surface.shape
+            told = {"layer": call.name, "tokens": tokens, "channels": channels, "largest": float(surface.max())}
+            surfaces.append({**told, "values": reduced[0, 0].tolist()})
+    return surfaces
 
 
 _KEPT = ("error", "cosine", "bias", "noise")

@@ -1,4 +1,4 @@
-"""One cell of a study in a process of its own: ``python -m hotrain.cli.study_cell FOLDER``, started by `hotrain study`.
+"""One cell of a study in a process of its own: ``python -m hotrain_study.process FOLDER``, started by `hotrain study`.
 
 The folder holds ``job.json`` and gets ``row.json``, the cell's record, when the cell is done. A run's checkpoints are
 below it, and a run that finds one continues it. The process ends, with a checkpoint, when its standard input closes:
@@ -37,7 +37,7 @@ def main() -> None:
         print(f"{row['error']}; again without torch.compile", file=sys.stderr, flush=True)
         job["cell"]["run"]["compile"] = False
         (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-        os.execv(sys.executable, [sys.executable, "-m", "hotrain.cli.study_cell", str(folder)])
+        os.execv(sys.executable, [sys.executable, "-m", "hotrain_study.process", str(folder)])
     write_text(folder / ROW, json.dumps(row, allow_nan=False, default=str))
 
 
@@ -51,7 +51,7 @@ def job_of(cell: Any, run: Any, common: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of ``job.json``.
 
     Args:
-        cell: a `hotrain.train.study.Cell`.
+        cell: a `hotrain_study.cells.Cell`.
         run: its run as it is trained here: with its data, device and folder.
         common: what every row of this study gets, such as the command.
     """
@@ -77,7 +77,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         "model": run.model,
         "compiled": run.compile,
         "metric": METRICS.get(run.task, "accuracy"),
-        "config": _without_places(job["planned"]),
+        "config": without_places(job["planned"]),
         **environment(resolve_device(run.device)),
         **job["common"],
     }
@@ -96,7 +96,7 @@ def run_cell(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     return told | {"accuracy": None, "error": None} | found
 
 
-def _without_places(run: dict[str, Any]) -> dict[str, Any]:
+def without_places(run: dict[str, Any]) -> dict[str, Any]:
     """The configuration without folders of this machine."""
     return {
         **run,
@@ -140,7 +140,7 @@ def _history(folder: Path) -> dict[str, Any]:
 
 
 def _measure(run: Any, cell: dict[str, Any]) -> dict[str, Any]:
-    from hotrain.train import measures
+    from hotrain_study import measures
 
     return {"status": "finished", "figures": getattr(measures, cell["kind"])(run, **cell["options"])}
 

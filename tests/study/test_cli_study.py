@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hotrain_study import cli as study
+from hotrain_study import process
+from hotrain_study.cells import Cell, Study, grid, lines, located, mean_text, read_rows
 from typer.testing import CliRunner
 
-from hotrain.cli import study, study_cell
 from hotrain.cli.main import app
 from hotrain.train import TrainRun, build, checkpoint, load_data, record, replace
 from hotrain.train.data import ArrayData
-from hotrain.train.study import Cell, Study, grid, lines, located, mean_text, read_rows
 
 SMALL = [
     "--set",
@@ -43,9 +44,9 @@ class InThisProcess:
     def __init__(self, command: list[str], **_: Any) -> None:
         self.stdin, self.returncode = io.BytesIO(), 0
         folder = Path(command[-1])
-        row = study_cell.run_cell(json.loads((folder / study_cell.JOB).read_text()), folder)
+        row = process.run_cell(json.loads((folder / process.JOB).read_text()), folder)
         if row is not None:
-            (folder / study_cell.ROW).write_text(json.dumps(row))
+            (folder / process.ROW).write_text(json.dumps(row))
 
     def poll(self) -> int:
         return 0
@@ -108,7 +109,7 @@ def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_run_again(
     def breaks(*_: Any, **__: Any) -> None:
         raise RuntimeError(f"no memory for {tmp_path}/work")
 
-    monkeypatch.setattr(study_cell, "_train", breaks)
+    monkeypatch.setattr(process, "_train", breaks)
     done = invoke(*words)
     row = read_rows([tmp_path / "r.jsonl"])[-1]
     assert (done.exit_code, row["status"]) == (1, "failed")
@@ -326,9 +327,9 @@ def test_a_cell_that_ends_leaves_its_checkpoint_to_the_next_call(tmp_path: Path)
     cell = Cell("s", "g", "exact", run)
 
     def job(folder: Path) -> dict[str, Any]:
-        return study_cell.job_of(cell, replace(run, out_dir=str(folder / "runs")), {"at_once": 1})
+        return process.job_of(cell, replace(run, out_dir=str(folder / "runs")), {"at_once": 1})
 
-    whole = study_cell.run_cell(job(tmp_path / "whole"), tmp_path / "whole")
+    whole = process.run_cell(job(tmp_path / "whole"), tmp_path / "whole")
     from hotrain.train import loop
 
     steps = loop.Training.step
@@ -340,8 +341,8 @@ def test_a_cell_that_ends_leaves_its_checkpoint_to_the_next_call(tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Training, "step", stopped_at_three)
-        assert study_cell.run_cell(job(tmp_path / "part"), tmp_path / "part") is None
-    again = study_cell.run_cell(job(tmp_path / "part"), tmp_path / "part")
+        assert process.run_cell(job(tmp_path / "part"), tmp_path / "part") is None
+    again = process.run_cell(job(tmp_path / "part"), tmp_path / "part")
     assert whole is not None
     assert again is not None
     assert again["updates"] == whole["updates"] == 8
@@ -350,20 +351,20 @@ def test_a_cell_that_ends_leaves_its_checkpoint_to_the_next_call(tmp_path: Path)
 
 def test_a_run_that_does_not_compile_is_trained_in_eager_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = TrainRun(model="demo_vit", compile=True)
-    job = study_cell.job_of(Cell("s", "g", "exact", run), run, {})
-    (tmp_path / study_cell.JOB).write_text(json.dumps(job))
+    job = process.job_of(Cell("s", "g", "exact", run), run, {})
+    (tmp_path / process.JOB).write_text(json.dumps(job))
     again: list[list[str]] = []
-    monkeypatch.setattr(study_cell, "run_cell", lambda job, folder: {"status": "failed", "error": "no graph"})
-    monkeypatch.setattr(study_cell.threading.Thread, "start", lambda self: None)
-    monkeypatch.setattr(sys, "argv", ["study_cell", str(tmp_path)])
-    monkeypatch.setattr(study_cell.os, "execv", lambda path, words: again.append(words))
-    study_cell.main()
-    assert again == [[sys.executable, "-m", "hotrain.cli.study_cell", str(tmp_path)]]
-    assert json.loads((tmp_path / study_cell.JOB).read_text())["cell"]["run"]["compile"] is False
+    monkeypatch.setattr(process, "run_cell", lambda job, folder: {"status": "failed", "error": "no graph"})
+    monkeypatch.setattr(process.threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["process", str(tmp_path)])
+    monkeypatch.setattr(process.os, "execv", lambda path, words: again.append(words))
+    process.main()
+    assert again == [[sys.executable, "-m", "hotrain_study.process", str(tmp_path)]]
+    assert json.loads((tmp_path / process.JOB).read_text())["cell"]["run"]["compile"] is False
     again.clear()
-    study_cell.main()
+    process.main()
     assert again == []
-    assert json.loads((tmp_path / study_cell.ROW).read_text())["status"] == "failed"
+    assert json.loads((tmp_path / process.ROW).read_text())["status"] == "failed"
 
 
 def test_cells_start_from_the_weights_of_the_cell_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hotrain.train import contrastive, dense, language
-from hotrain.train.study import CONTROL, DIVERGED, FAILED, FINISHED, Cell, Line, Study, lines, mean_text
+from hotrain_study.cells import CONTROL, DIVERGED, FAILED, FINISHED, Cell, Line, Study, lines, mean_text
 
 NOT_RUN = "not run"
 GIB = 2**30

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
+from hotrain_recipes import load_recipe
+
 from hotrain.presets import DEFAULT
 from hotrain.train.run import Lora, TrainRun, replace
-from hotrain.train.study import Cell, Study, grid, with_method
-from hotrain_recipes.registry import load_recipe
+from hotrain_study.cells import Cell, Study, grid, with_method
 
 METHODS = (
     "exact",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import hotrain_recipes.studies as known
 import pytest
+import torch
+from hotrain_study import measures
+from hotrain_study import studies as known
+from hotrain_study.cells import Cell, Study, grid, lines, with_method
+from hotrain_study.figures import draw_surface
+from hotrain_study.page import render
+from hotrain_study.tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
-from hotrain.plotting.studies import Section, render
-from hotrain.train import measures
+import hotrain
 from hotrain.train.run import TrainRun
-from hotrain.train.study import Cell, Study, grid, lines, with_method
-from hotrain.train.study_tables import BETTER, CLAIMS, HELD, OPEN, WORSE, advice, head, kind_of, tables, verdict
 
 STUDIES = known.studies()
 GROUP = CLAIMS[0].group
@@ -99,7 +102,7 @@ def test_masks_and_boxes_have_tables_of_their_metric() -> None:
     assert precision.headers == ["method", "YOLOS, scenes"]
     assert iou.rows[0] == ["`exact`", "40.00; 1 of 3 runs"]
     assert pixels.rows[0] == ["`exact`", "90.00; 1 of 3 runs"]
-    page = render("title", [], [Section("Dense", [], [], made)])
+    page = render("title", [], [study], made)
     assert "SegFormer-B0, scenes: points above exact" in page
     assert "mean IoU minus exact" in page
 
@@ -140,8 +143,7 @@ def test_runs_that_diverged_or_failed_are_in_the_table() -> None:
 
 
 def test_the_page_shows_tables_and_figures() -> None:
-    shown = [vars(table) for table in tables(CHOSEN, rows(-0.4, 0.0))]
-    page = render("title", ["HOT <held>"], [Section("study", ["a device"], shown, rows(-0.4, 0.0))])
+    page = render("title", ["HOT <held>"], [CHOSEN], rows(-0.4, 0.0))
     assert page.count("<svg") == 2, "gaps and curves"
     assert "HOT &lt;held&gt;" in page
     assert "94.60 ± 0.10 (-0.40 ± 0.06)" in page
@@ -185,9 +187,10 @@ def test_a_step_and_gradients_over_a_training(monkeypatch: pytest.MonkeyPatch) -
     assert all(abs(sum(layer["g_y"]) - 1) < 0.01 for layer in moment["energy"].values())
     assert set(moment["lqs"]) <= set(moment["methods"]["hot"])
     cell = Cell("fidelity", "g", "exact", run, "gradients")
-    table = tables(Study("fidelity", "t", (cell,)), [row(cell, None, figures=found)])
+    study = Study("fidelity", "t", (cell,))
+    table = tables(study, [row(cell, None, figures=found)])
     assert [each.headers[-1] for each in table] == ["4", "4"]
-    assert render("t", [], [Section("s", [], [], [row(cell, None, figures=found)])]).count("<svg") >= 3
+    assert render("t", [], [study], [row(cell, None, figures=found)]).count("<svg") >= 3
 
 
 def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
@@ -198,3 +201,34 @@ def test_neighbours_have_a_table_where_there_are_no_labels() -> None:
     probe, near = tables(study, found)
     assert probe.rows == [["`exact`", "80.00"], ["`hla`", "not run"]]
     assert near.rows == [["`exact`", "75.50"], ["`hla`", "not run"]]
+
+
+def test_a_surface_keeps_outliers_and_leaves_the_model_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Conv2d(100, 100, 1))
+    hotrain.convert(model, "hot", filter_fn=lambda *_: True)
+    g = torch.full((2, 100, 32), 0.5)
+    g[0, 71, 13] = -9.0
+    g[1] = 100.0  # another sample
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model[0](x) * g).sum() + (model[1](x[..., None]) * g[..., None]).sum()  # type: ignore[index]
+
+    linear, conv = measures.gradient_surface(model, torch.randn(2, 100, 32), loss, size=10)
+    assert (linear["layer"], linear["tokens"], linear["channels"]) == ("0", 100, 32)
+    values = torch.tensor(linear["values"])
+    assert values.shape == (10, 10)
+    assert values[7, 4] == linear["largest"] == 9.0
+    assert values.sum() == 9.0 + 99 * 0.5
+    assert torch.tensor(conv["values"]).sum() == 9.0 + 99 * 0.5
+    assert (conv["tokens"], conv["channels"]) == (32, 100)
+    (whole,) = measures.gradient_surface(model, torch.randn(2, 100, 32), loss, layers=["1"], size=1000)
+    assert torch.equal(torch.tensor(whole["values"]), g[0].T.abs())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_flat_surface_is_drawn_and_a_line_refused() -> None:
+    """All-zero g_y is real (a dead layer): no division by its maximum."""
+    flat = {"layer": "fc1", "values": [[0.0] * 4] * 4}
+    assert draw_surface(flat, "title").count("<svg") == 1
+    with pytest.raises(ValueError, match="at least 2 × 2"):
+        draw_surface(flat | {"values": [[0.0] * 4]}, "title")
