@@ -43,6 +43,7 @@ from hotrain.transform.tokens import Grid, layout, project
 TILE = 16
 SHOWN = ("4+4", "by energy, 8 of 16", "by both, half of all", "rounding: x int4 by row, half of all by both")
 RANKS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14)
+FP8_MAX = 448.0  # of e4m3
 TOP = "half of all with the largest terms, without weights"
 
 
@@ -250,7 +251,10 @@ def top_half(t: Terms, a: Tensor) -> float:
 
 
 def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
-    """Variance of stochastic rounding in g_w: Σ over rows of ‖the other operand's row‖² · Σ step² f(1 − f)."""
+    """Variance of stochastic rounding in g_w: Σ over rows of ‖the other operand's row‖² · Σ step² f(1 − f).
+
+    e4m3 is rounded to nearest: the square of its error.
+    """
 
     def variance(v: Tensor, bits: int, axis: tuple[int, ...] | None) -> Tensor:
         amax = v.abs().amax(axis, keepdim=True) if axis else v.abs().max()
@@ -258,14 +262,21 @@ def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
         f = (v / step).frac().abs()
         return (f * (1 - f) * step.square()).sum(-1).double()
 
-    a, int4 = gg * xx, gg * variance(t.x, 4, (2,))
-    turned = gg * variance(rotate(t.x), 4, (2,))
+    a, of_x = gg * xx, variance(t.x, 4, (2,))
+    int4, turned = gg * of_x, gg * variance(rotate(t.x), 4, (2,))
     p = capped(a.sqrt().flatten(), a.numel() / 2).view_as(a)
+    picked = (t.g / p[..., None]).float()  # as a pick enters the product: g_y's rows with their weights
+    coarsest = picked.abs().max() / FP8_MAX
+    of_fp8 = ((picked / coarsest).to(torch.float8_e4m3fn).float() * coarsest - picked).square().sum((0, 3)).double()
+    lowest = gg[:, 0] * (variance(t.x[:, :1], 8, (2,)) - of_x[:, :1])[:, 0]
     return {
         "x int4 by row, half of all by both": float((int4 / p).sum() + ((1 / p - 1) * a).sum()),
         "x int8": float((gg * variance(t.x, 8, None)).sum()),
         "x int4 by row": float(int4.sum()),
+        "x int4 by row, the lowest row of a tile int8": float(int4.sum() + lowest.sum()),
         "x int4 by row, channels rotated": float(turned.sum()),
+        "picked half of g_y int8": float((p * xx * variance(picked, 8, None).sum(0)).sum()),
+        "picked half of g_y e4m3": float((p * xx * of_fp8).sum()),
         "g_y int8": float((xx * variance(t.g, 8, None).sum(0)).sum()),
     }
 
