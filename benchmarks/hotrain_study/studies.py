@@ -26,9 +26,9 @@ METHODS = (
 """Of Table 4 of HOT. Every layer is converted, but for ``@graphs``: there the plan leaves exact what loses time."""
 IN_8_BITS = "hot-importance:grad_input_bits=8+saved_bits=8"
 """Half of the rows by importance, without the 4-bit codes of x and of g_x."""
-FLOAT_G_Y = "hot-importance:grad_input_bits=8+grad_weight_bits=none"
-"""The same rows and bytes, without the 8-bit codes of P g_y, which cost most late in training (docs/noise.md)."""
-LEADS = (IN_8_BITS, FLOAT_G_Y)
+IN_FP8 = "hot-importance:number=e4m3"
+"""The same rows and bytes, g_y in fp8: one integer scale for P g_y costs most late in training (docs/noise.md)."""
+LEADS = (IN_8_BITS, IN_FP8)
 """Which of the roundings of `hot-importance` costs accuracy: of the ViT on CIFAR-10 alone, since in ResNet-18
 importance does not apply to the 3×3 convolutions."""
 FOUR = ("exact", DEFAULT, "hot-unbiased", "hot-importance")

@@ -260,6 +260,11 @@ class Saved:
         if self.number == "e4m3":
             _require_fp8("saved", self, self.number, {"bits": (8,), "scale": ("tensor",), "rounding": ("nearest",)})
 
+    @property
+    def fits_e4m3(self) -> bool:
+        """Whether all codes are numbers of e4m3, so that a product of fp8 codes takes them as they are."""
+        return self.number == "e4m3" or (self.number == "int" and self.bits == 4)
+
     def __str__(self) -> str:
         if self.bits is None:
             return "saved:Px"  # P is the identity where tile is 1
@@ -304,15 +309,16 @@ class Method:
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
         g_w, saved = self.grad_weight, self.saved
-        if g_w.bits and saved.bits and g_w.number != "luq" and PARTNER[g_w.number] != PARTNER[saved.number]:
+        fits = PARTNER[g_w.number] == PARTNER[saved.number] or (g_w.number in FLOATS and saved.fits_e4m3)
+        if g_w.bits and saved.bits and g_w.number != "luq" and not fits:
             raise ValueError(
                 f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
-                "(e4m3, e5m2) for grad_weight with number='e4m3' for saved"
+                "(e4m3, e5m2) for grad_weight with number='e4m3' or integers of 4 bits for saved"
             )
         if self.automatic and not self.has_fp8_form:
             raise ValueError(
                 f"{self.name}: number='auto' chooses between integers and fp8; it needs integers on both paths and "
-                f"8 bits of what is kept, got {self.grad_input}, {g_w}, {saved}"
+                f"of what is kept, got {self.grad_input}, {g_w}, {saved}"
             )
 
     @classmethod
@@ -332,7 +338,7 @@ class Method:
         """Whether ``override(number="e4m3")`` turns the method from integers to fp8."""
         g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
         integers = g_x.number == g_w.number == saved.number == "int"
-        return "number" in self.knobs and integers and bool(g_x.bits and g_w.bits) and saved.bits == 8
+        return "number" in self.knobs and integers and bool(g_x.bits and g_w.bits and saved.bits)
 
     def on_device(self, fp8: bool) -> Method:
         """The method with its number format chosen for a device.
@@ -392,8 +398,9 @@ class Method:
                 - ``rounding``: of g_y on both paths and of the saved x: ``"stochastic"``, ``"nearest"`` or
                   ``"pseudo"``.
                 - ``number``: ``"e4m3"`` or ``"e5m2"`` turns an integer method into fp8: g_y of both paths in that
-                  format, w and the saved x in e4m3, 8 bits each, per-tensor scales, rounded to nearest. Bits, scale
-                  and rounding are then fixed and no longer accepted as overrides. ``"int"``: the integers of the
+                  format, w and the saved x in e4m3, 8 bits each, per-tensor scales, rounded to nearest; x in 4 bits
+                  stays, since its codes are numbers of e4m3. Bits, scale and rounding are then fixed and no longer
+                  accepted as overrides. ``"int"``: the integers of the
                   preset, on every device. ``"auto"``: e4m3 where the device has fp8 matrix units, else the integers;
                   an override of bits or rounding fixes the integers.
 
@@ -459,16 +466,17 @@ class Method:
                 f"{self.name} in fp8: number='int' does not bring its bits and rounding back; "
                 f"start from preset({self.name!r})"
             )
-        if not (g_x.bits and g_w.bits and saved.bits == 8):
+        if not (g_x.bits and g_w.bits and saved.bits):
             raise ValueError(
-                f"{self.name}: number={number!r} needs codes on both paths and 8 bits of what is kept, got {g_x}, "
-                f"{g_w}, {saved}"
+                f"{self.name}: number={number!r} needs codes on both paths and of what is kept, got {g_x}, {g_w}, "
+                f"{saved}"
             )
         g_x = replace(g_x, weight_scale="tensor", weight_rounding="nearest")
         # fp8 represents outliers without a rotation (docs/maths.md), so its cost is saved.
         g_x = replace(g_x, number=number, bits=8, transform=None, scale="tensor", rounding="nearest")
         g_w = replace(g_w, number=number, bits=8, rounding="nearest")
-        saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")
+        if not saved.fits_e4m3:
+            saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")
         knobs = self.knobs & FP8_KNOBS
         return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, knobs=knobs, automatic=False)
 

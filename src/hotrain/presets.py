@@ -151,14 +151,15 @@ def hq4() -> Method:
     """Ours: full rank, x saved rotated along the tokens in packed int4, per-row scales, stochastic rounding.
 
     The bytes of HOT (r = 8 in int8) without discarding a row; backward folds the row scales into g_y, so that the
-    product along the tokens stays an integer product.
+    product along the tokens stays one of codes. ``number="e4m3"`` has g_y and w in fp8, and multiplies x's codes as the
+    e4m3 numbers that they are.
     """
     return Method(
         "hq4",
         GradInput("hadamard", bits=4),
         GradWeight(tile=16, rank=16, bits=8),
         Saved(bits=4, scale="row", rounding="stochastic"),
-        KNOBS - {"number"},
+        KNOBS,
     )
 
 
@@ -169,14 +170,15 @@ def hot_importance() -> Method:
     The bytes of HOT (r = 8 in int8) and its arithmetic, but what is left out is chosen when both operands are known: of
     the rows of P x and P g_y half are drawn with probabilities proportional to ‖P g_y‖·‖P x‖, and weighted, so that
     E[g_w] is exact (docs/maths.md). Every operand is rounded without bias. Convolutions whose patches overlap multiply
-    all rows.
+    all rows. ``number="e4m3"`` as in `hq4`: one integer scale for P g_y costs more than the draw late in training
+    (docs/noise.md).
     """
     return Method(
         "hot-importance",
         GradInput("hadamard", bits=4, weight_scale="column", weight_rounding="stochastic"),
         GradWeight(tile=16, rank=16, bits=8, share=0.5),
         Saved(bits=4, scale="row", rounding="stochastic"),
-        KNOBS - {"number"},
+        KNOBS,
     )
 
 

@@ -35,6 +35,7 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("hq8", FP8),  # as on an H200: the same codes of g_y for both gradients
     ("hla", {}),  # no codes: P x in 16 or 32 bits
     ("hq4", {}),  # int4 with a scale for each row of P x
+    ("hq4", FP8),  # the same codes beside g_y in fp8
 ]
 # in, out, kernel, size, options; multiples of 16, so that noise has one numbering with the definition.
 LAYERS: list[tuple[str, tuple[int, int, Any, tuple[int, int], dict[str, Any]]]] = [

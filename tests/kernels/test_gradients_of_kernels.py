@@ -28,6 +28,8 @@ METHODS = {
     "hq4": preset("hq4"),
     "hot-importance": preset("hot-importance"),
     "hot-importance-int8": preset("hot-importance", saved_bits=8, grad_input_bits=8),
+    "hq4-e4m3": preset("hq4", number="e4m3"),
+    "hot-importance-e5m2": preset("hot-importance", number="e5m2"),
     "hot-e4m3": preset("hot", number="e4m3"),
     "hot-unbiased-e4m3": preset("hot-unbiased", number="e4m3"),
     "hot-unbiased-e5m2": preset("hot-unbiased", number="e5m2"),

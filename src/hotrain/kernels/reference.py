@@ -32,7 +32,7 @@ def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor
     return found.codes, found.scale.flatten() if output.each else found.scale
 
 
-def _pad(t: Tensor) -> Tensor:
+def padded_to_16(t: Tensor) -> Tensor:
     """A matrix padded with zeros to multiples of 16 on both axes."""
     pad = (0, padded(t.shape[1]) - t.shape[1], 0, padded(t.shape[0]) - t.shape[0])
     if t.dtype.itemsize == 1:
@@ -65,10 +65,10 @@ def compress(
         if rotated.dtype is not None:
             rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.each else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
-        proj = _pad(project(values, lay, word).to(projected.dtype or t.dtype).T)
+        proj = padded_to_16(project(values, lay, word).to(projected.dtype or t.dtype).T)
     elif projected.number != NONE:
         codes, proj_scale = _codes(project(values, lay, word), projected, "column", word)
-        proj = _pad(codes.T)
+        proj = padded_to_16(codes.T)
     return rot, rot_scale, proj, proj_scale, values.sum(0) if sums else None
 
 
@@ -82,7 +82,7 @@ def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True)
     """`hotrain.kernels.quantize_kernels.compress_weight`."""
     values = w.to(torch.float32)
     codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _reference_key(key))
-    return _pad(codes.T), scale
+    return padded_to_16(codes.T), scale
 
 
 def int8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:

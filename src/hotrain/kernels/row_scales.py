@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..method import Method
+from ..quantize import floating
 from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
@@ -79,6 +79,8 @@ def grad_weight(
     Returns:
         (O, I), or (I, O) when `transposed`.
     """
+    from .reference import padded_to_16
+
     (outputs, columns), (codes, scale) = size, kept
     g, factor = copied[:outputs, : lay.rows], scale[:, 0]
     if share < 1:
@@ -89,21 +91,31 @@ def grad_weight(
         factor = factor[picked] * weight.to(torch.float32)
     rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
     torch.mul(g.T, factor[:, None], out=rows)
-    of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
-    of_x_rows = F.pad(_codes(codes, columns).T, (0, of_g_y.shape[1] - len(codes))).contiguous()
-    one = torch.ones((), dtype=torch.float32, device=g.device)
+    codes, one = _codes(codes, columns), torch.ones((), dtype=torch.float32, device=g.device)
+    if output.is_fp8:
+        of_g_y, g_scale, codes = *_in_fp8(rows, output), codes.to(torch.bfloat16).to(torch.float8_e4m3fn)
+    else:
+        of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
+    of_x = padded_to_16(codes.T)
     if transposed:
-        return product(of_x_rows, of_g_y, g_scale, one, dtype, outputs)
-    return product(of_g_y[:outputs], of_x_rows, one, g_scale, dtype, columns)
+        return product(of_x[:columns], of_g_y, g_scale, one, dtype, outputs)
+    return product(of_g_y[:outputs], of_x, one, g_scale, dtype, columns)
+
+
+def _in_fp8(rows: Tensor, output: Output) -> tuple[Tensor, Tensor]:
+    """Codes (C', T') of a matrix (T, C), transposed, and their scale."""
+    from .reference import NUMBERS, padded_to_16
+
+    found = floating.quantize(rows, NUMBERS[output.number])
+    return padded_to_16(found.codes.T), found.scale
 
 
 def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
-    from .quantize_kernels import padded
+    from .reference import padded_to_16
 
     codes, scale = kept
-    rows = (_codes(codes, columns) * scale).to(dtype)
-    return F.pad(rows.T, (0, padded(len(rows)) - len(rows), 0, padded(columns) - columns)).contiguous()
+    return padded_to_16((_codes(codes, columns) * scale).to(dtype).T)
 
 
 def _rounded(t: Tensor, key: Tensor, output: Output, transposed: bool) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def _unsupported_method(method: Method) -> str | None:
         return "the kernels need both operands of g_w quantized, or none"
     if saved.bits is None or (saved.bits, saved.scale) == (8, "tensor"):
         return None
-    if (saved.scale, saved.number, g_w.number) != ("row", "int", "int"):
+    if (saved.scale, saved.number) != ("row", "int") or not (g_w.number == "int" or saved.fits_e4m3):
         return "the kernels save x in 8 bits with one scale, or as integers with a scale for each row"
     if method.forward != "exact":
         return "the kernels' forward in low precision saves x with one scale"
