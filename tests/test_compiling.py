@@ -55,6 +55,15 @@ def test_it_converts_and_compiles_and_has_the_report() -> None:
     assert fast.state_dict().keys() == {f"_orig_mod.{name}" for name in Net().state_dict()}
 
 
+def test_an_argument_of_torch_compile_is_refused_with_the_way_to_give_it() -> None:
+    model = Net()
+    with pytest.raises(
+        TypeError, match=r"got backend, fullgraph, of torch\.compile.*torch\.compile\(model, backend=…\)"
+    ):
+        hotrain.compile(model, fullgraph=True, backend="eager")
+    assert not list(layer_states(model)), "nothing is converted before"
+
+
 def test_after_a_compiled_step_the_report_prints_what_is_kept() -> None:
     """Counters and amax histories are on the device then, where a copy with fake tensors cannot read them."""
     model, x = Net(), torch.randn(16, 32, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import statistics
 import time
 import warnings
@@ -41,8 +42,14 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
         What `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
 
     Raises:
+        TypeError: an argument is one of `torch.compile`.
         ValueError: as `hotrain.convert`.
     """
+    if theirs := sorted(options.keys() & inspect.signature(torch.compile).parameters.keys()):
+        raise TypeError(
+            f"hotrain.compile: got {', '.join(theirs)}, of torch.compile, whose arguments it chooses; for others call "
+            f"hotrain.convert(model), then torch.compile(model, {theirs[0]}=…)"
+        )
     on_gpu = any(p.is_cuda for p in model.parameters())
     if on_gpu:
         options.setdefault("plan", "graphs")
