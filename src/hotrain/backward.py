@@ -26,6 +26,7 @@ from . import draws, published
 from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
 from .quantize import QUANTIZERS
+from .quantize.floating import DTYPES
 from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
@@ -114,7 +115,10 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
         # Per-row scales are on the contraction axis: they cannot be applied after the product.
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
     grad = projected_grad(g, path, key)
-    product = code_matmul(grad.codes.T, kept.unpacked(), grad.bits + kept.bits, g.dtype)
+    codes = kept.unpacked()
+    if path.number in DTYPES:  # integers beside fp8: exact up to 16
+        codes = codes.to(torch.float32).to(DTYPES[PARTNER[path.number]])
+    product = code_matmul(grad.codes.T, codes, grad.bits + kept.bits, g.dtype)
     return product * (grad.scale * scale)
 
 
