@@ -306,7 +306,7 @@ class _Folder:
         path, label = item
         image = open_image(path)
         with isolated_rng(seed), torch.device("cpu"):
-            return transform(image), torch.tensor(label)
+            return transform(image), torch.tensor(label, device="cpu")
 
     def _load(self, files: _Files, plan: list[list[tuple[int, int]]]) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
