@@ -1,4 +1,4 @@
-"""Accuracy of low ranks of g_w: of importance in backward, of ranks by layer, and of what they are compared with.
+"""Accuracy, and training loss, of low ranks of g_w: of importance in backward, of ranks by layer, and of what they are compared with.
 
     python benchmarks/low_rank.py small_vit_cifar10 --data cifar10.npz --epochs 20 --seeds 0,1,2,3 --out FILE
 
@@ -48,6 +48,7 @@ class Configuration:
 
 
 FLOAT: dict[str, Any] = {"grad_input_bits": None}
+LOWEST: dict[str, Any] = {"number": "e4m3", "lowest_bits": 8}
 CONFIGURATIONS = (
     Configuration("exact"),
     Configuration("hot-importance, exact g_x", "hot-importance", FLOAT),
@@ -59,6 +60,13 @@ CONFIGURATIONS = (
     Configuration("hot-importance, g_x int8", "hot-importance", {"grad_input_bits": 8}),
     Configuration("ranks by layer, mean 8, g_x int8", "hot-unbiased", {"grad_input_bits": 8}, 8.0),
     Configuration("hot-importance", "hot-importance"),
+    Configuration("hot-importance, x int8, g_x int8", "hot-importance", {"saved_bits": 8, "grad_input_bits": 8}),
+    Configuration(
+        "hot-importance to nearest, g_x int8", "hot-importance", {"rounding": "nearest", "grad_input_bits": 8}
+    ),
+    Configuration("hot-importance, g_y in fp8", "hot-importance", {"number": "e4m3"}),
+    Configuration("hot-importance, g_y in fp8, lowest rows of x in 8 bits", "hot-importance", LOWEST),
+    Configuration("all rows, everything in fp8", "hq", {"number": "e4m3"}),
     Configuration("the default", "hq8"),
 )
 
@@ -111,6 +119,7 @@ def measure(cell: tuple[Configuration, int], device: str, args: argparse.Namespa
                 chosen.append({"v": round(found.ratio, 4), "ranks": {n: c.rank for n, c in found.layers.items()}})
             for batches in setup.feed.updates(epoch):
                 training.step(batches)
+            loss = training.mean_loss()
             training.loss_sum.zero_()
             training.loss_count = 0
         _, accuracy = evaluate(setup.model, setup, ranks)
@@ -118,7 +127,7 @@ def measure(cell: tuple[Configuration, int], device: str, args: argparse.Namespa
     subject = f"{args.recipe}/{args.epochs} epochs"
     return {
         **empty, "bench": "low-rank", "subject": subject, "variant": what.name, "seed": seed, "accuracy": accuracy,
-        "ranks": chosen,
+        "train_loss": round(loss, 5), "ranks": chosen,
     }  # fmt: skip
 
 

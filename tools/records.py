@@ -398,20 +398,33 @@ def variance(folder: Path = RESULTS) -> str:
 
 
 def low_rank(folder: Path = RESULTS) -> str:
-    """Test accuracy of every method by seed and the mean gap to exact training of the same seeds, a table a run."""
+    """Test accuracy of every method by seed and the mean gap to exact training of the same seeds, a table a run.
+
+    Where it is recorded, the training loss of the last epoch too, which a small test set does not blur.
+    """
     tables = []
     for run, rows in _latest_runs(_of_bench("low-rank", folder)):
-        found: dict[str, dict[int, float]] = {}
+        found: dict[str, dict[int, dict[str, Any]]] = {}
         for row in rows:
             if row["accuracy"] is not None:
-                found.setdefault(row["variant"], {})[row["seed"]] = row["accuracy"]
-        exact = found.get("exact", {})
+                found.setdefault(row["variant"], {})[row["seed"]] = row
+        exact, with_loss = found.get("exact", {}), all("train_loss" in row for row in rows)
+        by = ("train_loss", 1.0) if with_loss else ("accuracy", -1.0)
+
+        def order(item: tuple[str, dict[int, dict[str, Any]]], by: tuple[str, float] = by) -> float:
+            return by[1] * statistics.mean(row[by[0]] for row in item[1].values())
+
         lines = []
-        for variant, by_seed in sorted(found.items(), key=lambda item: -statistics.mean(item[1].values())):
-            gaps = [value - exact[seed] for seed, value in by_seed.items() if seed in exact]
-            gap = f"{statistics.mean(gaps):+.2f}" if gaps and variant != "exact" else "–"
-            lines.append([variant, ", ".join(f"{by_seed[seed]:.2f}" for seed in sorted(by_seed)), gap])
+        for variant, by_seed in sorted(found.items(), key=order):
+            cells = [variant, ", ".join(f"{by_seed[seed]['accuracy']:.2f}" for seed in sorted(by_seed))]
+            for name, digits in (("accuracy", 2), ("train_loss", 4))[: 1 + with_loss]:
+                gaps = [row[name] - exact[seed][name] for seed, row in by_seed.items() if seed in exact]
+                error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.{digits}f}" if len(gaps) > 2 else ""
+                known = gaps and variant != "exact"
+                cells.append(f"{statistics.mean(gaps):+.{digits}f}{error}" if known else "–")
+            lines.append(cells)
         headers = ["method", "test accuracy by seed, %", "mean gap to exact, same seeds"]
+        headers += ["training loss of the last epoch, above exact's"] * with_loss
         tables.append(f"{rows[0]['subject']}. {_conditions(run[0])}\n\n{_markdown(headers, lines)}")
     return "\n\n".join(tables) or "*Nothing is recorded yet: `benchmarks/low_rank.py` measures it.*"
 
