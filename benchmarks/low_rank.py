@@ -1,4 +1,4 @@
-"""Accuracy, and training loss, of low ranks of g_w: of importance in backward, of ranks by layer, and of what they are compared with.
+"""Accuracy and training loss of low ranks of g_w: importance in backward, ranks by layer, and what they compare with.
 
     python benchmarks/low_rank.py small_vit_cifar10 --data cifar10.npz --epochs 20 --seeds 0,1,2,3 --out FILE
 
