@@ -33,6 +33,7 @@ import hotrain
 from hotrain.audit.unchanged import as_found
 from hotrain.cli.prepare import configure
 from hotrain.layer_gradients import exact_calls
+from hotrain.quantize import floating
 from hotrain.quantize.integer import largest_code
 from hotrain.ranks import covariance
 from hotrain.train.distributed import processes
@@ -43,7 +44,6 @@ from hotrain.transform.tokens import Grid, layout, project
 TILE = 16
 SHOWN = ("4+4", "by energy, 8 of 16", "by both, half of all", "rounding: x int4 by row, half of all by both")
 RANKS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14)
-FP8_MAX = 448.0  # of e4m3
 TOP = "half of all with the largest terms, without weights"
 
 
@@ -266,7 +266,7 @@ def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
     int4, turned = gg * of_x, gg * variance(rotate(t.x), 4, (2,))
     p = capped(a.sqrt().flatten(), a.numel() / 2).view_as(a)
     picked = (t.g / p[..., None]).float()  # as a pick enters the product: g_y's rows with their weights
-    coarsest = picked.abs().max() / FP8_MAX
+    coarsest = picked.abs().max() / floating.largest_code("e4m3")
     of_fp8 = ((picked / coarsest).to(torch.float8_e4m3fn).float() * coarsest - picked).square().sum((0, 3)).double()
     lowest = gg[:, 0] * (variance(t.x[:, :1], 8, (2,)) - of_x[:, :1])[:, 0]
     return {

@@ -409,13 +409,11 @@ def low_rank(folder: Path = RESULTS) -> str:
             if row["accuracy"] is not None:
                 found.setdefault(row["variant"], {})[row["seed"]] = row
         exact, with_loss = found.get("exact", {}), all("train_loss" in row for row in rows)
-        by = ("train_loss", 1.0) if with_loss else ("accuracy", -1.0)
-
-        def order(item: tuple[str, dict[int, dict[str, Any]]], by: tuple[str, float] = by) -> float:
-            return by[1] * statistics.mean(row[by[0]] for row in item[1].values())
-
+        by, sign = ("train_loss", 1) if with_loss else ("accuracy", -1)
+        means = {variant: sign * statistics.mean(row[by] for row in rows.values()) for variant, rows in found.items()}
         lines = []
-        for variant, by_seed in sorted(found.items(), key=order):
+        for variant in sorted(found, key=means.__getitem__):
+            by_seed = found[variant]
             cells = [variant, ", ".join(f"{by_seed[seed]['accuracy']:.2f}" for seed in sorted(by_seed))]
             for name, digits in (("accuracy", 2), ("train_loss", 4))[: 1 + with_loss]:
                 gaps = [row[name] - exact[seed][name] for seed, row in by_seed.items() if seed in exact]

@@ -22,11 +22,10 @@ from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
 from .quantize.packing import pack_parts, parts, unpack_parts, unpack_with_lowest, with_lowest
 from .quantize.rounding import dither, wide
+from .transform.hadamard import TILE
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
-
-TILE = 16  # rows, of which the lowest may have more bits than the others
 
 
 @dataclass(frozen=True)

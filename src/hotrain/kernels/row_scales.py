@@ -18,7 +18,8 @@ from ..method import Method
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..quantize.packing import pack, unpack, unpack_with_lowest, with_lowest
-from ..saved import TILE, Format
+from ..saved import Format
+from ..transform.hadamard import TILE
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
 from .operands import device_key, product, tilings

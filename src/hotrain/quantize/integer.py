@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import draws
 from ..private import fakes
 from . import packing
-from .rounding import round_
+from .rounding import round_, wide
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
@@ -78,8 +78,7 @@ def amax(t: Tensor, dim: int | None = None) -> Tensor:
         low, high = torch.aminmax(t) if t.numel() else (t.new_zeros(()),) * 2
     else:
         low, high = torch.aminmax(t, dim=dim, keepdim=True) if t.shape[dim] else (t.sum(dim, keepdim=True),) * 2
-    largest = torch.maximum(low.neg(), high)
-    return largest if largest.dtype == torch.float64 else largest.float()
+    return wide(torch.maximum(low.neg(), high))
 
 
 def scale_of(t: Tensor, bits: int, axis: str) -> Tensor:
