@@ -48,7 +48,6 @@ class Configuration:
 
 
 FLOAT: dict[str, Any] = {"grad_input_bits": None}
-LOWEST: dict[str, Any] = {"number": "e4m3", "lowest_bits": 8}
 CONFIGURATIONS = (
     Configuration("exact"),
     Configuration("hot-importance, exact g_x", "hot-importance", FLOAT),
@@ -65,7 +64,6 @@ CONFIGURATIONS = (
         "hot-importance to nearest, g_x int8", "hot-importance", {"rounding": "nearest", "grad_input_bits": 8}
     ),
     Configuration("hot-importance, g_y in fp8", "hot-importance", {"number": "e4m3"}),
-    Configuration("hot-importance, g_y in fp8, lowest rows of x in 8 bits", "hot-importance", LOWEST),
     Configuration("all rows, everything in fp8", "hq", {"number": "e4m3"}),
     Configuration("the default", "hq8"),
 )

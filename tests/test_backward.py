@@ -227,7 +227,6 @@ UNBIASED = [
     (hotrain.preset("hot-importance"), None, True),
     (hotrain.preset("hla", rank=16, share=0.25), None, False),  # without any rounding
     (hotrain.preset("hot-unbiased", share=0.5), None, True),  # of drawn rows, in int8 with one scale
-    (hotrain.preset("hot-importance", grad_weight_bits=None, lowest_bits=8), Grid(5, 7, 2), True),  # codes of two sizes
     (hotrain.preset("hq4"), None, False),  # a per-row scale folded into g_y; its w is rounded to nearest
 ]
 

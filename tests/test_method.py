@@ -434,7 +434,7 @@ def test_rounding_to_nearest_everywhere_draws_nothing() -> None:
 
 
 def test_the_knobs_are_the_issues() -> None:
-    words = "rank sampled share order grad_input_bits grad_weight_bits saved_bits lowest_bits scale rounding number"
+    words = "rank sampled share order grad_input_bits grad_weight_bits saved_bits scale rounding number"
     assert frozenset(words.split()) == KNOBS
 
 

@@ -26,7 +26,6 @@ METHODS = {
     "int4 rows": hotrain.preset("hot-unbiased", saved_bits=4),
     "hla": hotrain.preset("hla"),
     "hq4": hotrain.preset("hq4"),
-    "hq4, lowest rows": hotrain.preset("hq4", number="e4m3", lowest_bits=8),
     "lbp-wht": hotrain.preset("lbp-wht"),
 }
 EVERY = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())

@@ -52,35 +52,6 @@ def test_a_format_keeps_the_bytes_it_says(spec: Saved, dtype: torch.dtype, shape
         assert ((back.double() - rows.double()).abs() <= bound * (1 + 1e-3)).all()
 
 
-def test_the_lowest_row_of_every_tile_has_its_own_bits() -> None:
-    """The formats of both sizes, row by row: 8-bit codes where a tile begins, 4-bit codes elsewhere, as each alone."""
-    rows = torch.randn(37, 11) * torch.tensor([8.0] + 15 * [1.0]).repeat(3)[:37, None]
-    both, four, eight = (
-        Format(Saved(bits=bits, scale="row", lowest_bits=lowest), 11, torch.float32)
-        for bits, lowest in ((4, 8), (4, None), (8, None))
-    )
-    back, coarse, fine = (values(form.restore(form.keep(rows, KEY)), torch.float32) for form in (both, four, eight))
-    lowest = torch.arange(37) % 16 == 0
-    assert torch.equal(back[lowest], fine[lowest])
-    assert torch.equal(back[~lowest], coarse[~lowest])
-    assert both.nbytes(37) == four.nbytes(37) + 3 * 6
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        ("hq", {"lowest_bits": 8}, r"saved: lowest_bits=8 goes with integers of 4 bits, scale='row', got saved:int8"),
-        ("hla", {"saved_bits": 4, "lowest_bits": 8}, r"hla: lowest_bits=8 needs all rows of tiles of 16.*g_w:P8of16"),
-        ("hq4", {"lowest_bits": 8}, r"hq4: lowest_bits=8 needs .*P g_y in fp8 .*got g_w:H16·int8"),
-        ("hq4", {"lowest_bits": 4}, r"hq4: lowest_bits=4 is not one of 8, None"),
-        ("luq", {"lowest_bits": 8}, r"luq: lowest_bits=8 does not concern it"),
-    ],
-)
-def test_where_the_lowest_rows_have_no_bits_of_their_own(name: str, overrides: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hotrain.preset(name, **overrides)
-
-
 def saved_by(x: Tensor, w: Tensor, method: hotrain.Method, **options: Any) -> list[Tensor]:
     """Everything that one forward gives to save_for_backward."""
     held: list[Tensor] = []

@@ -28,9 +28,7 @@ IN_8_BITS = "hot-importance:grad_input_bits=8+saved_bits=8"
 """Half of the rows by importance, without the 4-bit codes of x and of g_x."""
 IN_FP8 = "hot-importance:number=e4m3"
 """The same rows and bytes, g_y in fp8: one integer scale for P g_y costs most late in training (docs/noise.md)."""
-LOWEST = f"{IN_FP8}+lowest_bits=8"
-"""And the lowest rows of x in 8 bits: a sixteenth more bytes, a third of the variance of x's codes."""
-LEADS = (IN_8_BITS, IN_FP8, LOWEST)
+LEADS = (IN_8_BITS, IN_FP8)
 """Which of the roundings of `hot-importance` costs accuracy: of the ViT on CIFAR-10 alone, since in ResNet-18
 importance does not apply to the 3×3 convolutions."""
 FOUR = ("exact", DEFAULT, "hot-unbiased", "hot-importance")

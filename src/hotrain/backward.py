@@ -116,7 +116,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
     grad = projected_grad(g, path, key)
     codes = kept.unpacked()
-    if path.number in DTYPES and codes.dtype == torch.int8:  # exact up to 16
+    if path.number in DTYPES and codes.dtype == torch.int8:  # of 4 bits: exact
         codes = codes.to(torch.float32).to(DTYPES[PARTNER[path.number]])
     product = code_matmul(grad.codes.T, codes, grad.bits + kept.bits, g.dtype)
     return product * (grad.scale * scale)

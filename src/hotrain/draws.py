@@ -31,7 +31,7 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
 # One stream for each use within a step: they must not share numbers.
-ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED, IMPORTANCE, LOWEST = range(9)
+ROWS, SAVED, GRAD_INPUT, GRAD_WEIGHT, WEIGHT, DROP, LIFTED, IMPORTANCE = range(8)
 
 
 @dataclass

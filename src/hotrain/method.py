@@ -240,8 +240,6 @@ class Saved:
         scale: of P x, per tensor (``"tensor"``), or per row (``"row"``, a token-frequency), which backward folds into
             that row of g_y.
         rounding: of P x.
-        lowest_bits: 8 for the lowest row of every tile, which has most of the energy, beside 4 for the others, with
-            all rows kept, a scale per row, and P g_y not in integers; None is `bits`.
 
     Raises:
         ValueError: a field has a value that is not accepted, or that is not accepted with the others.
@@ -251,18 +249,12 @@ class Saved:
     number: str = "int"
     scale: str = "tensor"
     rounding: str = "nearest"
-    lowest_bits: int | None = None
 
     def __post_init__(self) -> None:
         _require("saved", "bits", self.bits, BITS)
         _require("saved", "number", self.number, ("int", "e4m3", "sawb"))
         _require("saved", "scale", self.scale, ("tensor", "row"))
         _require("saved", "rounding", self.rounding, ROUNDINGS)
-        _require("saved", "lowest_bits", self.lowest_bits, ACCEPTED["lowest_bits"])
-        if self.lowest_bits and (self.number, self.bits, self.scale) != ("int", 4, "row"):
-            raise ValueError(
-                f"saved: lowest_bits={self.lowest_bits} goes with integers of 4 bits, scale='row', got {self}"
-            )
         if self.number == "sawb" and self.bits != 4:
             raise ValueError(f"saved: number='sawb' with bits={self.bits!r} is not defined; accepted is bits=4")
         if self.number == "e4m3":
@@ -270,15 +262,13 @@ class Saved:
 
     @property
     def fits_e4m3(self) -> bool:
-        """Whether a product of fp8 codes takes the codes: integers up to 7 are e4m3 numbers, those of a lowest row in 8
-        bits are rounded to them."""
+        """Whether all codes are numbers of e4m3, so that a product of fp8 codes takes them as they are."""
         return self.number == "e4m3" or (self.number == "int" and self.bits == 4)
 
     def __str__(self) -> str:
         if self.bits is None:
             return "saved:Px"  # P is the identity where tile is 1
-        lowest = f"+{self.lowest_bits}" if self.lowest_bits else ""
-        return "saved:e4m3" if self.number == "e4m3" else f"saved:{self.number}{self.bits}{lowest}/{self.scale}"
+        return "saved:e4m3" if self.number == "e4m3" else f"saved:{self.number}{self.bits}/{self.scale}"
 
 
 @dataclass(frozen=True)
@@ -319,12 +309,6 @@ class Method:
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
         g_w, saved = self.grad_weight, self.saved
-        if saved.lowest_bits and not (g_w.rank == g_w.tile == 16 and (g_w.bits is None or g_w.number in FLOATS)):
-            # One integer scale for P g_y, which the scales of rows are folded into, would round the finer rows away.
-            raise ValueError(
-                f"{self.name}: lowest_bits={saved.lowest_bits} needs all rows of tiles of 16, and P g_y in fp8 "
-                f"(number='e4m3') or in floating point (grad_weight_bits=None), got {g_w}"
-            )
         fits = PARTNER[g_w.number] == PARTNER[saved.number] or (g_w.number in FLOATS and saved.fits_e4m3)
         if g_w.bits and saved.bits and g_w.number != "luq" and not fits:
             raise ValueError(
@@ -406,7 +390,6 @@ class Method:
                   keeps the share of drawn rows.
                 - ``share``: of the kept rows, those that backward multiplies, in (0, 1].
                 - ``grad_input_bits``, ``grad_weight_bits``, ``saved_bits``: 4, 8, or None for not quantized.
-                - ``lowest_bits``: 8 for the lowest row of every tile of x, where the others have 4; or None.
                 - ``scale``: of g_y in the g_x path: ``"tensor"``, ``"token"`` or ``"auto"``.
                 - ``forward``: ``"exact"``, ``"fp8"`` or ``"int8"``: the forward product of Linear layers, for every
                   method.
@@ -466,7 +449,7 @@ class Method:
         g_x = set_in(g_x, {"grad_input_bits": "bits", "scale": "scale", "rounding": "rounding"})
         own = {name: name for name in ("sampled", "share", "order", "rounding")}
         g_w = set_in(g_w, {**own, "grad_weight_bits": "bits"})
-        saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding", "lowest_bits": "lowest_bits"})
+        saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding"})
         # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
         automatic = self.automatic and (unchanged or (FP8_KNOBS | {"scale"}).issuperset(overrides))
@@ -511,9 +494,8 @@ ACCEPTED = {
     "grad_input_bits": BITS,
     "grad_weight_bits": BITS,
     "saved_bits": BITS,
-    "lowest_bits": (8, None),
     "scale": SCALES,
     "rounding": ROUNDINGS,
 }
 KNOBS = frozenset({"rank", "sampled", "share", "number", *ACCEPTED})
-FP8_KNOBS = frozenset({"rank", "sampled", "share", "order", "number", "lowest_bits"})
+FP8_KNOBS = frozenset({"rank", "sampled", "share", "order", "number"})

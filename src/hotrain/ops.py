@@ -99,10 +99,8 @@ def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> t
         shapes = autograd.KERNELS[x.device.type].kept_shapes(columns, lay, found.method, x.dtype)
     else:  # found with one row
         row = torch.zeros(1, columns, dtype=x.dtype, device="cpu")
-        own = Format(saved, columns, x.dtype)
-        codes, *scale = own.keep(row if saved.bits is None else wide(row), 0)
-        shapes = [([own.code_rows(lay.rows), *codes.shape[1:]], codes.dtype)]
-        shapes += [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in scale]
+        one = Format(saved, columns, x.dtype).keep(row if saved.bits is None else wide(row), 0)
+        shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
     return _pair((codes, scale[0] if scale else None), x)
 

@@ -9,7 +9,7 @@ are dequantized: `Grouped` for values, `Levels` for derivatives, whose range is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,9 +20,8 @@ from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
-from .quantize.packing import pack_parts, parts, unpack_parts, unpack_with_lowest, with_lowest
+from .quantize.packing import pack_parts, parts, unpack_parts
 from .quantize.rounding import dither, wide
-from .transform.hadamard import TILE
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -30,7 +29,7 @@ Kept = Quantized | Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a matrix (R, C): unquantized, int8, e4m3 or packed int4 codes, or int4 but for every 16th row.
+    """The format of a matrix (R, C): unquantized, int8, e4m3 or packed int4 codes.
 
     Attributes:
         spec: bits, number, scale and rounding.
@@ -58,13 +57,8 @@ class Format:
         if spec.number == "sawb":
             kept = published.sawb(rows, spec.rounding, key).pack()
         else:
-            axis, quantize = "token" if spec.scale == "row" else "tensor", QUANTIZERS[spec.number]
-            kept = quantize(rows, spec.bits, axis, spec.rounding, key, draws.SAVED)
-            if spec.lowest_bits:
-                lowest = quantize(rows[::TILE], spec.lowest_bits, axis, spec.rounding, key, draws.LOWEST)
-                kept.scale[::TILE] = lowest.scale
-                kept = replace(kept, codes=with_lowest(kept.codes, lowest.codes, TILE))
-            kept = kept.pack()
+            axis = "token" if spec.scale == "row" else "tensor"
+            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
         return kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
@@ -72,19 +66,13 @@ class Format:
         if self.spec.bits is None:
             return kept[0]
         codes, scale = kept
-        if self.spec.lowest_bits:
-            return Quantized(unpack_with_lowest(codes, self.columns, len(scale), TILE), scale, 8, self.columns)
         return Quantized(codes, scale, self.spec.bits, self.columns, packed=self.spec.bits == 4)
-
-    def code_rows(self, rows: int) -> int:
-        """How many rows of codes `keep` returns for that many: those in 8 bits among 4 take two."""
-        return rows + (-(-rows // TILE) if self.spec.lowest_bits else 0)
 
     def nbytes(self, rows: int) -> int:
         """Bytes of what `keep` returns for that many rows."""
         if self.spec.bits is None:
             return rows * self.columns * self.dtype.itemsize
-        codes = self.code_rows(rows) * (self.columns if self.spec.bits == 8 else -(-self.columns // 2))
+        codes = rows * (self.columns if self.spec.bits == 8 else -(-self.columns // 2))
         scale = 8 if self.dtype == torch.float64 else 4
         return codes + scale * (rows if self.spec.scale == "row" else 1)
 

@@ -29,7 +29,6 @@ METHODS = {
     "hot-importance": preset("hot-importance"),
     "hot-importance-int8": preset("hot-importance", saved_bits=8, grad_input_bits=8),
     "hq4-e4m3": preset("hq4", number="e4m3"),
-    "hq4-lowest-e4m3": preset("hq4", number="e4m3", lowest_bits=8),
     "hot-importance-e5m2": preset("hot-importance", number="e5m2"),
     "hot-e4m3": preset("hot", number="e4m3"),
     "hot-unbiased-e4m3": preset("hot-unbiased", number="e4m3"),

@@ -58,7 +58,7 @@ def relative(a: Tensor, b: Tensor) -> float:
         ("hq4", {}),  # x in int4 with scales of rows
         ("hot-importance", {}),  # rows that are picked in backward
         (hotrain.preset("hot-importance", saved_bits=8), {}),  # from codes of 8 bits
-        (hotrain.preset("hot-importance", number="e4m3", lowest_bits=8), {}),  # of g_y in fp8, x of two sizes of codes
+        (hotrain.preset("hot-importance", number="e4m3"), {}),  # of g_y in fp8
     ],
     ids=str,
 )

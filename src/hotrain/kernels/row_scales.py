@@ -2,24 +2,19 @@
 
 The kernel of `quantize_kernels` writes P x and P g_y as copies and rounds their rows; packing, norms and the choice of
 rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in
-uint8, or 8-bit ones, in int8; those of a lowest row in 8 bits among 4 take two rows.
+uint8, or 8-bit ones, in int8.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .. import draws
 from ..method import Method
 from ..quantize import floating
-from ..quantize.integer import largest_code
-from ..quantize.packing import pack, unpack, unpack_with_lowest, with_lowest
-from ..saved import Format
-from ..transform.hadamard import TILE
+from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
 from .operands import device_key, product, tilings
@@ -38,8 +33,7 @@ def applies(method: Method) -> bool:
 
 def kept_shapes(columns: int, lay: Layout, method: Method) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of codes and scales."""
-    rows, four = Format(method.saved, columns, torch.float32).code_rows(lay.rows), method.saved.bits == 4
-    codes = ((rows, -(-columns // 2)), torch.uint8) if four else ((rows, columns), torch.int8)
+    codes = ((lay.rows, -(-columns // 2)), torch.uint8) if method.saved.bits == 4 else ((lay.rows, columns), torch.int8)
     return [codes, ((lay.rows, 1), torch.float32)]
 
 
@@ -57,19 +51,12 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Me
     rows = copied[:columns, : lay.rows].T.contiguous()
     codes, scale = _rounded(rows, key, output, transposed=False)
     codes = codes[:, :columns]
-    if method.saved.lowest_bits:
-        finer = replace(output, limit=float(largest_code(method.saved.lowest_bits)), stream=draws.LOWEST)
-        lowest, scale[::TILE] = _rounded(rows[::TILE].contiguous(), key, finer, transposed=False)
-        codes = with_lowest(codes, lowest[:, :columns], TILE)
     return (pack(codes) if method.saved.bits == 4 else codes.contiguous()), scale[:, None]
 
 
-def _codes(kept: Kept, columns: int) -> Tensor:
+def _codes(kept: Tensor, columns: int) -> Tensor:
     """The codes as int8, (R, I)."""
-    codes, scale = kept
-    if len(codes) > len(scale):
-        return unpack_with_lowest(codes, columns, len(scale), TILE)
-    return unpack(codes, columns) if codes.dtype == torch.uint8 else codes
+    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept
 
 
 def grad_weight(
@@ -94,17 +81,17 @@ def grad_weight(
     """
     from .reference import padded_to_16
 
-    outputs, columns = size
-    g, codes, factor = copied[:outputs, : lay.rows], _codes(kept, columns), kept[1][:, 0]
+    (outputs, columns), (codes, scale) = size, kept
+    g, factor = copied[:outputs, : lay.rows], scale[:, 0]
     if share < 1:
         of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
-        of_x = torch.linalg.vector_norm(codes.to(torch.float32), dim=1, dtype=torch.float64)
+        of_x = torch.linalg.vector_norm(_codes(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
         picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
         g, codes = g.index_select(1, picked), codes.index_select(0, picked)
         factor = factor[picked] * weight.to(torch.float32)
     rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
     torch.mul(g.T, factor[:, None], out=rows)
-    one = torch.ones((), dtype=torch.float32, device=g.device)
+    codes, one = _codes(codes, columns), torch.ones((), dtype=torch.float32, device=g.device)
     if output.is_fp8:
         of_g_y, g_scale, codes = *_in_fp8(rows, output), codes.to(torch.bfloat16).to(torch.float8_e4m3fn)
     else:
@@ -127,7 +114,8 @@ def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
     from .reference import padded_to_16
 
-    return padded_to_16((_codes(kept, columns) * kept[1]).to(dtype).T)
+    codes, scale = kept
+    return padded_to_16((_codes(codes, columns) * scale).to(dtype).T)
 
 
 def _rounded(t: Tensor, key: Tensor, output: Output, transposed: bool) -> tuple[Tensor, Tensor]:

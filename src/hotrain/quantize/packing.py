@@ -32,30 +32,6 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     return codes[:, :columns]
 
 
-def with_lowest(codes: Tensor, lowest: Tensor, tile: int) -> Tensor:
-    """Codes of 8 bits for the lowest row of every tile, in codes of 4: their high halves in place, the low ones behind.
-
-    Args:
-        codes: int8 in [−8, 7], (R, C).
-        lowest: int8, (⌈R/tile⌉, C).
-        tile: rows of a tile.
-
-    Returns:
-        int8 in [−8, 15], of which `pack` takes the four low bits, (R + ⌈R/tile⌉, C).
-    """
-    codes = codes.clone()
-    codes[::tile] = lowest >> 4
-    return torch.cat((codes, lowest & 15))
-
-
-def unpack_with_lowest(packed: Tensor, columns: int, rows: int, tile: int) -> Tensor:
-    """The inverse of `with_lowest` and `pack`: int8, (`rows`, columns)."""
-    codes = unpack(packed, columns)
-    found = codes[:rows].clone()
-    found[::tile] = (found[::tile] << 4) | (codes[rows:] & 15)
-    return found
-
-
 def pack_parts(codes: Sequence[Tensor], bits: int) -> Tensor:
     """Pack 8/bits tensors of codes in 0 … 2^bits − 1, each (..., n), into one: uint8, (..., n), lowest bits first."""
     packed = codes[0].to(_UINT8)
