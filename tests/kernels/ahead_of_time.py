@@ -27,13 +27,15 @@ from hotrain.kernels import (
     luq,
     noise,
     norm,
+    picked_rows,
     quantize_kernels,
 )
 from hotrain.transform.tokens import layout
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+    torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8",
+    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 _launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
 
@@ -115,7 +117,7 @@ def layers(fp8: bool) -> None:
             wide = replace(output, dtype=torch.bfloat16)
             own = quantize_kernels.whole(2048, False)
             quantize_kernels.compress(g_y, own, None, key, wide, history=history)
-    method = hotrain.preset("hot-importance")  # x in int4, rows that are picked
+    method = hotrain.preset("hot-importance", number="e4m3" if fp8 else "int")  # x in int4, rows that are picked
     lay, w = layout((8, 16, 16), 16, 16, 0, "auto", None, True), torch.empty(64, 64, dtype=torch.bfloat16)
     kept = dispatch.keep(x, method, lay, key, history)
     dispatch.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
@@ -130,7 +132,19 @@ def layers(fp8: bool) -> None:
 if __name__ == "__main__":
     gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
     gemm.multiprocessors = lambda _: 108
-    for module in (activation, attention, batch_norm, codes, gated, lift, luq, noise, norm, quantize_kernels):
+    for module in (
+        activation,
+        attention,
+        batch_norm,
+        codes,
+        gated,
+        lift,
+        luq,
+        noise,
+        norm,
+        picked_rows,
+        quantize_kernels,
+    ):
         module.launch = _recorded  # type: ignore[attr-defined]
     for capability in map(int, sys.argv[1:]):
         _launches.clear()

@@ -24,7 +24,7 @@ def _reference_key(key: Tensor) -> draws.Key:
     return int(key) if key.device.type == "cpu" else draws.DeviceKey(key)
 
 
-def _codes(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
+def codes_of(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
     quantize = QUANTIZERS[NUMBERS[output.number]]
@@ -60,14 +60,14 @@ def compress(
     rot = rot_scale = proj = proj_scale = None
     if rotated.number != NONE:
         rows = rotate_channels(values) if rotate else values
-        rot, rot_scale = _codes(rows, rotated, "token", word)
+        rot, rot_scale = codes_of(rows, rotated, "token", word)
         rot = F.pad(rot.view(torch.int8), (0, padded(rows.shape[1]) - rows.shape[1])).view(rot.dtype)
         if rotated.dtype is not None:
             rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.each else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
         proj = padded_to_16(project(values, lay, word).to(projected.dtype or t.dtype).T)
     elif projected.number != NONE:
-        codes, proj_scale = _codes(project(values, lay, word), projected, "column", word)
+        codes, proj_scale = codes_of(project(values, lay, word), projected, "column", word)
         proj = padded_to_16(codes.T)
     return rot, rot_scale, proj, proj_scale, values.sum(0) if sums else None
 
@@ -81,7 +81,7 @@ def lift(codes: Tensor, side: Tensor, lay: Layout, key: Tensor, columns: int, dt
 def compress_weight(w: Tensor, key: Tensor, output: Output, rotate: bool = True) -> tuple[Tensor, Tensor]:
     """`hotrain.kernels.quantize_kernels.compress_weight`."""
     values = w.to(torch.float32)
-    codes, scale = _codes(rotate_channels(values, dim=0) if rotate else values, output, "column", _reference_key(key))
+    codes, scale = codes_of(rotate_channels(values, dim=0) if rotate else values, output, "column", _reference_key(key))
     return padded_to_16(codes.T), scale
 
 

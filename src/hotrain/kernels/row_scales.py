@@ -1,8 +1,8 @@
 """x saved as integers with a scale for each row of P x, and g_w of all of these rows or of the important ones.
 
-The kernel of `quantize_kernels` writes P x and P g_y as copies and rounds their rows; packing, norms and the choice of
-rows are PyTorch's. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in
-uint8, or 8-bit ones, in int8.
+The kernel of `quantize_kernels` writes P x and P g_y as copies; `picked_rows` rounds and packs their rows and picks
+them. What is saved is what the definition saves (`hotrain.saved.Format`): 4-bit codes two to a byte, in uint8, or 8-bit
+ones, in int8. The references here are for where these kernels do not compile.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..method import Method
-from ..quantize import floating
 from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
-from .operands import device_key, product, tilings
+from .operands import device_key, product
 from .support import or_reference
 
 if TYPE_CHECKING:
@@ -48,15 +47,22 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Me
         method: of the layer.
         key: of the draws.
     """
-    rows = copied[:columns, : lay.rows].T.contiguous()
-    codes, scale = _rounded(rows, key, output, transposed=False)
-    codes = codes[:, :columns]
-    return (pack(codes) if method.saved.bits == 4 else codes.contiguous()), scale[:, None]
+    bits = method.saved.bits
+    assert bits is not None
 
+    def kernel() -> Kept:
+        from .picked_rows import pack_rows
 
-def _codes(kept: Tensor, columns: int) -> Tensor:
-    """The codes as int8, (R, I)."""
-    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept
+        return pack_rows(copied, columns, lay.rows, output, bits, key)
+
+    def reference() -> Kept:
+        from .reference import codes_of
+
+        codes, scale = codes_of(copied[:columns, : lay.rows].T, output, "token", device_key(key))
+        return (pack(codes) if bits == 4 else codes.contiguous()), scale[:, None]
+
+    found: Kept = or_reference("rows", kernel, reference)
+    return found
 
 
 def grad_weight(
@@ -79,61 +85,49 @@ def grad_weight(
     Returns:
         (O, I), or (I, O) when `transposed`.
     """
-    from .reference import padded_to_16
+    (outputs, columns), (codes, scales) = size, kept
 
-    (outputs, columns), (codes, scale) = size, kept
-    g, factor = copied[:outputs, : lay.rows], scale[:, 0]
-    if share < 1:
-        of_g = torch.linalg.vector_norm(g, dim=0, dtype=torch.float64)
-        of_x = torch.linalg.vector_norm(_codes(codes, columns).to(torch.float32), dim=1, dtype=torch.float64)
-        picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
-        g, codes = g.index_select(1, picked), codes.index_select(0, picked)
-        factor = factor[picked] * weight.to(torch.float32)
-    rows = torch.empty(g.shape[1], outputs, dtype=torch.float32, device=g.device)
-    torch.mul(g.T, factor[:, None], out=rows)
-    codes, one = _codes(codes, columns), torch.ones((), dtype=torch.float32, device=g.device)
-    if output.is_fp8:
-        of_g_y, g_scale, codes = *_in_fp8(rows, output), codes.to(torch.bfloat16).to(torch.float8_e4m3fn)
-    else:
-        of_g_y, g_scale = _rounded(rows, key, output, transposed=True)
-    of_x = padded_to_16(codes.T)
+    def kernel() -> tuple[Tensor, Tensor, Tensor]:
+        from .picked_rows import picked_codes
+
+        return picked_codes(copied, (codes, scales), share, output, key, size)
+
+    def reference() -> tuple[Tensor, Tensor, Tensor]:
+        from .reference import codes_of, padded_to_16
+
+        g, x, factor = copied[:outputs, : lay.rows].T, _codes(codes, columns), scales[:, 0]
+        if share < 1:
+            of_g, of_x = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (g, x.to(torch.float32)))
+            picked, weight = drawn(of_g * of_x * factor, share, device_key(key))
+            g, x, factor = g[picked], x[picked], factor[picked] * weight.to(torch.float32)
+        of_g_y, scale = codes_of(g * factor[:, None], output, "tensor", device_key(key))
+        x = x.to(torch.float32).to(torch.float8_e4m3fn) if output.is_fp8 else x
+        return padded_to_16(of_g_y.T), scale, padded_to_16(x.T)
+
+    of_g_y, scale, of_x = or_reference("picked rows", kernel, reference)
+    one = torch.ones((), dtype=torch.float32, device=copied.device)
     if transposed:
-        return product(of_x[:columns], of_g_y, g_scale, one, dtype, outputs)
-    return product(of_g_y[:outputs], of_x, one, g_scale, dtype, columns)
-
-
-def _in_fp8(rows: Tensor, output: Output) -> tuple[Tensor, Tensor]:
-    """Codes (C', T') of a matrix (T, C), transposed, and their scale."""
-    from .reference import NUMBERS, padded_to_16
-
-    found = floating.quantize(rows, NUMBERS[output.number])
-    return padded_to_16(found.codes.T), found.scale
+        return product(of_x[:columns], of_g_y, scale, one, dtype, outputs)
+    return product(of_g_y[:outputs], of_x, one, scale, dtype, columns)
 
 
 def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
-    from .reference import padded_to_16
 
-    codes, scale = kept
-    return padded_to_16((_codes(codes, columns) * scale).to(dtype).T)
+    def kernel() -> Tensor:
+        from .picked_rows import restored
+
+        return restored((kept[0], kept[1]), columns, dtype)
+
+    def reference() -> Tensor:
+        from .reference import padded_to_16
+
+        return padded_to_16((_codes(kept[0], columns) * kept[1]).to(dtype).T)
+
+    found: Tensor = or_reference("restored rows", kernel, reference)
+    return found
 
 
-def _rounded(t: Tensor, key: Tensor, output: Output, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, (T, C') or `transposed`, (C', T'), and their scale."""
-    from .quantize_kernels import NOTHING, compress, whole
-
-    lay = whole(len(t), False)
-    outputs = (NOTHING, output) if transposed else (output, NOTHING)
-
-    def kernel() -> tuple[Tensor | None, ...]:
-        return compress(t, lay, None, key, *outputs, rotate=False, tiling=tilings(t.dtype, False)[1])
-
-    def reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        return compress(t, lay, key, *outputs, rotate=False)
-
-    codes, scale = or_reference("rows", kernel, reference)[2 * transposed :][:2]
-    assert codes is not None
-    assert scale is not None
-    return codes, scale
+def _codes(kept: Tensor, columns: int) -> Tensor:
+    """The codes as int8, (R, I)."""
+    return unpack(kept, columns) if kept.dtype == torch.uint8 else kept

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import draws
 
-_FLOOR = 1e-12  # of the largest size
-_PASSES = 6  # of `probabilities`; what is left above 1 costs a pick that is taken twice, never the mean
+FLOOR = 1e-12  # of the largest size
+PASSES = 6  # of `probabilities`; what is left above 1 costs a pick that is taken twice, never the mean
 
 
 def probabilities(size: Tensor, count: int) -> Tensor:
@@ -30,10 +30,10 @@ def probabilities(size: Tensor, count: int) -> Tensor:
         (R,), float64; NaN where a size is not finite.
     """
     # Rows of zeros share what is left where fewer rows than `count` have a size at all.
-    size = size.clamp_min(size.amax() * _FLOOR) if size.numel() else size
+    size = size.clamp_min(size.amax() * FLOOR) if size.numel() else size
     size = torch.where(size.sum() == 0, torch.ones_like(size), size)
     p = size * (count / size.sum())
-    for _ in range(_PASSES):
+    for _ in range(PASSES):
         full = p >= 1
         rest = torch.where(full, 0.0, p)
         left = (count - full.sum()) / rest.sum()  # not used where no row is left
