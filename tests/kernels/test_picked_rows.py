@@ -56,7 +56,8 @@ def test_rows_are_packed_as_the_definition_packs_them(rows, outputs, columns, bi
     method, lay, key = preset("hot-importance", saved_bits=bits), rows_of(rows), key_on(device)
     copied = copy_of(rows, columns, device)
     kept, want = both(monkeypatch, lambda: row_scales.packed(copied, columns, lay, SAVED[bits], method, key))
-    assert torch.equal(kept[1], want[1])
+    # On a GPU PyTorch divides by a number as a product with its reciprocal: a last bit.
+    torch.testing.assert_close(kept[1], want[1], rtol=2**-23, atol=0)
     assert few(kept[0] != want[0], 1e-3)  # a product with the reciprocal of a scale, or a division: a last bit
     back, wanted = both(monkeypatch, lambda: row_scales.restored(want, columns, torch.float32))
     assert torch.equal(back, wanted)

@@ -109,6 +109,19 @@ def _size_kernel(
 
 
 @triton.jit
+def _raised(factor, size, floor, wanted, R, CHUNK: tl.constexpr):
+    """The factor with which the sizes below 1 have the sum that those which reach 1 leave of `wanted`."""
+    full = tl.zeros((), tl.float64)
+    rest = tl.zeros((), tl.float64)
+    for start in range(0, R, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        v = tl.maximum(tl.load(size + r, mask=r < R, other=0.0), floor) * factor
+        full += tl.sum(tl.where((r < R) & (v >= 1), 1.0, 0.0).to(tl.float64))
+        rest += tl.sum(tl.where((r < R) & (v < 1), v, 0.0))
+    return tl.where(rest > 0, factor * ((wanted - full) / rest), factor)
+
+
+@triton.jit
 def _draw_kernel(
     size, p, count, R, SMALLEST: tl.constexpr, TIMES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -131,17 +144,10 @@ def _draw_kernel(
         s = tl.maximum(tl.load(size + r, mask=r < R, other=0.0), floor)
         total += tl.sum(tl.where(r < R, s, 0.0))
     factor = wanted / total
-    before = factor
-    for _ in range(TIMES):
-        full = tl.zeros((), tl.float64)
-        rest = tl.zeros((), tl.float64)
-        for start in range(0, R, CHUNK):
-            r = start + tl.arange(0, CHUNK)
-            v = tl.maximum(tl.load(size + r, mask=r < R, other=0.0), floor) * factor
-            full += tl.sum(tl.where((r < R) & (v >= 1), 1.0, 0.0).to(tl.float64))
-            rest += tl.sum(tl.where((r < R) & (v < 1), v, 0.0))
-        before = factor
-        factor = tl.where(rest > 0, factor * ((wanted - full) / rest), factor)
+    for _ in range(TIMES - 1):
+        factor = _raised(factor, size, floor, wanted, R, CHUNK)
+    before = factor  # not carried by the loop: Triton 3.6 and 3.7 take its first value for that of the last pass
+    factor = _raised(factor, size, floor, wanted, R, CHUNK)
     total = tl.zeros((), tl.float64)
     for start in range(0, R, CHUNK):
         r = start + tl.arange(0, CHUNK)
