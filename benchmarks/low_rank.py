@@ -58,7 +58,7 @@ CONFIGURATIONS = (
     Configuration("all rows, x int4, exact g_x", "hq4", FLOAT),
     Configuration("hot-importance, g_x int8", "hot-importance", {"grad_input_bits": 8}),
     Configuration("ranks by layer, mean 8, g_x int8", "hot-unbiased", {"grad_input_bits": 8}, 8.0),
-    Configuration("hot-importance", "hot-importance"),
+    Configuration("hot-importance", "hot-importance", {"number": "int"}),
     Configuration("hot-importance, x int8, g_x int8", "hot-importance", {"saved_bits": 8, "grad_input_bits": 8}),
     Configuration(
         "hot-importance to nearest, g_x int8", "hot-importance", {"rounding": "nearest", "grad_input_bits": 8}

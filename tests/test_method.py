@@ -134,14 +134,17 @@ def test_fp8_in_place_of_integers(name: str, rows: str, number: str) -> None:
     assert hotrain.preset(name, number="int").grad_weight.number == "int"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hq8", "hot-unbiased")])
+OURS = ("hq8", "hot-unbiased", "hot-importance")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OURS])
 def test_what_was_published_is_the_same_on_every_device(name: str) -> None:
     method = hotrain.preset(name)
     assert not method.automatic
     assert method.on_device(fp8=True) is method
 
 
-@pytest.mark.parametrize("name", ["hq8", "hot-unbiased"])
+@pytest.mark.parametrize("name", OURS)
 def test_our_own_methods_take_the_numbers_of_the_device(name: str) -> None:
     method = hotrain.preset(name)
     assert method.on_device(fp8=True) == hotrain.preset(name, number="e4m3")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from hotrain_study.cells import CONTROL, Line, lines, mean_text, read_rows, with_method
+from hotrain_study.cells import CONTROL, FINISHED, Line, lines, mean_text, read_rows, with_method
 from hotrain_study.studies import pretraining
 from hotrain_study.tables import NOT_RUN
 from matplotlib.axes import Axes
@@ -49,13 +49,15 @@ class Point:
 
     Attributes:
         label: of the study.
-        method: what it computes.
+        method: what it computes on the study's GPUs, which have fp8.
         lines: group → its runs.
+        losses: training loss of the ViT's last epoch above exact's, of each seed.
     """
 
     label: str
     method: Method
     lines: dict[str, Line]
+    losses: tuple[float, ...] = ()
 
     def gaps(self, group: str) -> tuple[float, ...]:
         """Points above exact, of each seed."""
@@ -72,10 +74,19 @@ def points() -> list[Point]:
     study = pretraining()
     run = study.cells[0].run
     by: dict[str, dict[str, Line]] = {}
+    losses: dict[str, dict[int, float]] = {}
     for line in lines(study, read_rows([RECORDS / "pretraining.jsonl"])):
+        if line.group == VIT:
+            finished = [row for row in line.rows if row["status"] == FINISHED]
+            losses[line.method] = {row["seed"]: row["history"][-1]["train_loss"] for row in finished}
         if line.group in GROUPS and line.method != CONTROL and "@" not in line.method:
             by.setdefault(line.method, {})[line.group] = line
-    found = [Point(label, with_method(run, label).resolve_method(), mine) for label, mine in by.items()]
+    found = []
+    for label, mine in by.items():
+        method = with_method(run, label).resolve_method().on_device(fp8=True)
+        exact = losses[CONTROL]
+        above = tuple(loss - exact[seed] for seed, loss in losses.get(label, {}).items() if seed in exact)
+        found.append(Point(label, method, mine, above))
     return sorted(found, key=lambda point: (-point.rows, -kept(point.method)))
 
 
@@ -86,8 +97,9 @@ def table() -> str:
         g_x = point.method.grad_input
         rounds = "exact" if g_x.is_exact else "low rank" if g_x.transform == "lowpass" else f"{g_x.bits} bits"
         cells = [_gap(point, group) for group in GROUPS]
+        cells.append(mean_text(point.losses, error=True, sign="+", digits=4) if point.losses else NOT_RUN)
         body.append([f"`{point.label}`", f"{point.rows:.2f}", f"{kept(point.method):.2f}", rounds, *cells])
-    return _markdown(["method", "rows of g_w, in the ViT", "x kept", "g_x", *GROUPS], body)
+    return _markdown(["method", "rows of g_w, in the ViT", "x kept", "g_x", *GROUPS, "training loss of the ViT"], body)
 
 
 def _gap(point: Point, group: str) -> str:

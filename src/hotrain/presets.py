@@ -169,9 +169,9 @@ def hot_importance() -> Method:
 
     The bytes of HOT (r = 8 in int8) and its arithmetic, but what is left out is chosen when both operands are known: of
     the rows of P x and P g_y half are drawn with probabilities proportional to ‖P g_y‖·‖P x‖, and weighted, so that
-    E[g_w] is exact (docs/maths.md). Every operand is rounded without bias. Convolutions whose patches overlap multiply
-    all rows. ``number="e4m3"`` as in `hq4`: one integer scale for P g_y costs more than the draw late in training
-    (docs/noise.md).
+    E[g_w] is exact (docs/maths.md). Convolutions whose patches overlap multiply all rows. Where the device has fp8
+    matrix units, g_y and w are in fp8, as with ``number="e4m3"`` of `hq4`: one integer scale for P g_y costs more than
+    the draw late in training (docs/noise.md). ``number="int"`` keeps it to integers, each rounded without bias.
     """
     return Method(
         "hot-importance",
@@ -179,6 +179,7 @@ def hot_importance() -> Method:
         GradWeight(tile=16, rank=16, bits=8, share=0.5),
         Saved(bits=4, scale="row", rounding="stochastic"),
         KNOBS,
+        automatic=True,
     )
 
 

@@ -214,7 +214,8 @@ def _as_if_on_a_gpu(question):
         ("hot-unbiased", {"number": "e4m3"}),
         ("hot-unbiased", {"number": "int"}),
         ("hot-unbiased", {"number": "e4m3", "forward": "fp8"}),
-        ("hot-importance", {}),
+        ("hot-importance", {"number": "int"}),
+        ("hot-importance", {"number": "e4m3"}),
     ],
     ids=str,
 )
@@ -228,7 +229,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, device, 
         cache.cache_clear()
     monkeypatch.setattr(quantize_kernels, "_plans", {})
     method = hotrain.preset(name)
-    if options.get("number", "int") != "int":
+    if "number" in options:
         method = method.override(number=options["number"])
     method = method.override(forward=options.get("forward", "exact"))
     kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device

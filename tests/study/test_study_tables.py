@@ -51,11 +51,12 @@ def test_the_cells_of_the_issue_are_there_in_their_order() -> None:
     cells = STUDIES["pretraining"].cells
     small = [cell for cell in cells if cell.group in ("ResNet-18, CIFAR-10", "small ViT, CIFAR-10")]
     assert cells[: len(small)] == tuple(small), "CIFAR-10 first"
-    table = [cell for cell in small if cell.method not in known.LEADS]
+    roundings = (known.IN_INTEGERS, known.IN_8_BITS)
+    table = [cell for cell in small if cell.method not in roundings]
     for seed in range(3):
         assert [c.method for c in table if c.run.seed == seed] == 2 * [c.method for c in table[: len(known.METHODS)]]
-    assert {c.method for c in table if c.run.seed == 3} == {"exact", "hq8", "hot-unbiased", "hot-importance"}
-    for method in known.LEADS:
+    assert {c.method for c in table if c.run.seed == 3} == {"exact", "hq8", "hot-unbiased", known.IN_FP8}
+    for method in roundings:
         assert {c.run.seed for c in small if c.method == method} == {0, 1, 2, 3}
     assert {cell.run.plan for cell in cells if "@" not in cell.method} == {"memory"}, "every layer is converted"
     for study in STUDIES.values():
