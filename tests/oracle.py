@@ -448,28 +448,35 @@ def conv_gradients(
     image = p_in.T @ (rows if scale is None else rows * scale)
     if path.drop:
         g_y = dropped(g_y, path.drop, key)
-    factor: Tensor | float = 1.0
-    slack = 0.0
+    s_x: Tensor | float = 1.0
+    ties = 0.0
+    coded = path.bits is not None and path.number != "luq" and not small
     if path.bits is not None and path.number == "luq":
-        g_y, factor = luq(g_y, key, GRAD_WEIGHT)
-    elif path.bits is not None and not small:
-        grad, s_g = codes(tokens, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
-        g_y = grad.view(batch, *g_y.shape[2:], outputs).permute(0, 3, 1, 2)
-        tile_is_one = method.grad_weight.tile == 1
-        if tile_is_one and scale is not None and scale.dim() == 0:
-            image, s_x = rows, scale  # x itself was kept in codes: no second rounding
-        else:
-            lifted = image
-            number, rounding = partner(path.number), method.saved.rounding
-            image, s_x = codes(lifted, max(8, path.bits), "tensor", rounding, key, LIFTED, number)
-            if rounding == "nearest" and number == "int":  # scaled by a power of two, ties of fp8 are exact ties
-                ties = ((lifted / s_x).frac().abs() - 0.5).abs() < 1e-9
-                slack = float(ties.sum() * s_x * g_y.abs().max() * s_g) * table.shape[1]
-        factor = s_g * s_x
-    picture = image.view(batch, -1, shape[1]).transpose(1, 2)
-    unfolded = unfold(picture, table, groups)
-    halves = g_y.permute(0, 2, 3, 1).reshape(-1, groups, outputs // groups).unbind(1)
-    g_w = torch.cat([g.T @ u for g, u in zip(halves, unfolded, strict=True)]) * factor
+        g_y, s_x = luq(g_y, key, GRAD_WEIGHT)
+    elif coded and path.tile == 1 and scale is not None and scale.dim() == 0:
+        image, s_x = rows, scale  # x itself was kept in codes: no second rounding
+    elif coded:
+        lifted = image
+        number, rounding = partner(path.number), method.saved.rounding
+        image, s_x = codes(lifted, max(8, path.bits), "tensor", rounding, key, LIFTED, number)
+        if rounding == "nearest" and number == "int":  # scaled by a power of two, ties of fp8 are exact ties
+            ties = float((((lifted / s_x).frac().abs() - 0.5).abs() < 1e-9).sum() * s_x)
+    g = g_y.permute(0, 2, 3, 1).reshape(-1, outputs)
+    unfolded = unfold(image.view(batch, -1, shape[1]).transpose(1, 2), table, groups)
+    if path.share < 1 and not small:  # of the lines of the output
+        wide = g_y.shape[3]
+        sizes = g.view(-1, wide * outputs).norm(dim=1)
+        sizes = sizes * unfolded.transpose(0, 1).reshape(len(sizes), -1).norm(dim=1)
+        picked, weights = importance([float(n) for n in sizes], path.share, key)
+        positions = [line * wide + column for line in picked for column in range(wide)]
+        g = g[positions] * torch.tensor(weights, dtype=g.dtype).repeat_interleave(wide)[:, None]
+        unfolded = unfolded[:, positions]
+    s_g: Tensor | float = 1.0
+    if coded:
+        g, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
+    halves = g.view(-1, groups, outputs // groups).unbind(1)
+    g_w = torch.cat([part.T @ u for part, u in zip(halves, unfolded, strict=True)]) * (s_g * s_x)
+    slack = ties * float(g.abs().max() * s_g) * table.shape[1]
     return g_x, g_w.view(w.shape), kept, slack
 
 

@@ -184,6 +184,8 @@ METHODS = [hotrain.preset(name) for name in NAMES] + [
     hotrain.preset("hot-unbiased", saved_bits=4),
     hotrain.preset("hot-unbiased", saved_bits=None),
     hotrain.preset("hot-unbiased", grad_weight_bits=None),
+    hotrain.preset("hla", rank=16, share=0.3),  # lines of the output, without codes
+    hotrain.preset("hot-unbiased", share=0.5),  # and of an input that is restored from drawn rows
     hotrain.preset("hq", grad_weight_bits=4, rounding="pseudo"),
     *FP8,
 ]
@@ -216,7 +218,7 @@ def test_1x1_and_linear_are_one() -> None:
         assert torch.equal(g_w.flatten(1), weight.grad), name
 
 
-@pytest.mark.parametrize("name", ["hot", "hot-unbiased", "hq4"])
+@pytest.mark.parametrize("name", ["hot", "hot-unbiased", "hq4", "hot-importance"])
 def test_depthwise_rounds_no_g_y(name: str) -> None:
     """No block of 16 channels to rotate: g_x is exact, only the kept x is compressed."""
     case = (8, 8, 3, 6, 6, {"padding": 1, "groups": 8})
@@ -258,7 +260,7 @@ def test_products_in_bf16_are_those_of_codes(
 # --- bias and noise --------------------------------------------------------------------------------------------------
 
 
-def test_3x3_hot_unbiased_is_unbiased() -> None:
+def test_3x3_drawn_rows_and_drawn_lines_are_unbiased() -> None:
     """z of every entry of both gradients over 300 keys (72 and 100 entries, 5σ); HOT fails the same bound."""
     case = (2, 4, 3, 5, 5, {"padding": 1})
     x, w, g_y = problem(case)
@@ -270,8 +272,9 @@ def test_3x3_hot_unbiased_is_unbiased() -> None:
         spread = draws.std(0) / math.sqrt(keys)
         return float(((draws.mean(0) - truth[which]) / spread).abs().max())
 
-    assert z("hot-unbiased", 0, 300) < 5
-    assert z("hot-unbiased", 1, 300) < 5
+    for name in ("hot-unbiased", "hot-importance"):
+        assert z(name, 0, 300) < 5
+        assert z(name, 1, 300) < 5
     assert z("hot", 1, 60) > 10
 
 

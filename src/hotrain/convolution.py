@@ -10,6 +10,9 @@ Tokens are positions of an image, and channels the columns. Two cases:
   codes*: what bf16 holds exactly, summed in float32. 8-bit units would need kernels that unfold as they read; none is
   here, so that such a layer gains memory and no time. `hotrain.kernels.convolution` makes the codes on a GPU.
 
+Where a method multiplies a share of the rows, such a layer multiplies that share of the *lines* of its output, drawn by
+importance (`picked_lines`): a line of g_y and the kh lines of x that it reads are an image of their own.
+
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
 operations: where the method rotates, its two products stay in floating point, of unrounded g_y and w. The saved x is
 compressed all the same.
@@ -18,6 +21,7 @@ compressed all the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,6 +37,7 @@ from .quantize.integer import Quantized
 from .quantize.rounding import wide
 from .saved import Kept, values
 from .transform.hadamard import TILE
+from .transform.importance import drawn
 from .transform.tokens import Layout, lift, project
 
 
@@ -150,8 +155,10 @@ def grad_weight(
         codes, alpha = published.luq(g_y, key, draws.GRAD_WEIGHT)
         x, scale = published.factors(kept, codes.dtype, alpha)
         return product_for_weight(codes, as_image(x, shape), w.shape, geometry).to(scale.dtype) * scale
-    x = as_image(lift(values(kept, g_y.dtype), lay, key), shape)
-    return product_for_weight(g_y, x, w.shape, geometry)
+    x, dtype = as_image(lift(values(kept, g_y.dtype), lay, key), shape), g_y.dtype
+    if path.share < 1 and not stays_float(method, len(w), geometry):
+        g_y, x, geometry = picked_lines(g_y, x, geometry, path.share, key)
+    return product_for_weight(g_y.to(dtype), x, w.shape, geometry)
 
 
 def _coded_grad_weight(
@@ -166,17 +173,56 @@ def _coded_grad_weight(
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
     path, dtype = method.grad_weight, of_products(g_y)
-    matrix = wide(channels_last(g_y).reshape(-1, g_y.shape[1]))
-    grad = projected_grad(matrix, path, key)
+    g_y = wide(g_y)
     if isinstance(kept, Quantized) and lay.lines.tile == 1 and kept.scale.dim() == 0:
         codes = kept  # x itself was saved in codes: no second rounding
     else:
-        x = lift(values(kept, matrix.dtype), lay, key)
-        bits, rounding = max(8, grad.bits), method.saved.rounding
-        codes = QUANTIZERS[PARTNER[path.number]](x, bits, "tensor", rounding, key, draws.LIFTED)
-    g, image = as_image(grad.unpacked().to(dtype), g_y.shape), as_image(codes.unpacked().to(dtype), shape)
+        x, rounding = lift(values(kept, g_y.dtype), lay, key), method.saved.rounding
+        codes = QUANTIZERS[PARTNER[path.number]](x, max(8, path.bits or 8), "tensor", rounding, key, draws.LIFTED)
+    image = as_image(codes.unpacked().to(dtype), shape)
+    if path.share < 1:
+        g_y, image, geometry = picked_lines(g_y, image, geometry, path.share, key)
+    grad = projected_grad(channels_last(g_y).reshape(-1, g_y.shape[1]), path, key)
+    g = as_image(grad.unpacked().to(dtype), g_y.shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
-    return g_w.to(matrix.dtype) * (grad.scale * codes.scale)
+    return g_w.to(g_y.dtype) * (grad.scale * codes.scale)
+
+
+def picked_lines(
+    g_y: Tensor, x: Tensor, geometry: Geometry, share: float, key: draws.Key
+) -> tuple[Tensor, Tensor, Geometry]:
+    """A share of the lines of the output, drawn by importance, each with the lines of x that it reads.
+
+    The g_w of all of them is the sum over the lines of the output, as that of a matrix is the sum over its rows, so
+    that E[g_w] is exact (`transform.importance`).
+
+    Args:
+        g_y: (B, O, H', W').
+        x: (B, C, H, W), any scale.
+        geometry: of the convolution.
+        share: of the lines, in (0, 1); n = ⌈share·B·H'⌉ are drawn.
+        key: of the draw.
+
+    Returns:
+        The lines of g_y times their weights (n, O, 1, W'), in float32 or float64; those of x, padded,
+        (n, C, kh spread by the dilation, W); and the geometry of their convolution.
+    """
+    x, g_y = channels_last(geometry.pad(x)), channels_last(wide(g_y))
+    spans = [each * (k - 1) + 1 for each, k in zip(geometry.dilation, geometry.kernel, strict=True)]
+    (down, across), (down_each, across_each) = geometry.stride, geometry.dilation
+    energy = torch.linalg.vector_norm(x, dim=3, dtype=torch.float64).square()
+    energy = energy.unfold(1, spans[0], down).unfold(2, spans[1], across)[..., ::down_each, ::across_each]
+    of_x = energy.sum((2, 3, 4)).sqrt()  # the norm of the line's rows of U(x)
+    of_g = torch.linalg.vector_norm(g_y, dim=(2, 3), dtype=torch.float64)
+    picked, weight = drawn((of_g * of_x).flatten(), share, key)
+    image, line = picked // g_y.shape[1], picked % g_y.shape[1]
+    g = g_y[image, line] * weight.to(g_y.dtype)[:, None, None]
+    lines = x.unfold(1, spans[0], down).movedim(-1, 2)[image, line]
+    return (
+        g[:, None].permute(0, 3, 1, 2),
+        lines.permute(0, 3, 1, 2),
+        replace(geometry, padding=(0, 0), padding_mode="zeros"),
+    )
 
 
 def stays_float(method: Method, outputs: int, geometry: Geometry) -> bool:

@@ -169,9 +169,10 @@ def hot_importance() -> Method:
 
     The bytes of HOT (r = 8 in int8) and its arithmetic, but what is left out is chosen when both operands are known: of
     the rows of P x and P g_y half are drawn with probabilities proportional to ‖P g_y‖·‖P x‖, and weighted, so that
-    E[g_w] is exact (docs/maths.md). Convolutions whose patches overlap multiply all rows. Where the device has fp8
-    matrix units, g_y and w are in fp8, as with ``number="e4m3"`` of `hq4`: one integer scale for P g_y costs more than
-    the draw late in training (docs/noise.md). ``number="int"`` keeps it to integers, each rounded without bias.
+    E[g_w] is exact (docs/maths.md). Of convolutions whose patches overlap it is half of the lines of the output. Where
+    the device has fp8 matrix units, g_y and w are in fp8, as with ``number="e4m3"`` of `hq4`: one integer scale for
+    P g_y costs more than the draw late in training (docs/noise.md). ``number="int"`` keeps it to integers, each rounded
+    without bias.
     """
     return Method(
         "hot-importance",

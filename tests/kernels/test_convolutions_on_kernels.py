@@ -36,6 +36,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("hla", {}),  # no codes: P x in 16 or 32 bits
     ("hq4", {}),  # int4 with a scale for each row of P x
     ("hq4", FP8),  # the same codes beside g_y in fp8
+    ("hot-importance", INTEGERS),  # lines of the output that are drawn
+    ("hot-importance", FP8),
 ]
 # in, out, kernel, size, options; multiples of 16, so that noise has one numbering with the definition.
 LAYERS: list[tuple[str, tuple[int, int, Any, tuple[int, int], dict[str, Any]]]] = [

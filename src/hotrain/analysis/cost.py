@@ -265,7 +265,8 @@ def _grad_weight(
         overhead += count.floats(shape.output_entries)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
-    rows = shape.tokens if shape.unfolds else math.ceil(path.share * lay.rows)
+    share = 1.0 if shape.unfolds and _in_floats(shape, method) else path.share
+    rows = math.ceil(share * (shape.tokens if shape.unfolds else lay.rows))
     macs = rows * shape.outputs * shape.inputs
     if path.bits is None or _in_floats(shape, method):
         if saved.bits is not None:

@@ -13,6 +13,7 @@ from ..convolution import (
     as_kernel,
     padded_grad,
     padded_weight,
+    picked_lines,
     product_for_input,
     product_for_weight,
     stays_float,
@@ -26,7 +27,7 @@ from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 from . import dispatch, row_scales
 from .dispatch import Grads, Needs
-from .operands import given_key, tilings
+from .operands import device_key, given_key, tilings
 from .support import or_reference
 
 
@@ -85,16 +86,19 @@ def conv2d_gradients(
             kept = row_scales.restored(kept, shape[1], g_y.dtype), dispatch._filled_side(lay, call.key)
         codes, side = kept
         x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
-        size = (outputs, shape[1] // geometry.groups, *geometry.kernel)
+        size, share = (outputs, shape[1] // geometry.groups, *geometry.kernel), method.grad_weight.share
         if projected is NOTHING:
             g_w = product_for_weight(g_y, as_image(x, shape), size, geometry)
         else:
-            if once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
-                matrix = dispatch._contiguous_rows(channels_last(g_y).reshape(-1, outputs))
-                once, scale, sums = call.of(matrix, replace(projected, dtype=dtype), PROJECTED, False, needs[2])
             codes, x_scale = call.of_lifted(x, method, dtype)
-            g = as_image(once, g_y.shape)[:, :outputs]
-            found = product_for_weight(g, as_image(codes, shape)[:, : shape[1]], size, geometry)
+            g, image = g_y, as_image(codes, shape)[:, : shape[1]]
+            if share < 1:
+                g, image, geometry = picked_lines(g, image, geometry, share, device_key(call.key))
+            if share < 1 or once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
+                matrix = dispatch._contiguous_rows(channels_last(g).reshape(-1, outputs))
+                once, scale, own = call.of(matrix, replace(projected, dtype=dtype), PROJECTED, False, needs[2])
+                sums = own if share == 1 else sums
+            found = product_for_weight(as_image(once, g.shape)[:, :outputs], image, size, geometry)
             g_w = found.float() * (scale * x_scale)
     if needs[2]:
         g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums.to(g_y.dtype)
