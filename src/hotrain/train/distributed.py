@@ -26,13 +26,7 @@ def _is_lost(error: RuntimeError) -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as one of them sees them.
-
-    Args:
-        rank: index of this process.
-        world: number of processes; 1 outside of torchrun.
-        device: device of this process.
-    """
+    """The processes of a run as one of them sees them: its index, their number, its device."""
 
     rank: int = 0
     world: int = 1

@@ -13,7 +13,9 @@ from torch import nn
 from hotrain._version import require
 from hotrain.train import dense, language
 from hotrain.train.run import Lora
-from hotrain.train.torchvision_shim import ensure_torchvision
+
+Normalization = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of each channel, of values from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,7 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def default_image_size(name: str, data_size: int) -> int:
-    """Image size of a run that does not set one.
-
-    Args:
-        name: the model.
-        data_size: side of the data's images in pixels.
-
-    Returns:
-        Side in pixels: the model's own for one of ``SMALL``, else ``data_size``.
-    """
+    """Side in pixels of a run that does not set one: the model's own for one of ``SMALL``, else the data's."""
     return SMALL[name].image_size if name in SMALL else data_size
 
 
@@ -106,7 +100,6 @@ def create_model(
         return language.create(name, classes=classes, vocabulary=channels, length=image_size, args=args)
     if name in dense.MODELS:
         return dense.create(name, classes=classes, channels=channels, image_size=image_size, args=args)
-    ensure_torchvision()
     require("timm", "1.0.20", "vision")
     import timm
 
@@ -160,16 +153,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def normalization(model: nn.Module, pretrained: bool, channels: int) -> tuple[Sequence[float] | None, ...]:
-    """Per-channel normalization that pretrained weights expect.
-
-    Returns:
-        Mean and standard deviation; ``(None, None)`` where those of the data are to be used.
-    """
-    config = getattr(model, "pretrained_cfg", {})
+def normalization(model: Any, pretrained: bool, channels: int) -> Normalization | None:
+    """Normalization that pretrained weights expect; None where that of the data is to be used."""
     if not pretrained or channels != 3:
-        return None, None
-    return config["mean"], config["std"]
+        return None
+    return model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:

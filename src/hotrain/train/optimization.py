@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotrain.train.run import TrainRun
-from hotrain.train.torchvision_shim import ensure_torchvision
 
 
 def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
@@ -18,7 +17,6 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
     Raises:
         ValueError: a name that timm does not have, or a model without trainable parameters.
     """
-    ensure_torchvision()
     from timm.optim import create_optimizer_v2, list_optimizers
 
     known = [str(name) for name in list_optimizers()]
@@ -48,7 +46,6 @@ class Schedule:
     """
 
     def __init__(self, run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> None:
-        ensure_torchvision()
         from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
 
         common: dict[str, Any] = {

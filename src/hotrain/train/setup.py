@@ -29,16 +29,7 @@ from hotrain.train.tokens import TokenData
 
 @dataclass
 class Setup:
-    """The parts of a run, ready for the first update.
-
-    Args:
-        run: the configuration.
-        device: device of model and batches.
-        data: the data set.
-        feed: batches of this process.
-        model: the model, with converted layers.
-        report: the conversion report (`hotrain.ConversionReport`); None for the exact method.
-    """
+    """The parts of a run, ready for the first update. Of the exact method there is no ``report`` of a conversion."""
 
     run: TrainRun
     device: torch.device
@@ -75,13 +66,6 @@ def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextM
 
 def create(run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device) -> nn.Module:
     """Create the model of ``run`` with its adapters, gradient checkpointing, memory format and device; not converted.
-
-    Args:
-        run: the configuration.
-        classes: number of outputs.
-        channels: channels of the images.
-        image_size: side of the images in pixels.
-        device: device of the model.
 
     Raises:
         ValueError, RuntimeError: as :func:`build`.
@@ -172,17 +156,8 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         raise ValueError(f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), not a folder")
     classes = len(data.classes) if labelled else 0
     model = create(run, classes=classes, channels=data.channels, image_size=size, device=processes.device)
-    mean, std = normalization(model, run.pretrained, data.channels)
-    feed = Feed(
-        run,
-        data,
-        image_size=size,
-        mean=mean,
-        std=std,
-        device=processes.device,
-        rank=processes.rank,
-        world=processes.world,
-    )
+    scaling = normalization(model, run.pretrained, data.channels)
+    feed = Feed(run, data, image_size=size, normalization=scaling, processes=processes)
     if labelled:
         report = convert(run, model)
     else:
