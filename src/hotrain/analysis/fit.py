@@ -119,6 +119,7 @@ def fit(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     largest: int = LARGEST,
+    on_row: Callable[[FitRow], None] | None = None,
 ) -> FitReport:
     """Find the largest batch whose training step fits into `budget_bytes`, for each of the variants.
 
@@ -138,6 +139,7 @@ def fit(
         loss: output → scalar; None is the sum of all outputs.
         optimizer: parameters → optimizer.
         largest: batch size at which the search ends.
+        on_row: called with the result of each variant when it is known.
 
     Returns:
         The largest batch of each variant, and the bytes of its step.
@@ -167,6 +169,8 @@ def fit(
         with following(model, point):
             find = _by_running if device.type == "cuda" else _by_prediction
             rows.append(find(step, lambda n: as_inputs(make_inputs(n)), variant, budget_bytes, largest, device))
+        if on_row is not None:
+            on_row(rows[-1])
     return FitReport(budget_bytes, str(device), rows)
 
 

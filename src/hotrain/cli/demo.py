@@ -89,16 +89,8 @@ def demo(
 def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> Comparison:
     """Compare the methods on every run, with a line on stderr for each finished cell (run, method, seed).
 
-    Small layers do not use two threads well: two processes with one thread each have about twice the throughput.
-
-    Args:
-        runs: runs to compare the methods on.
-        methods: methods as on the command line.
-        seeds: seeds of every method.
-        jobs: cells at a time, each in a process with one thread.
-
-    Returns:
-        The cells in the order of runs, methods and seeds.
+    ``jobs`` cells run at a time, each in a process with one thread: small layers do not use two threads well. The cells
+    of the result are in the order of runs, methods and seeds.
 
     Raises:
         ValueError: a bad method, before any training.

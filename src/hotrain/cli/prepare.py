@@ -21,12 +21,7 @@ CLASSES, BATCH = 1000, 8
 
 
 def configure(recipe: str | None, *, resume: Path | None = None, **options: Any) -> TrainRun:
-    """Return the run of a recipe or checkpoint with the command line's options.
-
-    Args:
-        recipe: name of a recipe.
-        resume: a checkpoint or the folder of a run; used if no recipe is given.
-        **options: as for `with_options`.
+    """Return the run of a recipe, else of a checkpoint or the folder of a run, with the options of `with_options`.
 
     Raises:
         ValueError: an unknown recipe, field or method (with the nearest known one), a bad value, or a checkpoint that
@@ -48,9 +43,7 @@ def configure(recipe: str | None, *, resume: Path | None = None, **options: Any)
 def look(name: str, **options: Any) -> TrainRun:
     """Return the run to measure for a name: a recipe's, or that of a timm model at its own image size.
 
-    Args:
-        name: a recipe or a timm model.
-        **options: as for `with_options`. Without a method, an exact recipe gets the default one.
+    Options are those of `with_options`. Without a method, an exact recipe gets the default one.
 
     Raises:
         ValueError: neither a recipe nor a timm model, and as `configure`.
@@ -118,11 +111,7 @@ def with_options(
 
 
 def converted(run: TrainRun, weights: Path | None = None) -> Setup:
-    """Build the parts of a run, with converted layers.
-
-    Args:
-        run: the run.
-        weights: a checkpoint of the trainer or the folder of its run; None: initial weights, or pretrained ones.
+    """Build the parts of a run, with converted layers, and the weights of a checkpoint (or the folder of its run).
 
     Raises:
         ValueError: data, model, device or checkpoint that are not available, or a checkpoint that does not fit.

@@ -182,15 +182,7 @@ def _described(label: str) -> str:
 
 
 def keep(records: Records, folder: Path) -> Path | None:
-    """Write the records and, if matplotlib and jinja2 are installed, the report.
-
-    Args:
-        records: the records.
-        folder: where to write.
-
-    Returns:
-        Path of the report; None without one.
-    """
+    """Write the records and, if matplotlib and jinja2 are installed, the report; its path, or None."""
     records.save(folder)
     if any(importlib.util.find_spec(package) is None for package in ("matplotlib", "jinja2")):
         return None
