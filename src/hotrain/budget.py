@@ -141,12 +141,7 @@ def by_gain(
 ) -> dict[str, int]:
     """Bytes that recomputing frees, by block: those of most bytes for their time first, and none that frees nothing.
 
-    Args:
-        model: with no block recomputed; it is so afterwards.
-        found: its blocks.
-        full: bytes that it saves.
-        inputs: of the model.
-        kwargs: of the model.
+    No block of the model is recomputed, before and after; ``full`` is what it saves so.
     """
     recompute(found)
     least = saved_bytes(model, *inputs, **kwargs)

@@ -85,12 +85,9 @@ class Calibration:
         return title + "\n" + table(["layer", "tensor", "token", "ratio", "choice"], rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration as JSON with a checksum, atomically.
+        """Write the calibration as JSON with a checksum, atomically; a file that is there is replaced.
 
         To edit the file by hand, remove its line ``sha256``.
-
-        Args:
-            path: replaced if it exists.
 
         Raises:
             OSError: it cannot be written; a file that was there stays.
@@ -106,9 +103,6 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read what `save` wrote.
-
-        Args:
-            path: of the JSON file.
 
         Raises:
             ValueError: the file is not a calibration of this version, or is damaged; the message names the file and
@@ -301,11 +295,7 @@ class BitSchedule:
             raise ValueError(f"BitSchedule: warmup={self.warmup!r} is not a number of epochs, 0 or more")
 
     def at(self, epoch: int) -> int:
-        """The bits in force in an epoch.
-
-        Args:
-            epoch: counted from 0.
-        """
+        """The bits in force in an epoch, counted from 0."""
         return self.warmup_bits if epoch < self.warmup else self.bits
 
     def apply(self, model: nn.Module, epoch: int) -> list[str]:

@@ -146,19 +146,12 @@ class Frontier:
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `rows` as JSON, one a line, atomically.
-
-        Args:
-            path: replaced if it exists.
-        """
+        """Write `rows` as JSON, one a line, atomically; a file that is there is replaced."""
         write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
         """Read what `save` wrote.
-
-        Args:
-            path: of the file.
 
         Raises:
             ValueError: the file is no such record.

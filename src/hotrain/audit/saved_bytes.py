@@ -314,15 +314,7 @@ def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
 
 
 def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
-    """Sum saved bytes over modules and all modules inside them.
-
-    Args:
-        audit: the saved bytes of a model.
-        names: module names.
-
-    Returns:
-        Name → bytes first saved in that module, or in one inside it.
-    """
+    """Name of a module → bytes first saved in it, or in a module inside of it."""
     inside = dict.fromkeys(names, 0)
     for module, size in audit.by_module.items():
         for name in inside:

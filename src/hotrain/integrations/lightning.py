@@ -58,12 +58,7 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
         self._checked = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Convert before training, if the layers are there already.
-
-        Args:
-            trainer: the Trainer.
-            pl_module: the LightningModule.
-            stage: ``"fit"``; nothing is done for the others.
+        """Convert before training (``stage`` is ``"fit"``), if the layers are there already.
 
         Raises:
             ValueError: the strategy or the precision is not supported, the module is compiled, `module` names none, or

@@ -47,12 +47,6 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Convert the model.
 
-        Args:
-            args: the TrainingArguments.
-            state: unused.
-            control: unused.
-            model: what is to be trained.
-
         Raises:
             ValueError: the set-up is not supported, or as `convert`.
         """
@@ -62,12 +56,6 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Check that the model that is trained is the one that was converted.
-
-        Args:
-            args: unused.
-            state: unused.
-            control: unused.
-            model: what is to be trained.
 
         Raises:
             RuntimeError: it is another one.

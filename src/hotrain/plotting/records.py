@@ -118,9 +118,6 @@ class Records:
 def load_records(folder: Path | str) -> Records:
     """The records of ``folder``. ``records.json`` may be absent: the report then lacks its sections.
 
-    Args:
-        folder: with both files.
-
     Raises:
         ValueError: ``summary.json`` is missing, is not JSON or lacks fields, or a file was written by a later version
             of hotrain.

@@ -40,10 +40,7 @@ def undominated(points: Points) -> list[str]:
 
 
 def draw_frontier(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text of an SVG file from the record of `hotrain frontier`; points that ran out of memory are left out.
-
-    Args:
-        rows: as `hotrain.Frontier.save` writes them, one a line.
+    """The text of an SVG file from `Frontier.rows`; points that ran out of memory are left out.
 
     Raises:
         ValueError: no point ran.

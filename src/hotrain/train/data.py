@@ -234,9 +234,6 @@ def load_folder(root: Path) -> FolderData:
     Up to ``CHECKED_FILES`` files per split are decoded once, as a check. Only files directly in a class folder are
     read; nested folders, and classes without a training image, cause a warning. Links are followed.
 
-    Args:
-        root: the folder of the data set.
-
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the
             training split does not have, a class folder given twice or linked to a folder that contains it, an empty
@@ -268,7 +265,6 @@ def load_folder(root: Path) -> FolderData:
 
 def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
     """List the image files directly in the class folders of ``split``, with their labels, in natural order."""
-    ensure_torchvision()
     from timm.data.readers.img_extensions import get_img_extensions
     from timm.utils.misc import natural_key
 

@@ -13,11 +13,7 @@ MODELS = (*ENCODERS, *DECODERS)
 
 
 class Encoder(nn.Module):
-    """BERT with a classifier.
-
-    Args:
-        config: of transformers' BERT.
-    """
+    """BERT with a classifier."""
 
     def __init__(self, config: Any) -> None:
         from transformers import BertForSequenceClassification
@@ -32,11 +28,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT-2.
-
-    Args:
-        config: of transformers' GPT-2.
-    """
+    """GPT-2."""
 
     def __init__(self, config: Any) -> None:
         from transformers import GPT2LMHeadModel

@@ -307,12 +307,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_value(kind: Any, text: str) -> Any:
-    """Parse the value of a field; `TrainRun` checks it.
-
-    Args:
-        kind: type annotation of the field.
-        text: the value as text.
-    """
+    """Parse the value of a field by its type annotation; `TrainRun` checks it."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if text.lower() == "none" and type(None) in args:
