@@ -91,8 +91,7 @@ class TrainRun:
     warmup_epochs: float = 0.0
     warmup_lr: float = 1e-6
     min_lr: float = 0.0
-    milestones: tuple[float, ...] = (0.5, 0.75)  # multistep: fractions of the run at which the rate drops
-    decay_rate: float = 0.1
+    milestones: tuple[float, ...] = (0.5, 0.75)  # multistep: fractions of the run at which the rate drops to a tenth
     clip: float | None = None  # largest gradient norm
     ema: float | None = None  # decay of the averaged weights
 
@@ -102,8 +101,6 @@ class TrainRun:
     auto_augment: str | None = None  # image folders: timm's policy, such as rand-m9-mstd0.5-inc1
     mixup: float = 0.0
     cutmix: float = 0.0
-    mix_prob: float = 1.0
-    mix_switch_prob: float = 0.5
     smoothing: float = 0.0
     random_erase: float = 0.0
 
@@ -182,7 +179,7 @@ class TrainRun:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
-        """Make a run from the data that :meth:`to_dict` returned, also before some fields were removed that were unset.
+        """Make a run from the data that :meth:`to_dict` returned, also before fields were removed that had one value.
 
         Raises:
             ValueError: an unknown field (with the nearest known one) or a bad value.
@@ -200,7 +197,10 @@ class TrainRun:
         return cls(**values)
 
 
-_REMOVED: list[tuple[str, Any]] = [("corrupt", "refuse"), ("grokfast", None)]
+_REMOVED: list[tuple[str, Any]] = [
+    *(("corrupt", "refuse"), ("grokfast", None), ("decay_rate", 0.1), ("mix_prob", 1.0), ("mix_switch_prob", 0.5)),
+]
+"""Fields that are gone, with the values that records and checkpoints may have of them."""
 _INF = sys.float_info.max  # no upper bound, but finite
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
@@ -211,11 +211,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "accumulation": (1, _INF),
     "eval_batch_size": (1, _INF),
     "momentum": (0.0, 1.0),
-    "decay_rate": (0.0, 1.0),
     "ema": (0.0, 1.0),
     "crop_padding": (0, 1024),
-    "mix_prob": (0.0, 1.0),
-    "mix_switch_prob": (0.0, 1.0),
     "smoothing": (0.0, 1.0),
     "random_erase": (0.0, 1.0),
     "seed": (0, 2**63 - 1),
@@ -286,13 +283,13 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     return name, overrides
 
 
-def with_preset(run: TrainRun, text: str) -> TrainRun:
-    """Return a copy of ``run`` with the method of `parse_method`, and no other overrides.
+def with_preset(run: TrainRun, method: str | Method) -> TrainRun:
+    """Return a copy of ``run`` with a method, or that of `parse_method`, and no other overrides.
 
     Raises:
         ValueError: an unknown method or a bad override.
     """
-    name, overrides = parse_method(text)
+    name, overrides = (method, {}) if isinstance(method, Method) else parse_method(method)
     return replace(run, method=name, method_overrides=overrides)
 
 
