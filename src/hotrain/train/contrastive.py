@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TASKS = ("simclr", "byol")
-TEMPERATURE = {"simclr": 0.2}
+TEMPERATURE = 0.2  # of SimCLR
 MOMENTUM = 0.99  # of BYOL's target at the first update; it rises to 1 along a cosine
 HIDDEN, OUT = 512, 128
 
@@ -50,7 +50,7 @@ class TwoViews(nn.Module):
         """The loss of what `forward` returned for ``images``, in float32."""
         first, second = F.normalize(embedded.float(), dim=1).chunk(2)
         if self.target is None:
-            return info_nce(first, second, TEMPERATURE["simclr"])
+            return info_nce(first, second, TEMPERATURE)
         with torch.no_grad():
             goal_first, goal_second = F.normalize(self.target(images).float(), dim=1).chunk(2)
         return 4.0 - 2.0 * ((first * goal_second).sum(1) + (second * goal_first).sum(1)).mean()

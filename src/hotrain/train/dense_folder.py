@@ -36,11 +36,6 @@ class DenseFolder(ImageFiles[Item]):
     image_size: ClassVar[int] = 512
 
 
-def is_dense(root: Path) -> bool:
-    """Whether a folder has annotations, as ADE20K's and COCO's have."""
-    return (root / "annotations").is_dir()
-
-
 def load_dense(root: Path) -> DenseFolder:
     """List the images of a folder, and their masks or boxes.
 

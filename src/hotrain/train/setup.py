@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.conversion import converted_layers
-from hotrain.train import checkpoint, contrastive, dense, language, trackers
+from hotrain.train import checkpoint, contrastive, dense, language
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, Data, FolderData, load_data
 from hotrain.train.dense_folder import DenseFolder
@@ -142,7 +143,8 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         ValueError, RuntimeError: data, model, weights or device that are not available, or a method that no layer of
             the model supports, or a tracker that is not installed.
     """
-    trackers.check(run.log)
+    if run.log is not None and importlib.util.find_spec(run.log) is None:
+        raise RuntimeError(f"log: {run.log} is not installed: pip install {run.log}")
     processes = processes or Processes(device=resolve_device(run.device))
     data: Data | SceneData = load_data(run.data, data_dir=run.data_dir)
     seed_all(run.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +17,6 @@ Track = Callable[[int, Mapping[str, Any]], None]
 
 def untracked(update: int, values: Mapping[str, Any]) -> None:
     """Write nothing."""
-
-
-def check(name: str | None) -> None:
-    """Check that the library of a tracker is installed.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise RuntimeError(f"log: {name} is not installed: pip install {name}")
 
 
 @contextlib.contextmanager
