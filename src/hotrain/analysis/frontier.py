@@ -124,8 +124,9 @@ class Frontier:
             note = "" if point in front else "dominated"
             cells.append([point.name, f"{point.ms:.1f}", ratios[0], bytes_text(point.peak_bytes), ratios[1], note])
         about = self.conditions
+        shapes = ", ".join("×".join(map(str, shape)) for shape in about["inputs"])
         text = (
-            f"{about['model']} on {about['device']}, inputs {_shapes(about['inputs'])}, {about['autocast'] or 'no'} "
+            f"{about['model']} on {about['device']}, inputs {shapes}, {about['autocast'] or 'no'} "
             f"autocast, {'compiled' if about['compile'] else 'eager'}, median of {about['steps']} steps"
         )
         predicted = any(point.how == PREDICTED for point in self.points)
@@ -309,7 +310,3 @@ def _measured(
     ms, peak = result or (None, None)
     how = RAN if device.type == "cuda" else PREDICTED
     return replace(plan, ms=ms, peak_bytes=peak, how=how, device=device_name(device), torch_version=torch.__version__)
-
-
-def _shapes(inputs: Sequence[Sequence[int]]) -> str:
-    return ", ".join("×".join(map(str, shape)) for shape in inputs)
