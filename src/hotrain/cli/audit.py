@@ -22,7 +22,6 @@ from hotrain.cli.options import (
     SeedOption,
     SetOption,
     print_json,
-    with_fields,
 )
 from hotrain.cli.terminal import working
 
@@ -74,10 +73,9 @@ def memory(
     from hotrain.tables import bytes_text, parse_bytes
 
     budget = None if fit is None else parse_bytes(fit)
-    settings = with_fields(settings, amp=amp)
     with working(f"{model}: loading") as say:
         run, network, images = with_images(
-            model, classes, batch_size, method=method, data=data, settings=settings, device=device
+            model, classes, batch_size, method=method, data=data, settings=settings, device=device, amp=amp
         )
         about = {"model": run.model, "method": run.method_label, "memory": run.resolve_method().memory}
         about["precision"] = run.amp or "fp32"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,11 +120,6 @@ CheckpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
-
-def with_fields(settings: Sequence[str] | None, **fields: object) -> list[str]:
-    """The ``field=value`` strings of ``--set``, and then of the given options that are fields of a run."""
-    return [*(settings or ()), *(f"{name}={value}" for name, value in fields.items() if value is not None)]
 
 
 def split_names(text: str, option: str) -> list[str]:

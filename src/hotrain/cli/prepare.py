@@ -85,29 +85,24 @@ def with_options(
     run: TrainRun,
     *,
     method: str | None = None,
-    data: str | None = None,
     settings: Sequence[str] | None = None,
-    seed: int | None = None,
-    device: str | None = None,
     out: Path | None = None,
-    log: str | None = None,
+    **fields: object,
 ) -> TrainRun:
     """Return the run with the command line's options.
 
     Args:
-        run: the run.
         method: preset with overrides, as in ``hot:rank=4``.
-        data, seed, device, out, log: fields of the run; None: unchanged. They take precedence over ``settings``.
         settings: ``field=value`` strings.
+        out: folder of the records.
+        **fields: other options that are fields of the run; None: not given. They take precedence over ``settings``.
     """
-    from hotrain.train import parse_method, replace, with_settings
+    from hotrain.train import with_preset, with_settings
 
-    changes: dict[str, Any] = {"data": data, "seed": seed, "device": device, "log": log}
-    changes["out_dir"] = None if out is None else str(out)
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if method is not None:
-        changes["method"], changes["method_overrides"] = parse_method(method)
-    return replace(with_settings(run, settings or ()), **changes)
+    given = {**fields, "out_dir": out}
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    run = with_settings(run, [*(settings or ()), *options])
+    return run if method is None else with_preset(run, method)
 
 
 def converted(run: TrainRun, weights: Path | None = None) -> Setup:
@@ -135,7 +130,6 @@ def with_images(
     Neither data nor weights are downloaded.
 
     Args:
-        name: a recipe or a timm model.
         classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
         batch_size: number of images; None: the run's.
         **options: as for `look`.

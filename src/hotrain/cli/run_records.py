@@ -107,15 +107,13 @@ def gathered(folders: Sequence[Path]) -> Records:
     found = [row for folder in folders for row in _finished(folder)]
     runs = [TrainRun.from_dict(row["config"]) for row in found]
     names = _names(runs)
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    curves: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for name, run, row in zip(names, runs, found, strict=True):
-        key = {"model": name, "method": run.method_label, "seed": run.seed}
-        cell = (name, run.method_label, run.seed)
-        rows[cell] = {**key, **{field: row[field] for field in MEASURED}}
-        if row.get("layers"):
-            rows[cell]["layers"] = row["layers"]
-        curves[cell] = curve(row["history"], **key)
+    keys = [(name, run.method_label, run.seed) for name, run in zip(names, runs, strict=True)]
+    rows, curves = [], []
+    for cell, row in dict(zip(keys, found, strict=True)).items():
+        key = dict(zip(("model", "method", "seed"), cell, strict=True))
+        ran = {"layers": row["layers"]} if row.get("layers") else {}
+        rows.append({**key, **{field: row[field] for field in MEASURED}, **ran})
+        curves.append(curve(row["history"], **key))
     meta = {
         **_settings(dict(zip(names, runs, strict=True))),
         "title": f"{len(rows)} runs compared",
@@ -124,7 +122,7 @@ def gathered(folders: Sequence[Path]) -> Records:
         "seeds": sorted({run.seed for run in runs}),
         "methods": {run.method_label: _described(run.method_label) for run in runs},
     }
-    return Records(meta=meta, rows=list(rows.values()), curves=list(curves.values()))
+    return Records(meta=meta, rows=rows, curves=curves)
 
 
 def _finished(folder: Path) -> list[dict[str, Any]]:

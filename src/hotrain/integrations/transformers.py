@@ -42,7 +42,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, method: str | Method = DEFAULT, **options: Any) -> None:
         super().__init__(method, **options)
-        self._checked = self._logged = False
+        self._logged = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Convert the model.
@@ -67,13 +67,12 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
                 "wrapped it by now. Pass the callback as Trainer(..., callbacks=[callback]), not by add_callback; a "
                 "model_init must return callback.convert(model)."
             )
-        self._checked = self._logged = False
+        self.checked = self._logged = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
-        if not self._checked and not args.torch_compile:
+        if not args.torch_compile:
             self.check()
-        self._checked = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Add `metrics` to the first log of a loss and to the last log."""
