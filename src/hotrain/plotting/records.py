@@ -7,7 +7,7 @@ measurement beside the rows. ``records.json`` has the other data of the report.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,11 @@ class Records:
 
     def models(self) -> list[str]:
         """Model names in the order of the rows."""
-        return _distinct(row["model"] for row in self.rows)
+        return list(dict.fromkeys(row["model"] for row in self.rows))
 
     def methods(self) -> list[str]:
         """Method names in the order of the rows."""
-        return _distinct(row["method"] for row in self.rows)
+        return list(dict.fromkeys(row["method"] for row in self.rows))
 
     def default(self) -> str | None:
         """The library's default method when this was measured; None where the records do not say."""
@@ -145,10 +145,6 @@ def _check(where: str, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> N
     for name, kind in kinds.items():
         if name in values and not is_a(values[name], kind):
             raise ValueError(f"{where}: {name} is {str(values[name])[:80]!r}, accepted is {kind_text(kind)}")
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 def _write_json(path: Path, value: Any) -> None:

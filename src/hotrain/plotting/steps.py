@@ -63,7 +63,6 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
 
     Args:
         points: at least one.
-        title: of the figure.
         across: label of the axis of peaks.
         ceiling: ms from which on variants are drawn at the upper edge; None: `SLOWEST` times the fastest.
 

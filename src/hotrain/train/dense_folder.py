@@ -121,8 +121,6 @@ def read_item(item: Item, data: DenseFolder, size: int, mirror: bool) -> tuple[T
     """Decode an image and its mask or objects, resized to a square.
 
     Args:
-        item: of ``data``.
-        data: the folder.
         size: side in pixels; the ratio of the sides is not kept.
         mirror: whether to exchange left and right.
 

@@ -136,7 +136,6 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     All generators are seeded; the same run builds the same weights and batches each time.
 
     Args:
-        run: the configuration.
         processes: the processes of the run; None: this process alone.
 
     Raises:

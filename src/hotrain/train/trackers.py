@@ -27,8 +27,7 @@ def tracker(run: TrainRun, folder: Path, update: int) -> Iterator[Track]:
     what it prints goes to stderr.
 
     Args:
-        run: the run.
-        folder: its folder, whose name identifies it.
+        folder: the run's folder, whose name identifies it.
         update: the update that it starts or continues from. TensorBoard hides what was written after it before.
 
     Yields:

@@ -42,8 +42,6 @@ class Training:
     """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
 
     Args:
-        setup: the parts of the run.
-        ranks: the processes of the run.
         saved: state of a checkpoint to continue; None: a new run.
     """
 
