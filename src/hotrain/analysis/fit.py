@@ -113,7 +113,6 @@ def fit(
     budget_bytes: int,
     *,
     method: str | Method = DEFAULT,
-    memory: str | None = None,
     plan: str = "speed",
     variants: Sequence[str] = VARIANTS,
     loss: Callable[[Any], Tensor] | None = None,
@@ -132,7 +131,6 @@ def fit(
         make_inputs: batch size → the model's inputs: a tensor, a tuple, or a mapping of keyword arguments.
         budget_bytes: of the device's memory.
         method: of the converted variants, as in `hotrain.convert`.
-        memory: as in `hotrain.convert`.
         plan: as in `hotrain.convert`.
         variants: of ``exact``, ``checkpointed`` (all blocks are recomputed), ``converted``,
             ``converted+checkpointed``.
@@ -156,7 +154,6 @@ def fit(
         raise ValueError(f"fit: {type(model).__name__} has no blocks to recompute; leave out the checkpointed variants")
     device = device_of(model, "fit")
     chosen = as_method(method)
-    chosen = chosen if memory is None else chosen.override(memory=memory)
     step = Step(model, loss, optimizer)
     rows = []
     for variant in variants:
