@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -141,12 +141,7 @@ def by_gain(
 ) -> dict[str, int]:
     """Bytes that recomputing frees, by block: those of most bytes for their time first, and none that frees nothing.
 
-    Args:
-        model: with no block recomputed; it is so afterwards.
-        found: its blocks.
-        full: bytes that it saves.
-        inputs: of the model.
-        kwargs: of the model.
+    No block of the model is recomputed, before and after; ``full`` is what it saves so.
     """
     recompute(found)
     least = saved_bytes(model, *inputs, **kwargs)
@@ -165,16 +160,6 @@ def _seconds(
 ) -> dict[str, float]:
     """Time of each block's forward, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in modules}
-    with as_found(model), _timed(modules, times), torch.enable_grad():
-        if not model.training:
-            model.train()
-        for _ in range(_TIMED):
-            model(*inputs, **kwargs)
-    return {name: median(values) if values else 0.0 for name, values in times.items()}
-
-
-@contextmanager
-def _timed(modules: Mapping[str, nn.Module], times: dict[str, list[float]]) -> Iterator[None]:
     started: dict[str, float] = {}
 
     def start(name: str, *_: Any) -> None:
@@ -183,11 +168,15 @@ def _timed(modules: Mapping[str, nn.Module], times: dict[str, list[float]]) -> I
     def stop(name: str, *_: Any) -> None:
         times[name].append(_now() - started[name])
 
-    with ExitStack() as hooks:
+    with as_found(model), torch.enable_grad(), ExitStack() as hooks:
         for name, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(start, name)))
             hooks.enter_context(module.register_forward_hook(partial(stop, name)))
-        yield
+        if not model.training:
+            model.train()
+        for _ in range(_TIMED):
+            model(*inputs, **kwargs)
+    return {name: median(values) if values else 0.0 for name, values in times.items()}
 
 
 def _now() -> float:

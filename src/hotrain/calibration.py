@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from . import draws
 from .audit.unchanged import as_found
 from .backward import rotated_grad
-from .files import digest, parse_json, read_text, write_text
+from .files import digest, is_a, parse_json, read_text, write_text
 from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
@@ -86,12 +85,9 @@ class Calibration:
         return title + "\n" + table(["layer", "tensor", "token", "ratio", "choice"], rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration as JSON with a checksum, atomically.
+        """Write the calibration as JSON with a checksum, atomically; a file that is there is replaced.
 
         To edit the file by hand, remove its line ``sha256``.
-
-        Args:
-            path: replaced if it exists.
 
         Raises:
             OSError: it cannot be written; a file that was there stays.
@@ -107,9 +103,6 @@ class Calibration:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Read what `save` wrote.
-
-        Args:
-            path: of the JSON file.
 
         Raises:
             ValueError: the file is not a calibration of this version, or is damaged; the message names the file and
@@ -140,14 +133,14 @@ class Calibration:
             raise ValueError(f"{path}: a field of the calibration is missing or unknown ({error})") from error
         if calibration.statistic not in STATISTICS:
             raise ValueError(f"{path}: statistic={calibration.statistic!r} is not one of {', '.join(STATISTICS)}")
-        if not _is_size(calibration.threshold):
+        if not is_a(calibration.threshold, float) or calibration.threshold < 0:
             raise ValueError(f"{path}: threshold={calibration.threshold!r} is not a finite number, 0 or more")
         for name, choice in layers.items():
             if choice.choice not in CHOICES:
                 raise ValueError(f"{path}: {name}: choice={choice.choice!r} is not one of {', '.join(CHOICES)}")
             for field in ("error_tensor", "error_token", "ratio", "batches"):
-                if not _is_size(getattr(choice, field)):
-                    got = getattr(choice, field)
+                got = getattr(choice, field)
+                if not is_a(got, float) or got < 0:
                     raise ValueError(f"{path}: {name}: {field}={got!r} is not a finite number, 0 or more")
         return calibration
 
@@ -302,11 +295,7 @@ class BitSchedule:
             raise ValueError(f"BitSchedule: warmup={self.warmup!r} is not a number of epochs, 0 or more")
 
     def at(self, epoch: int) -> int:
-        """The bits in force in an epoch.
-
-        Args:
-            epoch: counted from 0.
-        """
+        """The bits in force in an epoch, counted from 0."""
         return self.warmup_bits if epoch < self.warmup else self.bits
 
     def apply(self, model: nn.Module, epoch: int) -> list[str]:
@@ -328,10 +317,6 @@ class BitSchedule:
                 state.method = state.method.override(grad_input_bits=self.at(epoch))
                 changed.append(name)
         return changed
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _some(names: list[str]) -> str:

@@ -1,12 +1,14 @@
-"""Files of JSON and text: written in one step and synced, read with errors that name the file, and checksums."""
+"""Files of JSON and text: written in one step, read with errors that name the file; checksums and types of values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import sys
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -72,3 +74,37 @@ def parse_json(text: str) -> Any:
 def digest(value: Any) -> str:
     """SHA-256 of a JSON value, in hexadecimal digits: equal for equal values, whatever the layout of their file."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type annotation, as JSON means it: a number is finite, and a bool is no number.
+
+    Args:
+        value: to be checked.
+        kind: a class, a union, a Literal, ``tuple[T, ...]``, ``list[T]`` or ``dict[str, T]``.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType, Union):
+        return any(is_a(value, each) for each in args)
+    if origin is Literal:
+        return value in args
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(is_a(each, args[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(is_a(each, args[1]) for each in value.values())
+    if kind in (int, float):
+        numbers = (int,) if kind is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return kind is Any or isinstance(value, kind)
+
+
+def kind_text(kind: Any) -> str:
+    """What `is_a` accepts, for a message."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (types.UnionType, Union):
+        return " or ".join(map(kind_text, args))
+    if origin is Literal:
+        return ", ".join(map(repr, args))
+    if kind in (float, types.NoneType):
+        return "a finite number" if kind is float else "none"
+    return str(kind) if origin else kind.__name__

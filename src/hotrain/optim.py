@@ -58,9 +58,6 @@ class GrokfastEMA:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the running means of `state_dict`.
 
-        Args:
-            state: what `state_dict` returned.
-
         Raises:
             ValueError: a mean of a parameter that this filter does not have.
         """

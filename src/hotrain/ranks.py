@@ -21,7 +21,7 @@ from .layer import Config
 from .layer_gradients import Call, LossFn, exact_calls
 from .nn.state import LayerState, layer_states
 from .tables import table
-from .transform.tokens import Layout, project
+from .transform.tokens import project
 
 RANKS = (2, 4, 6, 8, 10, 12, 14, 16)
 
@@ -220,14 +220,11 @@ def _measured(call: Call) -> tuple[Tensor, float]:
         x, g_y = patches(geometry.pad(x), geometry), g_y.movedim(1, -1)
     if len(x) < 2 or x.dim() < 3:
         raise ValueError(f"calibrate_ranks: {call.name}: x of shape {tuple(x.shape)} is no batch of several samples")
-    lay = _full(call.state, tuple(x.shape[:-1]))
+    full = call.state.running.override(rank=RANKS[-1], sampled=0)
+    lay = Config(full, call.state.grid).layout(tuple(x.shape[:-1]))
     size, tiles = lay.lines.tile, lay.samples * lay.tiles
     coefficients = [project(t, lay, 0)[: tiles * size].view(tiles, size, -1) for t in (g_y, x)]
     return row_products(*coefficients).cpu(), image_variance(g_y.flatten(1, -2), x.flatten(1, -2))
-
-
-def _full(state: LayerState, lead: tuple[int, ...]) -> Layout:
-    return Config(state.running.override(rank=RANKS[-1], sampled=0), state.grid).layout(lead)
 
 
 def _curve(calls: list[tuple[Tensor, float, Call]]) -> LayerRank:

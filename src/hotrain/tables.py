@@ -18,10 +18,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A text table, columns aligned: text to the left, numbers (also those of `bytes_text`) to the right.
 
     On a terminal, cells are broken between words, the longest texts first, until the table is as wide as the terminal.
-
-    Args:
-        headers: one per column.
-        rows: cells, printed with `str`.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     columns = list(zip(headers, *cells, strict=True))

@@ -13,7 +13,7 @@ from hotrain.analysis import layer_times
 
 def _times(monkeypatch: pytest.MonkeyPatch, of: dict[int, tuple[float, float]]) -> None:
     """(exact, method) milliseconds by the layer's number of outputs, in place of the clock."""
-    monkeypatch.setattr(layer_times, "_time", lambda module, seen, repeats: of[seen.shape.outputs])
+    monkeypatch.setattr(layer_times, "_time", lambda module, shape, repeats: of[shape.outputs])
 
 
 def test_layers_that_lose_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_images_of_a_folder_are_the_same(folder: Path, workers: int) -> None:
 def test_statistics_that_are_given(tiny: Make) -> None:
     run = tiny()
     data = load_data(run.data)
-    same(lambda: list(drawn(Feed(run, data, image_size=8, mean=[0.5], std=[0.25]))))
+    same(lambda: list(drawn(Feed(run, data, image_size=8, normalization=([0.5], [0.25])))))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hotrain.train import TrainRun
 from hotrain.train import data as data_module
 from hotrain.train.batches import Feed, channel_statistics, random_crop, random_flip
 from hotrain.train.data import ArrayData, FolderData, load_data
+from hotrain.train.distributed import Processes
 
 
 def arrays(**changes: Any) -> dict[str, np.ndarray]:
@@ -368,7 +369,7 @@ def test_folder_batches_do_not_depend_on_workers_or_on_other_random_numbers(fold
 def digits_feed(**fields: Any) -> Feed:
     kind = {k: fields.pop(k) for k in ("rank", "world") if k in fields}
     run = TrainRun(**{"data": "digits", "batch_size": 100, "crop_padding": 1, **fields})
-    return Feed(run, load_data("digits"), image_size=16, **kind)
+    return Feed(run, load_data("digits"), image_size=16, processes=Processes(**kind))
 
 
 def test_an_epoch_entered_in_its_middle_goes_on_as_it_would_have() -> None:

@@ -66,8 +66,8 @@ def test_unreachable_weights_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
 def test_pretrained_weights_get_the_pixels_they_know() -> None:
     model = create_model("test_vit", classes=2, channels=3, image_size=64)
     assert normalization(model, True, 3) == (model.pretrained_cfg["mean"], model.pretrained_cfg["std"])  # type: ignore[index]
-    assert normalization(model, False, 3) == (None, None)
-    assert normalization(model, True, 1) == (None, None)
+    assert normalization(model, False, 3) is None
+    assert normalization(model, True, 1) is None
 
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ def test_json_of_another_version_names_the_unknown_field() -> None:
 
 
 def test_records_may_have_removed_fields_that_were_unset() -> None:
-    assert TrainRun.from_dict({"epochs": 3, "corrupt": "refuse", "grokfast": None}) == TrainRun(epochs=3)
+    removed = {"corrupt": "refuse", "grokfast": None, "decay_rate": 0.1, "mix_prob": 1.0, "mix_switch_prob": 0.5}
+    assert TrainRun.from_dict({"epochs": 3, **removed}) == TrainRun(epochs=3)
     with pytest.raises(ValueError, match="unknown field 'corrupt'"):
         TrainRun.from_dict({"corrupt": "skip"})
 

@@ -237,7 +237,7 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
         return count.product(shape.products, fb, fb), Operations()
     outputs, rotation = shape.outputs, 0
     if path.transform == "hadamard":
-        outputs = shape.groups * _round_up(shape.outputs // shape.groups, TILE)
+        outputs = shape.groups * TILE * math.ceil(shape.outputs / (shape.groups * TILE))
         rotation = TILE.bit_length() - 1
     quantize = QUANTIZE_LUQ if path.number == "luq" else QUANTIZE
     # Scales multiply the product of codes; where x must be unfolded, w's codes and, scaled per token, those of g_y.
@@ -285,7 +285,3 @@ def _grad_weight(
         entries = math.prod(shape.input_lead) * shape.channels
         overhead += count.floats(kept * DEQUANTIZE * (saved.bits is not None) + entries * QUANTIZE)
     return count.product(macs, path.bits, bits), overhead
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -113,12 +113,12 @@ def fit(
     budget_bytes: int,
     *,
     method: str | Method = DEFAULT,
-    memory: str | None = None,
     plan: str = "speed",
     variants: Sequence[str] = VARIANTS,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     largest: int = LARGEST,
+    on_row: Callable[[FitRow], None] | None = None,
 ) -> FitReport:
     """Find the largest batch whose training step fits into `budget_bytes`, for each of the variants.
 
@@ -131,13 +131,13 @@ def fit(
         make_inputs: batch size → the model's inputs: a tensor, a tuple, or a mapping of keyword arguments.
         budget_bytes: of the device's memory.
         method: of the converted variants, as in `hotrain.convert`.
-        memory: as in `hotrain.convert`.
         plan: as in `hotrain.convert`.
         variants: of ``exact``, ``checkpointed`` (all blocks are recomputed), ``converted``,
             ``converted+checkpointed``.
         loss: output → scalar; None is the sum of all outputs.
         optimizer: parameters → optimizer.
         largest: batch size at which the search ends.
+        on_row: called with the result of each variant when it is known.
 
     Returns:
         The largest batch of each variant, and the bytes of its step.
@@ -154,7 +154,6 @@ def fit(
         raise ValueError(f"fit: {type(model).__name__} has no blocks to recompute; leave out the checkpointed variants")
     device = device_of(model, "fit")
     chosen = as_method(method)
-    chosen = chosen if memory is None else chosen.override(memory=memory)
     step = Step(model, loss, optimizer)
     rows = []
     for variant in variants:
@@ -167,6 +166,8 @@ def fit(
         with following(model, point):
             find = _by_running if device.type == "cuda" else _by_prediction
             rows.append(find(step, lambda n: as_inputs(make_inputs(n)), variant, budget_bytes, largest, device))
+        if on_row is not None:
+            on_row(rows[-1])
     return FitReport(budget_bytes, str(device), rows)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from .steps import (
 )
 
 VERSION = 1  # of the rows of `Frontier.save`, under "record"
-SHARES = (0.25, 0.5, 1.0)
+SHARES = (0.25, 0.5, 1.0)  # of the blocks that are checkpointed in a converted model
 _WARM = 3  # steps after the first, in which CUDA graphs are recorded
 
 
@@ -124,8 +124,9 @@ class Frontier:
             note = "" if point in front else "dominated"
             cells.append([point.name, f"{point.ms:.1f}", ratios[0], bytes_text(point.peak_bytes), ratios[1], note])
         about = self.conditions
+        shapes = ", ".join("×".join(map(str, shape)) for shape in about["inputs"])
         text = (
-            f"{about['model']} on {about['device']}, inputs {_shapes(about['inputs'])}, {about['autocast'] or 'no'} "
+            f"{about['model']} on {about['device']}, inputs {shapes}, {about['autocast'] or 'no'} "
             f"autocast, {'compiled' if about['compile'] else 'eager'}, median of {about['steps']} steps"
         )
         predicted = any(point.how == PREDICTED for point in self.points)
@@ -146,19 +147,12 @@ class Frontier:
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `rows` as JSON, one a line, atomically.
-
-        Args:
-            path: replaced if it exists.
-        """
+        """Write `rows` as JSON, one a line, atomically; a file that is there is replaced."""
         write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Frontier:
         """Read what `save` wrote.
-
-        Args:
-            path: of the file.
 
         Raises:
             ValueError: the file is no such record.
@@ -187,7 +181,6 @@ def frontier(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     compile: bool = False,
-    shares: Sequence[float] = SHARES,
     steps: int = 5,
     on_point: Callable[[Point], None] | None = None,
     **kwargs: Any,
@@ -195,8 +188,8 @@ def frontier(
     """Measure peak memory and time of training steps: exact, and with what reduces memory.
 
     The points: exact; with every block checkpointed; with saved tensors offloaded to the host's memory (on a GPU);
-    converted as by default; converted with ``plan="memory"``, alone and with a share of its blocks checkpointed, those
-    first that free most bytes for their time. Where steps run out of memory, the point says so.
+    converted as by default; converted with ``plan="memory"``, alone and with a quarter, a half and all of its blocks
+    checkpointed, those first that free most bytes for their time. Where steps run out of memory, the point says so.
 
     Call it under the autocast context that training uses. The model is unchanged afterwards, to the bit. On a GPU a
     peak is the allocator's, with all that the process has allocated there; its statistics are reset.
@@ -209,7 +202,6 @@ def frontier(
         optimizer: parameters → optimizer.
         compile: whether to run each point as `hotrain.compile` does: compiled anew, on a GPU as CUDA graphs. All other
             compiled code of the process is dropped.
-        shares: of the blocks that are checkpointed in a converted model, between 0 and 1.
         steps: timed for each point, after some that are not.
         on_point: called with each point when it has been measured.
         **kwargs: of the model.
@@ -218,14 +210,12 @@ def frontier(
         The points.
 
     Raises:
-        ValueError: the model is converted, has no parameter that requires grad, or is compiled; or ``steps < 1``, a
-            share is not in (0, 1], or the method is exact.
+        ValueError: the model is converted, has no parameter that requires grad, or is compiled; or ``steps < 1``, or
+            the method is exact.
     """
     device = device_of(model, "frontier")
     if type(steps) is not int or steps < 1:
         raise ValueError(f"frontier: steps={steps!r} is not a positive integer")
-    if wrong := [share for share in shares if not 0 < share <= 1]:
-        raise ValueError(f"frontier: shares has {wrong[0]!r}, accepted are numbers above 0 up to 1")
     chosen = as_method(method)
     if chosen.is_plain:
         raise ValueError(f"frontier: method {chosen.name!r} is exact, which is measured anyway; name another preset")
@@ -233,7 +223,7 @@ def frontier(
     points = []
     if compile:
         torch.compiler.reset()
-    for plan in _plans(model, batch, chosen, device, compile, shares):
+    for plan in _plans(model, batch, chosen, device, compile):
         try:
             points.append(_measured(model, batch, plan, device, loss, optimizer, compile, steps))
         except Exception as error:
@@ -255,9 +245,7 @@ def frontier(
     return Frontier(tuple(points), conditions)
 
 
-def _plans(
-    model: nn.Module, batch: Inputs, method: Method, device: torch.device, compile: bool, shares: Sequence[float]
-) -> Iterator[Point]:
+def _plans(model: nn.Module, batch: Inputs, method: Method, device: torch.device, compile: bool) -> Iterator[Point]:
     """The points, not measured yet. What is asked of the converted model comes after the points before it."""
     on_gpu, found = device.type == "cuda", list(blocks(model))
     yield Point("exact")
@@ -270,7 +258,7 @@ def _plans(
         yield Point("hotrain", method, "graphs" if compile else "speed")
     yield memory
     order = _worth_recomputing(model, batch, memory) if found else []
-    for count in sorted({max(1, round(share * len(order))) for share in shares} if order else ()):
+    for count in sorted({max(1, round(share * len(order))) for share in SHARES} if order else ()):
         names = set(order[:count])
         recomputed = tuple(name for name in found if name in names)
         yield replace(memory, name=f"{memory.name}+{count}/{len(found)}", recomputed=recomputed)
@@ -316,7 +304,3 @@ def _measured(
     ms, peak = result or (None, None)
     how = RAN if device.type == "cuda" else PREDICTED
     return replace(plan, ms=ms, peak_bytes=peak, how=how, device=device_name(device), torch_version=torch.__version__)
-
-
-def _shapes(inputs: Sequence[Sequence[int]]) -> str:
-    return ", ".join("×".join(map(str, shape)) for shape in inputs)

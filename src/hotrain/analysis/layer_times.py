@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
-from ..casting import autocast_to
 from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
 from ..presets import DEFAULT
 from ..tables import table
-from .shapes import LayerShape, shape_of
+from .shapes import LayerShape, layer_shapes
 
 
 @dataclass(frozen=True)
@@ -56,18 +52,15 @@ class Plan:
         """Whether to convert a layer: ``hotrain.convert(model, plan.method, filter_fn=plan.filter_fn)``."""
         return name in self.chosen
 
-    def _total(self, column: Callable[[dict[str, Any]], float]) -> float:
-        return sum(len(row["layers"]) * column(row) for row in self.rows)
-
     @property
     def exact_ms(self) -> float:
         """Time of all candidates' exact backward, in ms."""
-        return self._total(lambda row: row["exact_ms"])
+        return sum(len(row["layers"]) * row["exact_ms"] for row in self.rows)
 
     @property
     def planned_ms(self) -> float:
         """The same with the chosen layers converted, in ms."""
-        return self._total(lambda row: row["method_ms"] if row["convert"] else row["exact_ms"])
+        return sum(len(row["layers"]) * row["method_ms" if row["convert"] else "exact_ms"] for row in self.rows)
 
     def __str__(self) -> str:
         body = [
@@ -89,22 +82,6 @@ class Plan:
         )
         headers = ["layers", "T×O×I", "dtype", "exact ms", f"{self.method.name} ms", "ratio", "keep"]
         return title + "\n" + table(headers, body)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """The properties of a layer's call that its time depends on."""
-
-    shape: LayerShape
-    x_shape: tuple[int, ...]
-    x_dtype: torch.dtype
-    autocast: torch.dtype | None
-
-    def key(self, module: nn.Module, state: LayerState) -> tuple[Any, ...]:
-        s, weight = self.shape, module.weight
-        assert isinstance(weight, Tensor)
-        called = (s.kind, self.x_shape, self.x_dtype, self.autocast, s.needs_grad_input, s.needs_grad_weight)
-        return *called, weight.shape, weight.dtype, getattr(module, "geometry", None), state.grid
 
 
 def plan(
@@ -145,38 +122,46 @@ def plan(
     if chosen.is_exact:
         raise ValueError("plan: method 'exact' has nothing to compare with; name another preset")
     with as_found(model):
+        calls: dict[str, LayerShape] = {}
+        for shape in layer_shapes(model, *inputs, **kwargs):
+            calls.setdefault(shape.name, shape)
         convert(model, chosen, filter_fn=filter_fn, plan="memory")
         try:
-            rows, device = _rows(model, inputs, kwargs, repeats, threshold)
+            states = {name: state for name, state in layer_states(model) if name in calls}
+            if not states:
+                raise ValueError(
+                    f"plan: the forward of {type(model).__name__} called none of the layers it would convert"
+                )
+            rows = _rows(model, states, calls, repeats, threshold)
+            device = next(model.parameters()).device.type
         finally:
             revert(model)
     return Plan(chosen, threshold, device, rows)
 
 
 def _rows(
-    model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], repeats: int, threshold: float
-) -> tuple[list[dict[str, Any]], str]:
-    states = dict(layer_states(model))
-    groups: dict[tuple[Any, ...], list[tuple[str, _Seen]]] = {}
-    for name, seen in _calls(model, states, inputs, kwargs).items():
-        groups.setdefault(seen.key(model.get_submodule(name), states[name]), []).append((name, seen))
+    model: nn.Module, states: dict[str, LayerState], calls: dict[str, LayerShape], repeats: int, threshold: float
+) -> list[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, shape in calls.items():
+        if name in states:
+            module = model.get_submodule(name)
+            alike = replace(shape, name=""), module.weight.dtype, getattr(module, "geometry", None), states[name].grid
+            groups.setdefault(alike, []).append(name)
     rows = []
-    device = torch.device("cpu")
     for members in groups.values():
-        name, seen = members[0]
-        module = model.get_submodule(name)
-        device = module.weight.device  # type: ignore[assignment]
-        exact_ms, method_ms = _time(module, seen, repeats)
+        shape = calls[members[0]]
+        exact_ms, method_ms = _time(model.get_submodule(members[0]), shape, repeats)
         ratio = method_ms / exact_ms if exact_ms else float("inf")
-        reason = states[name].fallback
+        reason = states[members[0]].fallback
         rows.append(
             {
-                "layers": [member for member, _ in members],
-                "kind": seen.shape.kind,
-                "tokens": seen.shape.tokens,
-                "outputs": seen.shape.outputs,
-                "inputs": seen.shape.inputs,
-                "dtype": str(seen.autocast or seen.x_dtype).removeprefix("torch."),
+                "layers": members,
+                "kind": shape.kind,
+                "tokens": shape.tokens,
+                "outputs": shape.outputs,
+                "inputs": shape.inputs,
+                "dtype": str(shape.autocast or shape.dtype).removeprefix("torch."),
                 "exact_ms": exact_ms,
                 "method_ms": method_ms,
                 "ratio": ratio,
@@ -184,40 +169,19 @@ def _rows(
                 "reason": reason,
             }
         )
-    return rows, device.type
+    return rows
 
 
-def _calls(
-    model: nn.Module, states: dict[str, LayerState], inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, _Seen]:
-    """The first call of each converted layer, from one exact forward that saves no activation."""
-    seen: dict[str, _Seen] = {}
-
-    def note(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        x, autocast = args[0], autocast_to(y.device.type)
-        seen.setdefault(name, _Seen(shape_of(name, module, x, y), tuple(x.shape), x.dtype, autocast))
-
-    model.eval()
-    with ExitStack() as hooks, torch.enable_grad():
-        for name in states:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(note, name)))
-        with saved_tensors_hooks(lambda t: None, lambda _: torch.empty(0, device="cpu")):
-            model(*inputs, **kwargs)
-    if not seen:
-        raise ValueError(f"plan: the forward of {type(model).__name__} called none of the layers it would convert")
-    return seen
-
-
-def _time(module: nn.Module, seen: _Seen, repeats: int) -> tuple[float, float]:
+def _time(module: nn.Module, shape: LayerShape, repeats: int) -> tuple[float, float]:
     """Median milliseconds of (exact backward, the method's backward and what it adds to the forward)."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    x = torch.randn(seen.x_shape, dtype=seen.x_dtype, device=weight.device)
-    x.requires_grad_(seen.shape.needs_grad_input)
+    x = torch.randn(shape.x, dtype=shape.dtype, device=weight.device)
+    x.requires_grad_(shape.needs_grad_input)
     leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
     if not leaves:
         return 0.0, 0.0
-    autocast = torch.autocast(x.device.type, seen.autocast) if seen.autocast else nullcontext()
+    autocast = torch.autocast(x.device.type, shape.autocast) if shape.autocast else nullcontext()
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for repeat in range(repeats + 1):
         for converted in (False, True):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
+from ..casting import autocast_to
 from ..geometry import Geometry
 
 
@@ -20,27 +21,37 @@ from ..geometry import Geometry
 class LayerShape:
     """One call of one layer as the products y = x wᵀ, g_x = g_y w, g_w = g_yᵀ x, the same for each group.
 
+    x: the shape of the input.  dtype: its own.  autocast: the dtype of the autocast context, or None.
     lead: the axes of y that are tokens: its shape without the channels, (B, H_out, W_out) for convolutions.
     outputs: columns of y, of all groups.  inputs: the contraction, of one group (convolutions: kernel·C_in/groups).
     kernel: k_h·k_w of a convolution, else 1.
-    input_lead: the axes of x that are tokens; the positions of a convolution's input, before any unfolding.
     unfolds: a convolution whose patches overlap (or have borders), so that it is no Linear layer on patches.
-    samples_only: rows that are samples rather than tokens: a 2-D input, one token a sample, a 1×1 image.
     needs_grad_input, needs_grad_weight: whether a backward of this forward asks for them.
     """
 
     name: str
     kind: str
+    x: torch.Size
+    dtype: torch.dtype
+    autocast: torch.dtype | None
     lead: tuple[int, ...]
     outputs: int
     inputs: int
     groups: int
     kernel: int
-    input_lead: tuple[int, ...]
     unfolds: bool
-    samples_only: bool
     needs_grad_input: bool
     needs_grad_weight: bool
+
+    @property
+    def input_lead(self) -> tuple[int, ...]:
+        """The axes of x that are tokens; the positions of a convolution's input, before any unfolding."""
+        return _positions(self.x) if self.kind == "Conv2d" else tuple(self.x[:-1])
+
+    @property
+    def samples_only(self) -> bool:
+        """Whether rows are samples rather than tokens: a 2-D input, one token a sample, a 1×1 image."""
+        return math.prod(self.x[-2:] if self.kind == "Conv2d" else self.x[1:-1]) == 1
 
     @property
     def tokens(self) -> int:
@@ -94,19 +105,18 @@ def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerSha
     The forward runs in eval mode with grad enabled (so that `needs_grad_input` is known) and saves no activation. It
     also runs on the meta device. The model is unchanged.
 
-    Args:
-        model: any model.
-        *inputs: of the model.
-        **kwargs: of the model.
-
     Raises:
         ValueError: the forward calls no such layer.
     """
     seen: list[LayerShape] = []
+
+    def observe(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        seen.append(_shape_of(name, module, args[0], y))
+
     with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), ExitStack() as hooks:
         for name, module in model.named_modules():
             if kind_of(module) is not None:
-                hooks.enter_context(module.register_forward_hook(partial(_observe, seen, name)))
+                hooks.enter_context(module.register_forward_hook(partial(observe, name)))
         model.eval()
         model(*inputs, **kwargs)
     if not seen:
@@ -121,35 +131,34 @@ def _nothing(_: None) -> Tensor:
     raise RuntimeError("layer_shapes keeps no activation, but the model's forward ran a backward of its own")
 
 
-def _observe(seen: list[LayerShape], name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-    seen.append(shape_of(name, module, args[0], y))
+def _positions(shape: torch.Size) -> tuple[int, ...]:
+    """(B, H, W) of images (B, C, H, W), or of one without a batch."""
+    return (shape[0] if len(shape) == 4 else 1, *shape[-2:])
 
 
-def shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
+def _shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
     """The products of one call ``y = module(x)``."""
     kind, weight = kind_of(module), module.weight
     assert kind is not None
     assert isinstance(weight, Tensor)
-    # Conv1D keeps its weight transposed: (inputs, outputs).
-    outputs = weight.shape[1] if kind == "Conv1D" else weight.shape[0]
-    inputs = weight.shape[0] if kind == "Conv1D" else weight[0].numel()
-    lead, input_lead = tuple(y.shape[:-1]), tuple(x.shape[:-1])
-    groups, kernel, unfolds = 1, 1, False
+    lead, groups, kernel, unfolds = tuple(y.shape[:-1]), 1, 1, False
     if isinstance(module, nn.Conv2d):
-        lead, input_lead = ((t.shape[0] if t.dim() == 4 else 1, *t.shape[-2:]) for t in (y, x))
         geometry = geometry_of(module)
-        groups, kernel, unfolds = module.groups, math.prod(geometry.kernel), not geometry.is_patches
+        lead, groups = _positions(y.shape), module.groups
+        kernel, unfolds = math.prod(geometry.kernel), not geometry.is_patches
     return LayerShape(
         name,
         kind,
+        x=x.shape,
+        dtype=x.dtype,
+        autocast=autocast_to(y.device.type),
         lead=lead,
-        outputs=outputs,
-        inputs=inputs,
+        # Conv1D keeps its weight transposed: (inputs, outputs).
+        outputs=weight.shape[1] if kind == "Conv1D" else weight.shape[0],
+        inputs=weight.shape[0] if kind == "Conv1D" else weight[0].numel(),
         groups=groups,
         kernel=kernel,
-        input_lead=input_lead,
         unfolds=unfolds,
-        samples_only=(x.shape[-2:] if kind == "Conv2d" else x.shape[1:-1]).numel() == 1,
         needs_grad_input=x.requires_grad,
         needs_grad_weight=weight.requires_grad,
     )

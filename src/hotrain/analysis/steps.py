@@ -40,7 +40,6 @@ class Step:
     """Training steps of a model.
 
     Args:
-        model: what is trained.
         loss: output → scalar; None is the sum of all outputs.
         make_optimizer: parameters → optimizer.
         forward: what is called: the model, or the compiled one.
@@ -162,10 +161,7 @@ def timed(
     """Run training steps: one that is not counted, which compiles and makes the optimizer's state, then those that are.
 
     Args:
-        step: the steps.
         inputs: called for each.
-        optimizer: of `step`.
-        device: of the model.
         warm: steps before the timed ones; their memory counts, as CUDA graphs allocate when they are recorded.
         steps: that are timed.
 

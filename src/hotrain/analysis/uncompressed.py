@@ -48,7 +48,6 @@ def still_full(audit: SavedBytes, report: ConversionReport | None = None, share:
     """The operators that keep floating-point tensors of more than `share` of the audit's total, largest first.
 
     Args:
-        audit: of the model.
         report: of the conversion; reasons are taken from it where it has them.
         share: of the total, below which an operator is left out.
     """

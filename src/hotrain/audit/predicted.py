@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ def _predicted(
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     try:
-        # What the model makes is where its fake weights are.
-        with _unlogged(), fakes.mode(), torch.device("cpu"), _as_on_a_cpu():
+        # What the model makes is where its fake weights are: on the CPU, under its autocast if the GPU's is on.
+        dtype = autocast_to("cuda")
+        autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+        with _unlogged(), fakes.mode(), torch.device("cpu"), autocast:
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
                     shaped = _shape_alone(t)
@@ -105,14 +107,3 @@ def _shape_alone(t: Tensor) -> Tensor:
     """A fake tensor on the CPU, dense, in t's memory layout."""
     fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
     return fake.requires_grad_(t.requires_grad)
-
-
-@contextmanager
-def _as_on_a_cpu() -> Iterator[None]:
-    """Context of the CPU's autocast with the dtype of the GPU's, since the fake tensors are on the CPU."""
-    dtype = autocast_to("cuda")
-    if dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype):
-        yield

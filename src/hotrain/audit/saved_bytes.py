@@ -45,7 +45,6 @@ class SavedBytes:
             converted layers are ``hotrain linear`` and so on.
         rows: one dict per storage: module, operator, dtype, shape (of the tensor that was saved first), bytes, and
             input: whether it is an input's own storage.
-        of_inputs: bytes of the total that are the inputs' own storages.
         device_peak: bytes, the allocator's peak over one forward and backward, above what was allocated before; or
             None.
     """
@@ -54,8 +53,12 @@ class SavedBytes:
     by_module: dict[str, int]
     by_operator: dict[str, int]
     rows: list[dict[str, Any]]
-    of_inputs: int = 0
     device_peak: int | None = None
+
+    @property
+    def of_inputs(self) -> int:
+        """Bytes of the total that are the inputs' own storages."""
+        return sum(row["bytes"] for row in self.rows if row["input"])
 
     def __str__(self) -> str:
         lines = [
@@ -95,7 +98,7 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
             model.train()
         seen = _Seen(_storages_of_model(model))
         own = {key for tensor in tensors([inputs, kwargs]) for key, _ in _storages(tensor)}
-        with _module_stack(model, seen), saved_tensors_hooks(seen.pack, _unpack):
+        with _module_stack(model, seen), saved_tensors_hooks(seen.pack, lambda kept: kept.tensor):
             output = model(*inputs, **kwargs)
         roots = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
         if not roots:
@@ -107,8 +110,7 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         del output, roots
         peak = _device_peak(model, inputs, kwargs, device) if device is not None else None
     total = sum(row["bytes"] for row in rows)
-    of_inputs = sum(row["bytes"] for row in rows if row["input"])
-    return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, of_inputs, peak)
+    return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
 
 
 _CAST = "ToCopyBackward0"
@@ -123,10 +125,6 @@ class _Kept:
     def __init__(self, tensor: Tensor, module: str, sequence: int, operator: str | None) -> None:
         self.tensor, self.module = tensor, module
         self.sequence, self.operator = sequence, operator  # the operator's name if it is known already
-
-
-def _unpack(kept: _Kept) -> Tensor:
-    return kept.tensor
 
 
 class _Seen:
@@ -205,7 +203,8 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
     def leave(*_: Any) -> None:
         seen.stack.pop()
 
-    traced = _traced_modules(model)
+    compiled = [part for module in model.modules() if (part := compiled_part(module)) is not None]
+    traced = {inner for part in compiled for inner in part.modules()}
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if module in traced:  # a hook would be traced too, and cause a recompilation
@@ -213,12 +212,6 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
             hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
             hooks.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
-
-
-def _traced_modules(model: nn.Module) -> set[nn.Module]:
-    """Modules that `torch.compile` or `nn.Module.compile` traces."""
-    whole = [part for m in model.modules() if (part := compiled_part(m)) is not None]
-    return {inner for module in whole for inner in module.modules()}
 
 
 def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
@@ -314,15 +307,7 @@ def _shares(sizes: dict[str, int], total: int) -> list[list[str]]:
 
 
 def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
-    """Sum saved bytes over modules and all modules inside them.
-
-    Args:
-        audit: the saved bytes of a model.
-        names: module names.
-
-    Returns:
-        Name → bytes first saved in that module, or in one inside it.
-    """
+    """Name of a module → bytes first saved in it, or in a module inside of it."""
     inside = dict.fromkeys(names, 0)
     for module, size in audit.by_module.items():
         for name in inside:

@@ -21,9 +21,6 @@ def as_found(model: nn.Module) -> Iterator[None]:
 
     Parameters and their ``.grad`` are not copied: code in the context must not write to them (use
     ``torch.autograd.grad``).
-
-    Args:
-        model: the model.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,6 @@ from hotrain.cli.options import (
     SeedOption,
     SetOption,
     print_json,
-    with_fields,
 )
 from hotrain.cli.terminal import working
 
@@ -74,10 +73,9 @@ def memory(
     from hotrain.tables import bytes_text, parse_bytes
 
     budget = None if fit is None else parse_bytes(fit)
-    settings = with_fields(settings, amp=amp)
     with working(f"{model}: loading") as say:
         run, network, images = with_images(
-            model, classes, batch_size, method=method, data=data, settings=settings, device=device
+            model, classes, batch_size, method=method, data=data, settings=settings, device=device, amp=amp
         )
         about = {"model": run.model, "method": run.method_label, "memory": run.resolve_method().memory}
         about["precision"] = run.amp or "fp32"
@@ -137,36 +135,30 @@ def _measured(
 def _fit(run: TrainRun, model: nn.Module, images: Tensor, budget: int, say: Any) -> FitReport:
     """`hotrain.fit` with the run's method and optimizer; shows every batch that it tries, and what it found."""
     import hotrain
-    from hotrain.analysis.fit import BOTH, CHECKPOINTED, VARIANTS
+    from hotrain.analysis.fit import BOTH, CONVERTED, EXACT, VARIANTS
     from hotrain.compress.checkpointing import blocks
     from hotrain.train.optimization import create_optimizer
     from hotrain.train.setup import autocast
 
-    method = run.resolve_method()
-    report: FitReport | None = None
-    for variant in (*VARIANTS, BOTH):
-        if variant in (CHECKPOINTED, BOTH) and not blocks(model):
-            note(f"{variant}: left out, this model has no blocks in an nn.ModuleList or nn.Sequential to recompute")
-            continue
+    recomputable = bool(blocks(model))
+    if not recomputable:
+        note("this model has no blocks in an nn.ModuleList or nn.Sequential to recompute: none is checkpointed")
 
-        def batch(size: int, variant: str = variant) -> Tensor:
-            say(f"{run.model}: {variant}, a batch of {size}")
-            return images.new_empty(size, *images.shape[1:]).normal_()
+    def batch(size: int) -> Tensor:
+        say(f"{run.model}: a batch of {size}")
+        return images.new_empty(size, *images.shape[1:]).normal_()
 
-        with autocast(run, images.device):
-            found = hotrain.fit(
-                model,
-                batch,
-                budget,
-                method=method,
-                plan=run.plan,
-                variants=[variant],
-                optimizer=lambda _: create_optimizer(run, model),
-            )
-        note(f"{variant}: a batch of {found.rows[0].batch_size}")
-        report = found if report is None else replace(report, rows=report.rows + found.rows)
-    assert report is not None
-    return report
+    with autocast(run, images.device):
+        return hotrain.fit(
+            model,
+            batch,
+            budget,
+            method=run.resolve_method(),
+            plan=run.plan,
+            variants=(*VARIANTS, BOTH) if recomputable else (EXACT, CONVERTED),
+            optimizer=lambda _: create_optimizer(run, model),
+            on_row=lambda row: note(f"{row.variant}: a batch of {row.batch_size}"),
+        )
 
 
 def _predicted(model: nn.Module, images: Tensor) -> SavedBytes | None:

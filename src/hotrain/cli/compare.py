@@ -71,12 +71,16 @@ def compare(
     """
     with working(f"{recipe or resume}: loading"):
         from hotrain import train as library
-        from hotrain.cli.prepare import labels
+        from hotrain.cli.prepare import configure, labels
 
+        finished = {}
         if resume is None:
+            if methods is None:
+                raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
             folder = out or Path("runs") / f"compare-{recipe}"
-            run, chosen, numbers = _from_options(recipe, methods, seeds, data, settings, device, folder, log)
-            finished = {}
+            chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
+            run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
+            labels(run, chosen)  # a bad one is refused before anything is built
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
         else:
@@ -125,29 +129,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _from_options(
-    recipe: str | None,
-    methods: str | None,
-    seeds: str,
-    data: str | None,
-    settings: list[str] | None,
-    device: str | None,
-    folder: Path,
-    log: str | None,
-) -> tuple[TrainRun, list[str], list[int]]:
-    from hotrain.cli.prepare import configure, labels
-
-    if methods is None:
-        raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
-    chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
-    run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
-    labels(run, chosen)  # a bad one is refused before anything is built
-    return run, chosen, numbers
-
-
 def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
     """Read the plan of a comparison's folder; the runs continue in that folder, wherever it is now."""
-    from hotrain.files import parse_json, read_text
+    from hotrain.files import is_a, parse_json, read_text
     from hotrain.train import TrainRun, replace
 
     path = folder / PLAN
@@ -156,9 +140,9 @@ def _from_plan(folder: Path) -> tuple[TrainRun, list[str], list[int]]:
     try:
         plan = parse_json(read_text(path))
         run, methods, seeds = TrainRun.from_dict(plan["run"]), plan["methods"], plan["seeds"]
-        for values, kind in ((methods, str), (seeds, int)):
-            if not isinstance(values, list) or not all(type(value) is kind for value in values):
-                raise ValueError(f"accepted is a list of {kind.__name__}, got {str(values)[:80]}")
+        for values, kind in ((methods, list[str]), (seeds, list[int])):
+            if not is_a(values, kind):
+                raise ValueError(f"accepted is {kind}, got {str(values)[:80]}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--resume: {path} is not the plan of a comparison ({why})") from error

@@ -89,16 +89,8 @@ def demo(
 def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequence[int], jobs: int) -> Comparison:
     """Compare the methods on every run, with a line on stderr for each finished cell (run, method, seed).
 
-    Small layers do not use two threads well: two processes with one thread each have about twice the throughput.
-
-    Args:
-        runs: runs to compare the methods on.
-        methods: methods as on the command line.
-        seeds: seeds of every method.
-        jobs: cells at a time, each in a process with one thread.
-
-    Returns:
-        The cells in the order of runs, methods and seeds.
+    ``jobs`` cells run at a time, each in a process with one thread: small layers do not use two threads well. The cells
+    of the result are in the order of runs, methods and seeds.
 
     Raises:
         ValueError: a bad method, before any training.
@@ -219,10 +211,10 @@ def models(runs: Sequence[TrainRun]) -> dict[str, dict[str, Any]]:
 
 def notes(runs: Sequence[TrainRun], methods: Sequence[str], jobs: int) -> list[str]:
     """Return the notes on what the demo's numbers show and do not show, one or two sentences each."""
-    from hotrain.train import build
+    from hotrain.train import load_data
 
-    feed = build(runs[0]).feed
-    train, test = feed.data.train_size, sum(len(labels) for _, labels in feed.test_batches())
+    data = load_data(runs[0].data, data_dir=runs[0].data_dir)
+    train, test = data.train_size, data.test_size
     together = f"{jobs} runs at a time, with one thread each" if jobs > 1 else "one run at a time, with one thread"
     said = [
         f"Real images, but few: {train:,} for training and {test} for the test. One test image is {100 / test:.2f} "

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
+from hotrain.analysis.steps import is_out_of_memory
 from hotrain.cli.options import PlainFlags
 
 MISTAKES = (ValueError, OSError, ModuleNotFoundError)
@@ -41,7 +42,7 @@ def is_mistake(error: Exception) -> bool:
     """Whether ``error`` is a user error (bad input) rather than a failure of the library or PyTorch."""
     if isinstance(error, MISTAKES):
         return not isinstance(error, BrokenPipeError)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return True
     if not isinstance(error, (RuntimeError, ImportError)) or isinstance(error, (typer.Exit, typer.Abort)):
         return False
@@ -50,13 +51,6 @@ def is_mistake(error: Exception) -> bool:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
     return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench", "hotrain_study")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice, on the host or on a GPU: no batch of the user's size fits."""
-    torch = sys.modules.get("torch")
-    known = (MemoryError, *(() if torch is None else (torch.OutOfMemoryError,)))
-    return isinstance(error, known) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
@@ -73,7 +67,7 @@ def one_line(error: BaseException) -> str:
         text += "; pip install 'hotrain[train,plot]' brings what every command needs"
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} … ({len(text):,} characters)"
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         text = f"memory does not suffice ({text}); take a smaller batch, image size or model"
     return text
 

@@ -20,7 +20,6 @@ from hotrain.cli.options import (
     Model,
     SetOption,
     print_json,
-    with_fields,
 )
 from hotrain.cli.terminal import working
 
@@ -66,11 +65,10 @@ def frontier(
     from hotrain.train.setup import autocast
 
     size = None if budget is None else parse_bytes(budget)
-    settings = with_fields(settings, amp=amp, compile="true" if compiled else None)
+    options = {"method": method, "data": data, "settings": settings, "device": device}
+    options |= {"amp": amp, "compile": "true" if compiled else None}
     with working(f"{model}: loading") as say:
-        run, network, images = with_images(
-            model, classes, batch_size, method=method, data=data, settings=settings, device=device
-        )
+        run, network, images = with_images(model, classes, batch_size, **options)
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
         def loss(output: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,15 @@ def recipes(
 
     found = hotrain_recipes.all()
     if name is not None:
-        _one(name, json)
+        run = hotrain_recipes.load_recipe(name)
+        recipe = found[name]
+        if json:
+            about = {"name": name, "family": recipe.family, "description": recipe.description}
+            print_json({**about, "run": run.to_dict()})
+            return
+        typer.echo(f"{recipe.document}\n\nFields, for --set FIELD=VALUE:\n")
+        for field, value in vars(run).items():
+            typer.echo(f"  {field:<20}{value!r}")
         return
     if json:
         print_json([{"name": n, "family": r.family, "description": r.description} for n, r in found.items()])
@@ -53,20 +61,6 @@ def recipes(
     typer.echo(
         f"{len(found)} recipes; they train with {DEFAULT}, the library's default, unless --method says otherwise"
     )
-
-
-def _one(name: str, json: bool) -> None:
-    """Print a recipe's document and fields."""
-    import hotrain_recipes
-
-    run = hotrain_recipes.load_recipe(name)
-    recipe = hotrain_recipes.all()[name]
-    if json:
-        print_json({"name": name, "family": recipe.family, "description": recipe.description, "run": run.to_dict()})
-        return
-    typer.echo(f"{recipe.document}\n\nFields, for --set FIELD=VALUE:\n")
-    for field, value in vars(run).items():
-        typer.echo(f"  {field:<20}{value!r}")
 
 
 def _family(members: list[Recipe]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,14 +33,11 @@ class Command(PlainFlags, TyperCommand):
 
 
 def _device_is_here(name: str | None) -> str | None:
-    """Check that a CUDA device is available before anything is imported, built or trained."""
+    """Check that a CUDA device is available before anything is built or trained."""
     if name is not None and name.startswith("cuda"):
-        import torch
+        from hotrain.train.models import resolve_device
 
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"--device: got {name!r}, but this PyTorch ({torch.__version__}) finds no CUDA device; use cpu"
-            )
+        resolve_device(name)
     return name
 
 
@@ -126,22 +122,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
-def with_fields(settings: Sequence[str] | None, **fields: object) -> list[str]:
-    """The ``field=value`` strings of ``--set``, and after them those of options that are fields of a run.
-
-    Args:
-        settings: of ``--set``.
-        **fields: their values; None: not given.
-    """
-    return [*(settings or ()), *(f"{name}={value}" for name, value in fields.items() if value is not None)]
-
-
 def split_names(text: str, option: str) -> list[str]:
     """Split a comma-separated option into its distinct names, in order.
-
-    Args:
-        text: the option's value.
-        option: its name, for the message.
 
     Raises:
         ValueError: no name.

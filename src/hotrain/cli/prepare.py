@@ -21,12 +21,7 @@ CLASSES, BATCH = 1000, 8
 
 
 def configure(recipe: str | None, *, resume: Path | None = None, **options: Any) -> TrainRun:
-    """Return the run of a recipe or checkpoint with the command line's options.
-
-    Args:
-        recipe: name of a recipe.
-        resume: a checkpoint or the folder of a run; used if no recipe is given.
-        **options: as for `with_options`.
+    """Return the run of a recipe, else of a checkpoint or the folder of a run, with the options of `with_options`.
 
     Raises:
         ValueError: an unknown recipe, field or method (with the nearest known one), a bad value, or a checkpoint that
@@ -48,9 +43,7 @@ def configure(recipe: str | None, *, resume: Path | None = None, **options: Any)
 def look(name: str, **options: Any) -> TrainRun:
     """Return the run to measure for a name: a recipe's, or that of a timm model at its own image size.
 
-    Args:
-        name: a recipe or a timm model.
-        **options: as for `with_options`. Without a method, an exact recipe gets the default one.
+    Options are those of `with_options`. Without a method, an exact recipe gets the default one.
 
     Raises:
         ValueError: neither a recipe nor a timm model, and as `configure`.
@@ -92,37 +85,28 @@ def with_options(
     run: TrainRun,
     *,
     method: str | None = None,
-    data: str | None = None,
     settings: Sequence[str] | None = None,
-    seed: int | None = None,
-    device: str | None = None,
     out: Path | None = None,
-    log: str | None = None,
+    **fields: object,
 ) -> TrainRun:
     """Return the run with the command line's options.
 
     Args:
-        run: the run.
         method: preset with overrides, as in ``hot:rank=4``.
-        data, seed, device, out, log: fields of the run; None: unchanged. They take precedence over ``settings``.
         settings: ``field=value`` strings.
+        out: folder of the records.
+        **fields: other options that are fields of the run; None: not given. They take precedence over ``settings``.
     """
-    from hotrain.train import parse_method, replace, with_settings
+    from hotrain.train import with_preset, with_settings
 
-    changes: dict[str, Any] = {"data": data, "seed": seed, "device": device, "log": log}
-    changes["out_dir"] = None if out is None else str(out)
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if method is not None:
-        changes["method"], changes["method_overrides"] = parse_method(method)
-    return replace(with_settings(run, settings or ()), **changes)
+    given = {**fields, "out_dir": out}
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    run = with_settings(run, [*(settings or ()), *options])
+    return run if method is None else with_preset(run, method)
 
 
 def converted(run: TrainRun, weights: Path | None = None) -> Setup:
-    """Build the parts of a run, with converted layers.
-
-    Args:
-        run: the run.
-        weights: a checkpoint of the trainer or the folder of its run; None: initial weights, or pretrained ones.
+    """Build the parts of a run, with converted layers, and the weights of a checkpoint (or the folder of its run).
 
     Raises:
         ValueError: data, model, device or checkpoint that are not available, or a checkpoint that does not fit.
@@ -146,7 +130,6 @@ def with_images(
     Neither data nor weights are downloaded.
 
     Args:
-        name: a recipe or a timm model.
         classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
         batch_size: number of images; None: the run's.
         **options: as for `look`.

@@ -6,7 +6,7 @@ import importlib.util
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,39 +25,47 @@ def progress_line(result: Result) -> str:
 
 
 def conditions(runs: Sequence[TrainRun], seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the conditions of a measurement, for ``summary.json`` and the foot of the report.
-
-    It reads the data to count the test images.
-
-    Raises:
-        ValueError, RuntimeError: as `hotrain.train.load_data`.
-    """
-    from hotrain.presets import DEFAULT
+    """Return the conditions of a measurement, for ``summary.json`` and the foot of the report."""
     from hotrain.train.models import resolve_device
     from hotrain.train.record import environment
 
-    def each(field: str) -> Any:
-        values = {run.model: getattr(run, field) for run in runs}
-        return values if len(set(values.values())) > 1 else next(iter(values.values()))
-
-    length = "epochs" if runs[0].steps is None else "steps"
     return {
         **environment(resolve_device(runs[0].device)),
-        "command": shlex.join(["hotrain", *sys.argv[1:]]),
+        **_settings({run.model: run for run in runs}),
         "started": time.strftime("%Y-%m-%d %H:%M %Z"),
         "seeds": list(seeds),
-        length: each(length),
-        "batch_size": each("batch_size"),
-        "data": Path(runs[0].data).name,
-        "test_images": {run.model: _test_images(run) for run in runs},
+    }
+
+
+def _settings(runs: Mapping[str, TrainRun]) -> dict[str, Any]:
+    """What the runs of a report were told, each value by model, or once where all have it; reads the data."""
+    from hotrain.presets import DEFAULT
+
+    values: dict[str, dict[str, Any]] = {
+        "epochs": {name: run.epochs for name, run in runs.items() if run.steps is None},
+        "steps": {name: run.steps for name, run in runs.items() if run.steps is not None},
+        "batch_size": {name: run.batch_size for name, run in runs.items()},
+        "data": {name: Path(run.data).name for name, run in runs.items()},
+    }
+    alike = {key: len(of) == len(runs) and len(set(of.values())) == 1 for key, of in values.items()}
+    told = {key: next(iter(of.values())) if alike[key] else of for key, of in values.items() if of}
+    counts = {name: _test_images(run) for name, run in runs.items()}
+    return {
+        "command": shlex.join(["hotrain", *sys.argv[1:]]),
+        **told,
+        "test_images": {name: count for name, count in counts.items() if count is not None},
         "default": DEFAULT,
     }
 
 
-def _test_images(run: TrainRun) -> int:
+def _test_images(run: TrainRun) -> int | None:
+    """The number of test images; None where the data are not here."""
     from hotrain.train import load_data
 
-    return load_data(run.data, data_dir=run.data_dir).test_size
+    try:
+        return load_data(run.data, data_dir=run.data_dir).test_size
+    except (ValueError, RuntimeError, OSError):
+        return None
 
 
 def records_of(outcome: Comparison, meta: dict[str, Any]) -> Records:
@@ -94,38 +102,27 @@ def gathered(folders: Sequence[Path]) -> Records:
         ValueError: a folder without a finished run.
     """
     from hotrain.plotting.records import Records, curve
-    from hotrain.presets import DEFAULT
     from hotrain.train import TrainRun
 
     found = [row for folder in folders for row in _finished(folder)]
     runs = [TrainRun.from_dict(row["config"]) for row in found]
     names = _names(runs)
-    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
-    curves: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for name, run, row in zip(names, runs, found, strict=True):
-        key = {"model": name, "method": run.method_label, "seed": run.seed}
-        cell = (name, run.method_label, run.seed)
-        rows[cell] = {**key, **{field: row[field] for field in MEASURED}}
-        if row.get("layers"):
-            rows[cell]["layers"] = row["layers"]
-        curves[cell] = curve(row["history"], **key)
-    of = dict(zip(names, runs, strict=True))
-    counts = {name: _images_or_none(run) for name, run in of.items()}
+    keys = [(name, run.method_label, run.seed) for name, run in zip(names, runs, strict=True)]
+    rows, curves = [], []
+    for cell, row in dict(zip(keys, found, strict=True)).items():
+        key = dict(zip(("model", "method", "seed"), cell, strict=True))
+        ran = {"layers": row["layers"]} if row.get("layers") else {}
+        rows.append({**key, **{field: row[field] for field in MEASURED}, **ran})
+        curves.append(curve(row["history"], **key))
     meta = {
+        **_settings(dict(zip(names, runs, strict=True))),
         "title": f"{len(rows)} runs compared",
-        "command": shlex.join(["hotrain", *sys.argv[1:]]),
         "device": "; ".join(dict.fromkeys(row["device"] for row in found)),
-        "seeds": sorted({run.seed for run in runs}),
         "commit": "; ".join(dict.fromkeys(str(row["commit"]) for row in found)),
-        "epochs": {name: run.epochs for name, run in of.items() if run.steps is None} or None,
-        "steps": {name: run.steps for name, run in of.items() if run.steps is not None} or None,
-        "batch_size": {name: run.batch_size for name, run in of.items()},
-        "data": {name: Path(run.data).name for name, run in of.items()},
-        "test_images": {name: count for name, count in counts.items() if count is not None},
-        "default": DEFAULT,
+        "seeds": sorted({run.seed for run in runs}),
         "methods": {run.method_label: _described(run.method_label) for run in runs},
     }
-    return Records(meta=meta, rows=list(rows.values()), curves=list(curves.values()))
+    return Records(meta=meta, rows=rows, curves=curves)
 
 
 def _finished(folder: Path) -> list[dict[str, Any]]:
@@ -160,14 +157,6 @@ def _names(runs: Sequence[TrainRun]) -> list[str]:
     ]
 
 
-def _images_or_none(run: TrainRun) -> int | None:
-    """The number of test images; None where the data are not here any more."""
-    try:
-        return _test_images(run)
-    except (ValueError, RuntimeError, OSError):
-        return None
-
-
 def _described(label: str) -> str:
     """Return the first paragraph on the method's preset, and its overrides."""
     from hotrain.presets import describe, presets
@@ -182,15 +171,7 @@ def _described(label: str) -> str:
 
 
 def keep(records: Records, folder: Path) -> Path | None:
-    """Write the records and, if matplotlib and jinja2 are installed, the report.
-
-    Args:
-        records: the records.
-        folder: where to write.
-
-    Returns:
-        Path of the report; None without one.
-    """
+    """Write the records and, if matplotlib and jinja2 are installed, the report; its path, or None."""
     records.save(folder)
     if any(importlib.util.find_spec(package) is None for package in ("matplotlib", "jinja2")):
         return None

@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a status line on stderr while the body runs, if stderr is a terminal.
+    """Show a status line on stderr while the body runs, if it is a terminal; yields what replaces the status.
 
     The body must not write to stdout, which rich redirects to stderr meanwhile.
-
-    Args:
-        text: the first status.
-
-    Yields:
-        A function that replaces the status.
     """
     from rich.console import Console
     from rich.text import Text

@@ -32,6 +32,7 @@ class Conversion:
         self.method = method
         self.options = options
         self.report: ConversionReport | None = None
+        self.checked = False  # the first step of this training
 
     def convert(self, model: Model) -> Model:
         """Convert a model in place, for code that makes the model itself (``model_init``, before PEFT).
@@ -72,8 +73,8 @@ class Conversion:
 
     def check(self) -> None:
         """Warn when a training step has passed by the converted model, after the first step of an uncompiled one."""
-        report = self.report
-        if report is None:
+        report, again, self.checked = self.report, self.checked, True
+        if report is None or again:
             return
         if report.layers and not any(state.reached for _, state in report.layers):
             warnings.warn("hotrain: the first step has called no converted layer: it ran exact", stacklevel=2)

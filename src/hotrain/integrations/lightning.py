@@ -55,15 +55,9 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
     def __init__(self, method: str | Method = DEFAULT, *, module: str | None = None, **options: Any) -> None:
         super().__init__(method, **options)
         self.module = module
-        self._checked = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Convert before training, if the layers are there already.
-
-        Args:
-            trainer: the Trainer.
-            pl_module: the LightningModule.
-            stage: ``"fit"``; nothing is done for the others.
+        """Convert before training (``stage`` is ``"fit"``), if the layers are there already.
 
         Raises:
             ValueError: the strategy or the precision is not supported, the module is compiled, `module` names none, or
@@ -80,7 +74,7 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
                 "hotrain: the LightningModule is compiled already. Pass it as it is, and compile the network in its "
                 "__init__ without this callback: self.net = hotrain.compile(net), which converts it."
             )
-        self._checked = False
+        self.checked = False
         if not is_overridden("configure_model", pl_module):
             self.convert(self._chosen(pl_module))
 
@@ -90,9 +84,7 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
-        if not self._checked:
-            self._checked = True
-            self.check()
+        self.check()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the loggers the metrics."""

@@ -42,16 +42,10 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, method: str | Method = DEFAULT, **options: Any) -> None:
         super().__init__(method, **options)
-        self._checked = self._logged = False
+        self._logged = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Convert the model.
-
-        Args:
-            args: the TrainingArguments.
-            state: unused.
-            control: unused.
-            model: what is to be trained.
 
         Raises:
             ValueError: the set-up is not supported, or as `convert`.
@@ -63,12 +57,6 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Check that the model that is trained is the one that was converted.
 
-        Args:
-            args: unused.
-            state: unused.
-            control: unused.
-            model: what is to be trained.
-
         Raises:
             RuntimeError: it is another one.
         """
@@ -79,13 +67,12 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
                 "wrapped it by now. Pass the callback as Trainer(..., callbacks=[callback]), not by add_callback; a "
                 "model_init must return callback.convert(model)."
             )
-        self._checked = self._logged = False
+        self.checked = self._logged = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
-        if not self._checked and not args.torch_compile:
+        if not args.torch_compile:
             self.check()
-        self._checked = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Add `metrics` to the first log of a loss and to the last log."""

@@ -19,8 +19,6 @@ def draw_curves(
     Args:
         curves: of the records, of one model.
         quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).
-        looks: method → its look.
-        title: of the figure.
         metric: what the accuracy is.
     """
     by_method: dict[str, list[dict[str, Any]]] = {}

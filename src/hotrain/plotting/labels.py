@@ -25,7 +25,6 @@ def arrange(
     The figure must have a layout already (``draw_without_rendering``).
 
     Args:
-        axes: of the figure.
         labels: annotations at ``places``.
         places: in data coordinates.
         taken: boxes in pixels.

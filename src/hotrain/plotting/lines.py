@@ -74,12 +74,7 @@ def summarize(rows: Sequence[dict[str, Any]], test_images: Mapping[str, int] | N
 
 
 def standing(table: Sequence[Line], label: Callable[[str], str]) -> str:
-    """Which methods end further from exact than the noise, in a sentence; empty where no gap has one.
-
-    Args:
-        table: the lines.
-        label: model → its name for readers.
-    """
+    """Which methods end further from exact than the noise, in a sentence; empty where no gap has one."""
     if not any(line.noise is not None for line in table):
         return ""
     beyond: dict[str, list[str]] = {}

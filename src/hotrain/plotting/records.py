@@ -7,13 +7,12 @@ measurement beside the rows. ``records.json`` has the other data of the report.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotrain.files import parse_json, read_text, write_text
+from hotrain.files import is_a, kind_text, parse_json, read_text, write_text
 
 SUMMARY = "summary.json"
 RECORDS = "records.json"
@@ -25,52 +24,29 @@ ROW_FIELDS = ("model", "method", "seed", "accuracy", "saved_bytes", "bit_ops", "
 operations and median milliseconds of one training step. Where the run failed they are ``None``. A row may also
 have ``layers``: what ran, read off the model after the run, one dict for the layers that did the same."""
 
-Test = tuple[Callable[[Any], bool], str]  # of a value, and what it accepts
+PLAIN = str | int | float | bool | list | None
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _lists(test: Test) -> Test:
-    return lambda value: isinstance(value, list) and all(map(test[0], value)), f"a list, each {test[1]}"
-
-
-def _tables(test: Test) -> Test:
-    return lambda value: isinstance(value, dict) and all(map(test[0], value.values())), f"an object, each {test[1]}"
-
-
-def _or_none(test: Test) -> Test:
-    return lambda value: value is None or test[0](value), f"{test[1]} or null"
-
-
-TEXT: Test = (lambda value: isinstance(value, str), "text")
-NUMBER: Test = (_is_number, "a finite number")
-WHOLE: Test = (lambda value: type(value) is int and abs(value) < 2**63, "a whole number")
-MEASURED = _or_none(NUMBER)
-PLAIN: Test = (lambda value: not isinstance(value, (dict, float)) or _is_number(value), "no object")
-
-FIELDS: dict[str, dict[str, Test]] = {
-    "rows": {"model": TEXT, "method": TEXT, "seed": WHOLE, **dict.fromkeys(ROW_FIELDS[3:], MEASURED)},
+FIELDS: dict[str, dict[str, Any]] = {
+    "rows": {"model": str, "method": str, "seed": int, **dict.fromkeys(ROW_FIELDS[3:], float | None)},
     "curves": {
-        **{"model": TEXT, "method": TEXT, "seed": WHOLE, "epoch": _lists(NUMBER)},
-        **dict.fromkeys(("accuracy", "loss"), _lists(MEASURED)),
+        **{"model": str, "method": str, "seed": int, "epoch": list[float]},
+        **dict.fromkeys(("accuracy", "loss"), list[float | None]),
     },
-    "memory": {"model": TEXT, "method": TEXT, "total": NUMBER, "by_operator": _tables(NUMBER)},
-    "spectrum": {"model": TEXT, "layer": TEXT, "tensor": TEXT, "energy": _lists(NUMBER)},
+    "memory": {"model": str, "method": str, "total": float, "by_operator": dict[str, float]},
+    "spectrum": {"model": str, "layer": str, "tensor": str, "energy": list[float]},
 }
-"""The fields that a record has to have."""
+"""The fields that a record has to have, with their types."""
 
-OPTIONAL: dict[str, Test] = {"layers": _or_none(_lists(_tables(PLAIN)))}
+OPTIONAL = {"layers": list[dict[str, PLAIN]] | None}
 """Of a row."""
 
-META: dict[str, Test] = {
-    **dict.fromkeys(("title", "default", "command", "device", "commit"), _or_none(TEXT)),
-    "seconds": NUMBER,
-    "test_images": _tables(WHOLE),
-    "methods": _tables(TEXT),
-    "models": _tables(_tables(PLAIN)),
-    "notes": _lists(TEXT),
+META: dict[str, Any] = {
+    **dict.fromkeys(("title", "default", "command", "device", "commit"), str | None),
+    "seconds": float,
+    "test_images": dict[str, int],
+    "methods": dict[str, str],
+    "models": dict[str, dict[str, PLAIN]],
+    "notes": list[str],
 }
 """The conditions that are more than printed."""
 
@@ -113,11 +89,11 @@ class Records:
 
     def models(self) -> list[str]:
         """Model names in the order of the rows."""
-        return _distinct(row["model"] for row in self.rows)
+        return list(dict.fromkeys(row["model"] for row in self.rows))
 
     def methods(self) -> list[str]:
         """Method names in the order of the rows."""
-        return _distinct(row["method"] for row in self.rows)
+        return list(dict.fromkeys(row["method"] for row in self.rows))
 
     def default(self) -> str | None:
         """The library's default method when this was measured; None where the records do not say."""
@@ -142,9 +118,6 @@ class Records:
 def load_records(folder: Path | str) -> Records:
     """The records of ``folder``. ``records.json`` may be absent: the report then lacks its sections.
 
-    Args:
-        folder: with both files.
-
     Raises:
         ValueError: ``summary.json`` is missing, is not JSON or lacks fields, or a file was written by a later version
             of hotrain.
@@ -168,14 +141,10 @@ def curve(history: Sequence[Mapping[str, Any]], **run: Any) -> dict[str, Any]:
     return {**run, **{name: [row[field] for row in history] for name, field in fields.items()}}
 
 
-def _check(where: str, values: Mapping[str, Any], tests: Mapping[str, Test]) -> None:
-    for name, (accepts, accepted) in tests.items():
-        if name in values and not accepts(values[name]):
-            raise ValueError(f"{where}: {name} is {str(values[name])[:80]!r}, accepted is {accepted}")
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
+def _check(where: str, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if name in values and not is_a(values[name], kind):
+            raise ValueError(f"{where}: {name} is {str(values[name])[:80]!r}, accepted is {kind_text(kind)}")
 
 
 def _write_json(path: Path, value: Any) -> None:

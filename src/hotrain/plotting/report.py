@@ -48,6 +48,7 @@ def render(records: Records) -> str:
     described = records.meta.get("models", {})
     methods, table = records.methods(), lines.summarize(records.rows, records.meta.get("test_images"))
     look_of = looks([*methods, *(entry["method"] for kind in (records.memory, records.curves) for entry in kind)])
+    names = {method: records.method_label(method) for method in look_of}
     return environment.from_string(PAGE).render(
         style=style,
         formula=[(name, FORMULA[name]) for name in methods if name in FORMULA] if "hot" in methods else [],
@@ -67,10 +68,10 @@ def render(records: Records) -> str:
         same_forward=not any("forward=" in name for name in methods),
         described=[(name, text) for name, text in records.meta.get("methods", {}).items() if name in methods],
         table=table,
-        tradeoffs=_tradeoffs(records, table, look_of),
+        tradeoffs=_tradeoffs(records, table, look_of, names),
         layers=_layers(records),
         curves=_curves(records, look_of),
-        memory=_memory(records),
+        memory=_memory(records, names),
         spectra=_spectra(records),
         conditions=condition_rows(records.meta),
     )
@@ -162,18 +163,14 @@ def _swatch(style: Look) -> str:
     )
 
 
-def _names(records: Records) -> dict[str, str]:
-    """Method → label in figures."""
-    known = [*records.methods(), *(entry["method"] for entry in records.memory)]
-    return {method: records.method_label(method) for method in known}
-
-
-def _tradeoffs(records: Records, table: Sequence[lines.Line], look_of: Mapping[str, Look]) -> list[Drawn]:
+def _tradeoffs(
+    records: Records, table: Sequence[lines.Line], look_of: Mapping[str, Look], names: Mapping[str, str]
+) -> list[Drawn]:
     figures = []
     for model in records.models():
         own = [line for line in table if line.model == model]
         if any(line.accuracy is not None and line.saved_bytes is not None for line in own):
-            svg = draw_tradeoff(own, look_of, _names(records), records.label(model))
+            svg = draw_tradeoff(own, look_of, names, records.label(model))
             figures.append({"svg": svg, "caption": ""})
     return figures
 
@@ -225,12 +222,12 @@ def _curves(records: Records, look_of: Mapping[str, Look]) -> list[Drawn]:
     ]
 
 
-def _memory(records: Records) -> list[Drawn]:
+def _memory(records: Records, names: Mapping[str, str]) -> list[Drawn]:
     figures = []
     parts = parts_of([entry["by_operator"] for entry in records.memory])
     for label, entries in _by_model(records, records.memory):
         tables = {entry["method"]: entry["by_operator"] for entry in entries}
-        svg = draw_bytes(tables, parts, _names(records), label)
+        svg = draw_bytes(tables, parts, names, label)
         figures.append({"svg": svg, "caption": " ".join(_change(records, *entry) for entry in changes(tables))})
     return figures
 

@@ -40,10 +40,7 @@ def undominated(points: Points) -> list[str]:
 
 
 def draw_frontier(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The text of an SVG file from the record of `hotrain frontier`; points that ran out of memory are left out.
-
-    Args:
-        rows: as `hotrain.Frontier.save` writes them, one a line.
+    """The text of an SVG file from `Frontier.rows`; points that ran out of memory are left out.
 
     Raises:
         ValueError: no point ran.
@@ -66,7 +63,6 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
 
     Args:
         points: at least one.
-        title: of the figure.
         across: label of the axis of peaks.
         ceiling: ms from which on variants are drawn at the upper edge; None: `SLOWEST` times the fastest.
 

@@ -21,12 +21,6 @@ def draw_tradeoff(lines: Sequence[Line], looks: Mapping[str, Look], names: Mappi
     Where the noise is that of the test images it is a band around exact's accuracy; where it is that of the seeds, a
     bar at every point. Either way a method is within noise where band or bar reaches.
 
-    Args:
-        lines: of one model.
-        looks: method → its look.
-        names: method → its label.
-        title: of the figure.
-
     Raises:
         ValueError: there is no point.
     """

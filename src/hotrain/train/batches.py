@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, Data
 from hotrain.train.dense_folder import DenseFolder, Item, read_item
+from hotrain.train.distributed import Processes
 from hotrain.train.image_file import open_image
+from hotrain.train.models import Normalization
 from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
 from hotrain.train.scenes import SceneData, draws, scenes
@@ -38,9 +40,8 @@ class Feed:
         run: batch size, accumulation, augmentation, seed.
         data: what :func:`hotrain.train.data.load_data` returned.
         image_size: side of the images that the model sees, in pixels.
-        mean, std: per-channel statistics; None: those of the training images (arrays) or of ImageNet (folders).
-        device: device that the batches are on.
-        rank, world: index of this process and number of processes; each gets its own part of an epoch.
+        normalization: per-channel statistics; None: those of the training images (arrays) or of ImageNet (folders).
+        processes: of the run; each gets its own part of an epoch, on its device. None: one, on the CPU.
 
     Raises:
         ValueError: fewer training images than one update needs.
@@ -52,31 +53,26 @@ class Feed:
         data: Data | SceneData,
         *,
         image_size: int,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        device: torch.device | None = None,
-        rank: int = 0,
-        world: int = 1,
+        normalization: Normalization | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        self.run, self.data, self.rank, self.world = run, data, rank, world
-        self.device = device or torch.device("cpu")
-        share = data.train_size // world
+        processes = processes or Processes()
+        self.run, self.data = run, data
+        self.rank, self.world, self.device = processes.rank, processes.world, processes.device
+        share = data.train_size // self.world
         # An incomplete last batch is dropped unless it is the only one.
         self.batches_per_epoch = max(1, share // run.batch_size)
         self.updates_per_epoch = self.batches_per_epoch // run.accumulation
         if share == 0 or self.updates_per_epoch == 0:
             raise ValueError(
                 f"data: {data.train_size} training images are fewer than one update needs "
-                f"(batch_size {run.batch_size} × accumulation {run.accumulation} × processes {world})"
+                f"(batch_size {run.batch_size} × accumulation {run.accumulation} × processes {self.world})"
             )
         # Images of one update over all processes; a share smaller than a batch is one smaller batch.
-        self.images_per_update = min(run.batch_size, share) * run.accumulation * world
-        self._images: _Arrays | _Folder | _Tokens
-        if isinstance(data, TokenData):
-            self._images = _Tokens(data, self.device)
-        else:
-            kinds: dict[type, Any] = {ArrayData: _Arrays, SceneData: _Scenes, DenseFolder: _DenseFolder}
-            self._images = kinds.get(type(data), _Folder)(run, data, image_size, mean, std, self.device)
+        self.images_per_update = min(run.batch_size, share) * run.accumulation * self.world
+        kinds: dict[type, Any] = {ArrayData: _Arrays, SceneData: _Scenes, TokenData: _Tokens, DenseFolder: _DenseFolder}
+        kind: type[_Arrays | _Folder | _Tokens] = kinds.get(type(data), _Folder)
+        self._images = kind(run, data, image_size, normalization, self.device)
 
     def order(self, epoch: int) -> Tensor:
         """Shuffled training indices of this process.
@@ -143,21 +139,16 @@ class _Arrays:
     """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
 
     def __init__(
-        self,
-        run: TrainRun,
-        data: ArrayData,
-        image_size: int,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
-        device: torch.device,
+        self, run: TrainRun, data: Any, image_size: int, normalization: Normalization | None, device: torch.device
     ) -> None:
         self.run, self.image_size = run, image_size
         self.x_train, self.y_train = data.x_train.to(device), data.y_train.to(device)
         self.x_test, self.y_test = data.x_test.to(device), data.y_test.to(device)
-        own_mean, own_std = channel_statistics(data.x_train)
-        shape = (1, data.channels, 1, 1)
-        self.mean = (own_mean if mean is None else torch.tensor(mean, device="cpu")).view(shape).to(device)
-        self.std = (own_std if std is None else torch.tensor(std, device="cpu")).view(shape).to(device)
+        if normalization is None:
+            mean, std = channel_statistics(data.x_train)
+        else:
+            mean, std = (torch.tensor(values, device="cpu") for values in normalization)
+        self.mean, self.std = (values.view(1, -1, 1, 1).to(device) for values in (mean, std))
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         for indices, key in zip(chosen, keys, strict=True):
@@ -212,7 +203,7 @@ class _Scenes(_Arrays):
 class _Tokens:
     """Sequences of a :class:`TokenData` on the device, as they are."""
 
-    def __init__(self, data: TokenData, device: torch.device) -> None:
+    def __init__(self, run: TrainRun, data: Any, length: int, normalization: Any, device: torch.device) -> None:
         self.train = data.x_train.to(device), data.y_train.to(device)
         self.test = data.x_test.to(device), data.y_test.to(device)
 
@@ -267,22 +258,12 @@ class _Folder:
     """Images of a :class:`FolderData`, decoded and augmented by worker processes with timm's transforms."""
 
     def __init__(
-        self,
-        run: TrainRun,
-        data: Any,
-        image_size: int,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
-        device: torch.device,
+        self, run: TrainRun, data: Any, image_size: int, normalization: Normalization | None, device: torch.device
     ) -> None:
         from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 
-        common: dict[str, Any] = {
-            "input_size": image_size,
-            "mean": tuple(mean or IMAGENET_DEFAULT_MEAN),
-            "std": tuple(std or IMAGENET_DEFAULT_STD),
-            "interpolation": "bicubic",
-        }
+        mean, std = map(tuple, normalization or (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+        common: dict[str, Any] = {"input_size": image_size, "mean": mean, "std": std, "interpolation": "bicubic"}
         with torch.device("cpu"):
             augment = create_transform(
                 **common, is_training=True, hflip=0.5 if run.flip else 0.0, auto_augment=run.auto_augment
@@ -325,7 +306,7 @@ class _Folder:
 class _DenseFolder(_Folder):
     """Images of a :class:`DenseFolder` with masks or boxes, decoded and resized by worker processes."""
 
-    def __init__(self, run: TrainRun, data: DenseFolder, image_size: int, mean: Any, std: Any, device: Any) -> None:
+    def __init__(self, run: TrainRun, data: Any, image_size: int, normalization: Any, device: torch.device) -> None:
         from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
         self.run, self.device = run, device

@@ -141,7 +141,11 @@ def load(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"resume: {file} is not a checkpoint of hotrain's trainer")
     if state["format"] != FORMAT:
         raise ValueError(f"resume: {file} has format {state['format']!r}, this version reads {FORMAT}")
-    _check_fields(state, file)
+    # With a right checksum the fields are the trainer's own, but a run_id may be no name of a folder.
+    if missing := [name for name in FIELDS if name not in state]:
+        raise ValueError(f"resume: {file} is not a complete checkpoint: it has no {', '.join(missing)}")
+    if not is_plain_name(state["run_id"]):
+        raise ValueError(f"resume: {file}: run_id is {str(state['run_id'])[:80]!r}, accepted is a plain folder name")
     return state
 
 
@@ -173,21 +177,9 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9._-]{1,255}", name) is not None and name.strip(".") != ""
 
 
-def _check_fields(state: dict[str, Any], file: Path) -> None:
-    """Check that every field is present; with a right checksum they are the trainer's own, but no name of a folder."""
-    missing = [name for name in FIELDS if name not in state]
-    if missing:
-        raise ValueError(f"resume: {file} is not a complete checkpoint: it has no {', '.join(missing)}")
-    if not is_plain_name(state["run_id"]):
-        raise ValueError(f"resume: {file}: run_id is {str(state['run_id'])[:80]!r}, accepted is a plain folder name")
-
-
 @contextlib.contextmanager
 def restoring(part: str) -> Iterator[None]:
     """Context in which one part of a checkpoint is restored: its errors become one ValueError.
-
-    Args:
-        part: name of the part, for the message.
 
     Raises:
         ValueError: the part cannot be restored.
@@ -215,11 +207,7 @@ def saved_run(path: str | Path) -> TrainRun:
 
 
 def run_of(state: dict[str, Any], file: Path) -> TrainRun:
-    """Return the run of a checkpoint that is loaded already, as :func:`saved_run`.
-
-    Args:
-        state: what :func:`load` returned.
-        file: the file it was read from.
+    """Return the run of a checkpoint that was loaded from ``file``, as :func:`saved_run`.
 
     Raises:
         ValueError: a run with unknown fields or bad values.

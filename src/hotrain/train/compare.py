@@ -66,7 +66,7 @@ def compare(
         ValueError, RuntimeError: no method, no seed, a method named twice, an unknown method or override; data, model,
             device or optimizer that are not available (before any training).
     """
-    variants = [_variant(run, method) for method in methods]
+    variants = [with_preset(run, method) for method in methods]
     labels = [v.method_label for v in variants]
     if not variants or not seeds:
         raise ValueError("compare: give at least one method and one seed")
@@ -75,7 +75,9 @@ def compare(
         raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
     known = finished or {}
     if any((label, seed) not in known for label in labels for seed in seeds):
-        _check_parts(run)
+        create_optimizer(
+            run, build(with_preset(run, "exact")).model
+        )  # what is not available raises before any training
     comparison = Comparison()
     for seed in seeds:
         for variant in variants:
@@ -125,12 +127,6 @@ def finished_cells(run: TrainRun) -> dict[tuple[str, int], dict[str, Any]]:
     return found
 
 
-def _check_parts(run: TrainRun) -> None:
-    """Build data, model and optimizer once, so that what is not available raises before any training."""
-    setup = build(with_preset(run, "exact"))
-    create_optimizer(run, setup.model)
-
-
 def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
     """Make a Result from a record, without its model."""
     out, known = Path(run.out_dir), {"layers": None, **row}  # those of version 2 may not say
@@ -141,9 +137,3 @@ def _recorded(run: TrainRun, row: Mapping[str, Any]) -> Result:
         record_path=out / record.RUNS,
         checkpoint_path=out / row["run_id"] / checkpoint.FILE,
     )
-
-
-def _variant(run: TrainRun, method: str | Method) -> TrainRun:
-    if isinstance(method, Method):
-        return replace(run, method=method, method_overrides={})
-    return with_preset(run, method)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 TASKS = ("simclr", "byol")
-TEMPERATURE = {"simclr": 0.2}
+TEMPERATURE = 0.2  # of SimCLR
 MOMENTUM = 0.99  # of BYOL's target at the first update; it rises to 1 along a cosine
 HIDDEN, OUT = 512, 128
 
@@ -50,7 +50,7 @@ class TwoViews(nn.Module):
         """The loss of what `forward` returned for ``images``, in float32."""
         first, second = F.normalize(embedded.float(), dim=1).chunk(2)
         if self.target is None:
-            return info_nce(first, second, TEMPERATURE["simclr"])
+            return info_nce(first, second, TEMPERATURE)
         with torch.no_grad():
             goal_first, goal_second = F.normalize(self.target(images).float(), dim=1).chunk(2)
         return 4.0 - 2.0 * ((first * goal_second).sum(1) + (second * goal_first).sum(1)).mean()
@@ -143,32 +143,28 @@ def _recolour(
 
 
 @torch.no_grad()
-def nearest_neighbours(
-    train: Tensor, labels: Tensor, test: Tensor, classes: int, k: int = 20, temperature: float = 0.07
-) -> Tensor:
-    """Classify features by their k nearest neighbours, weighted by exp(cosine / temperature).
+def nearest_neighbours(train: Tensor, labels: Tensor, test: Tensor, classes: int) -> Tensor:
+    """Classify features by their 20 nearest neighbours (or all, if fewer), weighted by exp(cosine / 0.07).
 
     Args:
         train: (N, F).
         labels: (N,).
         test: (M, F).
         classes: how many.
-        k: neighbours, at most N.
-        temperature: of the weights.
 
     Returns:
         Classes (M,).
     """
     train, chosen = F.normalize(train.float(), dim=1), []
     for part in F.normalize(test.float(), dim=1).split(1000):
-        near, index = (part @ train.T).topk(min(k, len(train)), dim=1)
+        near, index = (part @ train.T).topk(min(20, len(train)), dim=1)
         votes = torch.zeros(len(part), classes, device=part.device)
-        votes.scatter_add_(1, labels[index], (near / temperature).exp())
+        votes.scatter_add_(1, labels[index], (near / 0.07).exp())
         chosen.append(votes.argmax(1))
     return torch.cat(chosen)
 
 
-def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int, decay: float = 1e-3) -> Tensor:
+def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int) -> Tensor:
     """Logits of a linear classifier that is trained on frozen features, by L-BFGS on all of them.
 
     Args:
@@ -176,7 +172,6 @@ def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int, deca
         labels: (N,).
         test: (M, F).
         classes: how many.
-        decay: factor of the squared weights in the loss.
 
     Returns:
         (M, classes).
@@ -190,7 +185,7 @@ def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int, deca
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(layer(train), labels) + decay * layer.weight.square().sum()
+        loss = F.cross_entropy(layer(train), labels) + 1e-3 * layer.weight.square().sum()
         loss.backward()
         return loss
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotrain.train.arrays import InMemory, check_labels, names_in, read_arrays
-from hotrain.train.dense_folder import DenseFolder, is_dense, load_dense
+from hotrain.train.dense_folder import DenseFolder, load_dense
 from hotrain.train.image_file import ImageFiles, open_image
 from hotrain.train.tokens import TokenData, load_tokens
 from hotrain.train.torchvision_shim import ensure_torchvision
@@ -107,10 +107,8 @@ def load_data(name: str, *, data_dir: str = "data") -> Data:
         return load_tokens(path) if "vocabulary" in names_in(path) else load_npz(path)
     if path.suffix == ".tsv":
         raise ValueError(f"data: {name} is text: train on the tokens that `hotrain prepare sst2 --texts FOLDER` makes")
-    if path.is_dir() and is_dense(path):
-        return load_dense(path)
     if path.is_dir():
-        return load_folder(path)
+        return load_dense(path) if (path / "annotations").is_dir() else load_folder(path)
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
@@ -234,9 +232,6 @@ def load_folder(root: Path) -> FolderData:
     Up to ``CHECKED_FILES`` files per split are decoded once, as a check. Only files directly in a class folder are
     read; nested folders, and classes without a training image, cause a warning. Links are followed.
 
-    Args:
-        root: the folder of the data set.
-
     Raises:
         ValueError: no train or test split, a split without class folders, a class of the test split that the
             training split does not have, a class folder given twice or linked to a folder that contains it, an empty
@@ -268,7 +263,6 @@ def load_folder(root: Path) -> FolderData:
 
 def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
     """List the image files directly in the class folders of ``split``, with their labels, in natural order."""
-    ensure_torchvision()
     from timm.data.readers.img_extensions import get_img_extensions
     from timm.utils.misc import natural_key
 

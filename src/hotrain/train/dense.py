@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotrain._version import require
-from hotrain.train.torchvision_shim import ensure_torchvision
 
 MODELS = {"segformer_b0": "segmentation", "yolos_tiny": "detection"}
 """Names of models, and the task of each."""
@@ -21,11 +20,7 @@ METRICS = {"segmentation": "mean IoU", "detection": "AP at IoU 0.5"}
 
 
 class Segmenter(nn.Module):
-    """SegFormer. Its stages are called one by one: what transformers collects them with does not compile to one graph.
-
-    Args:
-        config: of transformers' SegFormer.
-    """
+    """SegFormer, its stages called one by one: what transformers collects them with does not compile to one graph."""
 
     def __init__(self, config: Any) -> None:
         from transformers import SegformerForSemanticSegmentation
@@ -46,11 +41,7 @@ class Segmenter(nn.Module):
 
 
 class Detector(nn.Module):
-    """YOLOS: a ViT with a token for each box that it may predict.
-
-    Args:
-        config: of transformers' YOLOS.
-    """
+    """YOLOS: a ViT with a token for each box that it may predict."""
 
     def __init__(self, config: Any) -> None:
         from transformers import YolosForObjectDetection
@@ -103,7 +94,6 @@ def create(name: str, *, classes: int, channels: int, image_size: int, args: dic
         ImportError: transformers is not installed, or too old.
     """
     require("transformers", "5", "text")
-    ensure_torchvision()  # which transformers imports
     from transformers import SegformerConfig, YolosConfig
 
     fixed: dict[str, Any] = {"num_channels": channels, "num_labels": classes}

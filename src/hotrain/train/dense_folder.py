@@ -36,11 +36,6 @@ class DenseFolder(ImageFiles[Item]):
     image_size: ClassVar[int] = 512
 
 
-def is_dense(root: Path) -> bool:
-    """Whether a folder has annotations, as ADE20K's and COCO's have."""
-    return (root / "annotations").is_dir()
-
-
 def load_dense(root: Path) -> DenseFolder:
     """List the images of a folder, and their masks or boxes.
 
@@ -126,8 +121,6 @@ def read_item(item: Item, data: DenseFolder, size: int, mirror: bool) -> tuple[T
     """Decode an image and its mask or objects, resized to a square.
 
     Args:
-        item: of ``data``.
-        data: the folder.
         size: side in pixels; the ratio of the sides is not kept.
         mirror: whether to exchange left and right.
 

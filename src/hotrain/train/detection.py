@@ -85,13 +85,12 @@ def set_loss(predicted: Tensor, objects: Tensor) -> Tensor:
     )
 
 
-def judged(predicted: Tensor, objects: Tensor, threshold: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Which predictions hit an object: by falling score, the free object of their class that they overlap most.
+def judged(predicted: Tensor, objects: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which predictions hit an object: by falling score, the free object of their class of most IoU, from 0.5 on.
 
     Args:
         predicted: (B, Q, C + 5).
         objects: (B, K, 5).
-        threshold: the least IoU.
 
     Returns:
         Score (the likeliest class's probability), label and whether it hits, (B, Q) each.
@@ -106,7 +105,7 @@ def judged(predicted: Tensor, objects: Tensor, threshold: float = 0.5) -> tuple[
     free = torch.ones_like(objects[..., 0])
     for i in range(labels.shape[1]):
         best, at = (iou[:, i] * free).max(1)
-        hit[:, i] = best >= threshold
+        hit[:, i] = best >= 0.5
         free = free.scatter(1, at[:, None], free.gather(1, at[:, None]) * ~hit[:, i, None])
     return scores, labels, hit
 

@@ -19,20 +19,9 @@ class LostProcess(RuntimeError):
     """Another process of the run ended, or cannot be reached any more."""
 
 
-def _is_lost(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another process; gloo has no exception of its own."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as one of them sees them.
-
-    Args:
-        rank: index of this process.
-        world: number of processes; 1 outside of torchrun.
-        device: device of this process.
-    """
+    """The processes of a run as one of them sees them: its index, their number, its device."""
 
     rank: int = 0
     world: int = 1
@@ -95,7 +84,7 @@ def processes(device: str) -> Iterator[Processes]:
             dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
         yield Processes(dist.get_rank(), dist.get_world_size(), here)
     except RuntimeError as error:
-        if not _is_lost(error):
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):  # gloo has no exception of its own
             raise
         own = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         raise LostProcess(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hotrain._version import require
 from hotrain.train.tokens import PADDING
 
 ENCODERS, DECODERS = ("small_bert",), ("small_gpt",)
@@ -13,11 +14,7 @@ MODELS = (*ENCODERS, *DECODERS)
 
 
 class Encoder(nn.Module):
-    """BERT with a classifier.
-
-    Args:
-        config: of transformers' BERT.
-    """
+    """BERT with a classifier."""
 
     def __init__(self, config: Any) -> None:
         from transformers import BertForSequenceClassification
@@ -32,11 +29,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT-2.
-
-    Args:
-        config: of transformers' GPT-2.
-    """
+    """GPT-2."""
 
     def __init__(self, config: Any) -> None:
         from transformers import GPT2LMHeadModel
@@ -61,12 +54,11 @@ def create(name: str, *, classes: int, vocabulary: int, length: int, args: dict[
         args: further arguments of the configuration.
 
     Raises:
-        RuntimeError: transformers is not installed.
+        ImportError: transformers is not installed, or too old.
     """
-    try:
-        from transformers import BertConfig, GPT2Config
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"model {name!r} is one of transformers: pip install 'hotrain[text]'") from error
+    require("transformers", "5", "text")
+    from transformers import BertConfig, GPT2Config
+
     if name in ENCODERS:
         sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
         fixed = {"vocab_size": vocabulary, "max_position_embeddings": length, "pad_token_id": PADDING}

@@ -13,7 +13,9 @@ from torch import nn
 from hotrain._version import require
 from hotrain.train import dense, language
 from hotrain.train.run import Lora
-from hotrain.train.torchvision_shim import ensure_torchvision
+
+Normalization = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of each channel, of values from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,7 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def default_image_size(name: str, data_size: int) -> int:
-    """Image size of a run that does not set one.
-
-    Args:
-        name: the model.
-        data_size: side of the data's images in pixels.
-
-    Returns:
-        Side in pixels: the model's own for one of ``SMALL``, else ``data_size``.
-    """
+    """Side in pixels of a run that does not set one: the model's own for one of ``SMALL``, else the data's."""
     return SMALL[name].image_size if name in SMALL else data_size
 
 
@@ -106,7 +100,6 @@ def create_model(
         return language.create(name, classes=classes, vocabulary=channels, length=image_size, args=args)
     if name in dense.MODELS:
         return dense.create(name, classes=classes, channels=channels, image_size=image_size, args=args)
-    ensure_torchvision()
     require("timm", "1.0.20", "vision")
     import timm
 
@@ -119,20 +112,19 @@ def create_model(
     if pretrained and (small or not timm.models.is_model_pretrained(base)):
         raise ValueError(f"model {name!r} has no published weights; use pretrained=False")
     settings = {**(small.args if small else {}), **(args or {})}
-    if _takes_image_size(base):
+    if base.startswith(("vit_", "deit", "swin", "beit", "cait", "mixer", "eva")):  # built for images of one size
         settings.setdefault("img_size", image_size)
     try:
         model: nn.Module = timm.create_model(
             base, pretrained=pretrained, num_classes=classes, in_chans=channels, **settings
         )
-    except (OSError, RuntimeError) as error:
-        if not pretrained:
-            raise ValueError(f"model {name!r} cannot be built with {settings}: {error}") from error
-        raise RuntimeError(
-            f"model {name!r}: its pretrained weights are neither cached nor reachable ({_first_line(error)}). "
-            "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
-        ) from error
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever an architecture raises for arguments that it does not take
+        if pretrained and isinstance(error, OSError | RuntimeError):
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RuntimeError(
+                f"model {name!r}: its pretrained weights are neither cached nor reachable ({reason}). "
+                "Use a machine with network, put them into the Hugging Face cache, or set pretrained=False"
+            ) from error
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"model {name!r} cannot be built with {settings} ({why})") from error
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
@@ -151,25 +143,11 @@ def create_model(
     return model
 
 
-def _takes_image_size(base: str) -> bool:
-    """Whether the architecture is built for one image size, given by an ``img_size`` argument."""
-    return base.split(".")[0].startswith(("vit_", "deit", "swin", "beit", "cait", "mixer", "eva"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def normalization(model: nn.Module, pretrained: bool, channels: int) -> tuple[Sequence[float] | None, ...]:
-    """Per-channel normalization that pretrained weights expect.
-
-    Returns:
-        Mean and standard deviation; ``(None, None)`` where those of the data are to be used.
-    """
-    config = getattr(model, "pretrained_cfg", {})
+def normalization(model: Any, pretrained: bool, channels: int) -> Normalization | None:
+    """Normalization that pretrained weights expect; None where that of the data is to be used."""
     if not pretrained or channels != 3:
-        return None, None
-    return config["mean"], config["std"]
+        return None
+    return model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
@@ -180,13 +158,11 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
     Raises:
         ValueError: no linear layer has one of these names.
-        RuntimeError: peft is not installed.
+        ImportError: peft is not installed, or too old.
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ModuleNotFoundError as error:
-        raise RuntimeError("lora needs peft: pip install 'hotrain[text]'") from error
     require("peft", "0.18", "text")
+    from peft import LoraConfig, get_peft_model
+
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     targets = [name for name in linear if name.rsplit(".", 1)[-1] in lora.targets]
     if not targets:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hotrain.train.run import TrainRun
-from hotrain.train.torchvision_shim import ensure_torchvision
+
+if TYPE_CHECKING:
+    from timm.scheduler.scheduler import Scheduler
 
 
 def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
@@ -18,7 +20,6 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
     Raises:
         ValueError: a name that timm does not have, or a model without trainable parameters.
     """
-    ensure_torchvision()
     from timm.optim import create_optimizer_v2, list_optimizers
 
     known = [str(name) for name in list_optimizers()]
@@ -37,8 +38,8 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-class Schedule:
-    """The learning rate of every update, by timm's schedulers: a function of the update's number.
+def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> Scheduler:
+    """Create timm's scheduler of the rate: its ``step_update(n)`` sets that of the update after n finished ones.
 
     Args:
         run: schedule, warm-up and rates.
@@ -46,26 +47,17 @@ class Schedule:
         updates: number of updates of the whole run.
         updates_per_epoch: updates per epoch, the unit of ``run.warmup_epochs``.
     """
+    from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
 
-    def __init__(self, run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> None:
-        ensure_torchvision()
-        from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
-
-        common: dict[str, Any] = {
-            "warmup_t": min(round(run.warmup_epochs * updates_per_epoch), updates),
-            "warmup_lr_init": min(run.warmup_lr, run.lr),
-            "t_in_epochs": False,
-        }
-        self._timm: Any
-        if run.schedule == "cosine":
-            self._timm = CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
-        elif run.schedule == "multistep":
-            # timm drops the rate one step before the milestone it is given.
-            drops = [round(m * updates) + 1 for m in run.milestones]
-            self._timm = MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=run.decay_rate, **common)
-        else:
-            self._timm = StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
-
-    def step(self, update: int) -> None:
-        """Set the rate of the update that follows ``update`` finished ones."""
-        self._timm.step_update(update)
+    common: dict[str, Any] = {
+        "warmup_t": min(round(run.warmup_epochs * updates_per_epoch), updates),
+        "warmup_lr_init": min(run.warmup_lr, run.lr),
+        "t_in_epochs": False,
+    }
+    if run.schedule == "cosine":
+        return CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
+    if run.schedule == "multistep":
+        # timm drops the rate one step before the milestone it is given.
+        drops = [round(m * updates) + 1 for m in run.milestones]
+        return MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=0.1, **common)
+    return StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)

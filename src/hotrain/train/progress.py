@@ -57,9 +57,6 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
 
     In a log or a notebook there is a line for each epoch, and one a minute within an epoch, without control characters.
 
-    Args:
-        title: text in front of the bar.
-
     Yields:
         The function that takes the reports.
     """

@@ -6,14 +6,13 @@ written as JSON to every record and checkpoint. It is validated when it is const
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
-import math
 import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,8 +91,7 @@ class TrainRun:
     warmup_epochs: float = 0.0
     warmup_lr: float = 1e-6
     min_lr: float = 0.0
-    milestones: tuple[float, ...] = (0.5, 0.75)  # multistep: fractions of the run at which the rate drops
-    decay_rate: float = 0.1
+    milestones: tuple[float, ...] = (0.5, 0.75)  # multistep: fractions of the run at which the rate drops to a tenth
     clip: float | None = None  # largest gradient norm
     ema: float | None = None  # decay of the averaged weights
 
@@ -103,8 +101,6 @@ class TrainRun:
     auto_augment: str | None = None  # image folders: timm's policy, such as rand-m9-mstd0.5-inc1
     mixup: float = 0.0
     cutmix: float = 0.0
-    mix_prob: float = 1.0
-    mix_switch_prob: float = 0.5
     smoothing: float = 0.0
     random_erase: float = 0.0
 
@@ -125,16 +121,21 @@ class TrainRun:
     audit: bool = True  # measure saved bytes and bit operations on one training batch before the first update
 
     def __post_init__(self) -> None:
-        _freeze_json(self)
-        _check_types(self)
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+        for part, where in ((self, ""), (self.lora, "lora.")):
+            _check_types(part, where)
+        for name, value in vars(self).items():
+            low, high = _RANGES.get(name, (0, _INF))
+            if isinstance(value, int | float) and not low <= value <= high:
                 accepted = f"values from {low} to {high}" if high < _INF else f"finite values from {low}"
                 raise ValueError(f"{name}: got {value}, accepted are {accepted}")
         if self.clip == 0:
             raise ValueError("clip: got 0, which would leave no gradient; accepted are values above 0, or none for off")
-        _check_json(self)
+        for name in ("model_args", "method_overrides"):
+            try:  # what a record cannot hold is refused before the training
+                json.dumps(getattr(self, name), allow_nan=False, default=sorted)
+            except (TypeError, ValueError) as error:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: got {got}, accepted are finite JSON values ({error})") from error
         if (self.mixup or self.cutmix) and self.batch_size % 2:
             raise ValueError(f"batch_size: got {self.batch_size}, mixup and cutmix need an even number")
         if self.schedule == "multistep" and not all(0.0 < m < 1.0 for m in self.milestones):
@@ -172,16 +173,13 @@ class TrainRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; :meth:`from_dict` is the inverse."""
-        out: dict[str, Any] = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            out[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-        plain: dict[str, Any] = json.loads(json.dumps(out, default=sorted))  # a Method's knobs are a set
+        # A Method's knobs are a set.
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=sorted))
         return plain
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
-        """Make a run from the data that :meth:`to_dict` returned, also before some fields were removed that were unset.
+        """Make a run from the data that :meth:`to_dict` returned, also before fields were removed that had one value.
 
         Raises:
             ValueError: an unknown field (with the nearest known one) or a bad value.
@@ -189,57 +187,38 @@ class TrainRun:
         values = {name: value for name, value in data.items() if (name, value) not in _REMOVED}
         for name in values:
             _check_field(name)
-        if isinstance(values.get("lora"), dict):
-            with _naming("lora"):
-                values["lora"] = Lora(**values["lora"])
-        if isinstance(values.get("method"), dict):
-            with _naming("method"):
-                values["method"] = Method.from_dict(values["method"])
+        parts: dict[str, Callable[[Any], Any]] = {"lora": lambda value: Lora(**value), "method": Method.from_dict}
+        for name, read in parts.items():
+            if isinstance(values.get(name), dict):
+                try:
+                    values[name] = read(values[name])
+                except (KeyError, TypeError) as error:
+                    raise ValueError(f"{name}: a part is missing or unknown ({error})") from error
         return cls(**values)
 
 
-@contextlib.contextmanager
-def _naming(name: str) -> typing.Iterator[None]:
-    """Turn errors about missing or unknown parts of the field ``name`` into a ValueError that names it."""
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{name}: a part is missing or unknown ({error})") from error
-
-
-_REMOVED: list[tuple[str, Any]] = [("corrupt", "refuse"), ("grokfast", None)]
+_REMOVED: list[tuple[str, Any]] = [
+    *(("corrupt", "refuse"), ("grokfast", None), ("decay_rate", 0.1), ("mix_prob", 1.0), ("mix_switch_prob", 0.5)),
+]
+"""Fields that are gone, with the values that records and checkpoints may have of them."""
 _INF = sys.float_info.max  # no upper bound, but finite
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
     "num_workers": (0, 1024),
-    "bit_warmup_epochs": (0, _INF),
-    "calibrate_batches": (0, _INF),
-    "calibrate_at": (0, _INF),
     "epochs": (1, _INF),
     "steps": (1, _INF),
     "batch_size": (1, _INF),
     "accumulation": (1, _INF),
     "eval_batch_size": (1, _INF),
-    "lr": (0.0, _INF),
-    "weight_decay": (0.0, _INF),
     "momentum": (0.0, 1.0),
-    "warmup_epochs": (0.0, _INF),
-    "warmup_lr": (0.0, _INF),
-    "min_lr": (0.0, _INF),
-    "decay_rate": (0.0, 1.0),
-    "clip": (0.0, _INF),
     "ema": (0.0, 1.0),
     "crop_padding": (0, 1024),
-    "mixup": (0.0, _INF),
-    "cutmix": (0.0, _INF),
-    "mix_prob": (0.0, 1.0),
-    "mix_switch_prob": (0.0, 1.0),
     "smoothing": (0.0, 1.0),
     "random_erase": (0.0, 1.0),
     "seed": (0, 2**63 - 1),
     "evaluate_every": (1, _INF),
-    "checkpoint_every": (0, _INF),
 }
+"""Smallest and largest value of a field; of other numbers: from 0."""
 
 
 def replace(run: TrainRun, **fields: Any) -> TrainRun:
@@ -271,13 +250,13 @@ def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
         _check_field(name)
         current = changes.get(name, getattr(run, name))
         if not dot:
-            changes[name] = parse_value(name, _hints()[name], text.strip())
+            changes[name] = parse_value(typing.get_type_hints(TrainRun)[name], text.strip())
         elif name == "lora":
             nested = current or Lora()
             hints = typing.get_type_hints(Lora)
             if key not in hints:
                 raise ValueError(f"{path}: unknown field, {name} has {', '.join(hints)}")
-            changes[name] = dataclasses.replace(nested, **{key: parse_value(path, hints[key], text.strip())})
+            changes[name] = dataclasses.replace(nested, **{key: parse_value(hints[key], text.strip())})
         elif isinstance(current, dict):
             changes[name] = {**current, key: parse_json(text.strip())}
         else:
@@ -304,13 +283,13 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     return name, overrides
 
 
-def with_preset(run: TrainRun, text: str) -> TrainRun:
-    """Return a copy of ``run`` with the method of `parse_method`, and no other overrides.
+def with_preset(run: TrainRun, method: str | Method) -> TrainRun:
+    """Return a copy of ``run`` with a method, or that of `parse_method`, and no other overrides.
 
     Raises:
         ValueError: an unknown method or a bad override.
     """
-    name, overrides = parse_method(text)
+    name, overrides = (method, {}) if isinstance(method, Method) else parse_method(method)
     return replace(run, method=name, method_overrides=overrides)
 
 
@@ -324,41 +303,19 @@ def parse_json(text: str) -> Any:
         return text
 
 
-def parse_value(name: str, kind: Any, text: str) -> Any:
-    """Parse the value of a field.
-
-    Args:
-        name: the field, for the message.
-        kind: its type annotation.
-        text: the value as text.
-
-    Raises:
-        ValueError: the type does not accept the text; the message says what is accepted.
-    """
+def parse_value(kind: Any, text: str) -> Any:
+    """Parse the value of a field by its type annotation; `TrainRun` checks it."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if text.lower() == "none" and type(None) in args:
             return None
-        return parse_value(name, next(a for a in args if a is not type(None)), text)
-    if origin is Literal:
-        if text not in args:
-            raise ValueError(f"{name}: got {text!r}, accepted are {', '.join(args)}")
-        return text
+        return parse_value(next(each for each in args if each is not type(None)), text)
     if origin is tuple:
-        return tuple(parse_value(name, args[0], part.strip()) for part in text.split(",") if part.strip())
-    if kind is str:
+        return tuple(parse_value(args[0], part.strip()) for part in text.split(",") if part.strip())
+    if kind is str or origin is Literal:
         return text
     value = parse_json(text)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    expected = dict if origin is dict else kind
-    if type(value) is expected:
-        return value
-    raise ValueError(f"{name}: got {text!r}, accepted is a value of type {getattr(expected, '__name__', expected)}")
-
-
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(TrainRun)
+    return float(value) if kind is float and files.is_a(value, float) else value
 
 
 def _check_field(name: str) -> None:
@@ -369,57 +326,12 @@ def _check_field(name: str) -> None:
         raise ValueError(f"unknown field {name!r} of a run{hint}")
 
 
-def _freeze_json(run: TrainRun) -> None:
-    """Turn lists, as JSON has them, into the tuples that the fields declare."""
-    for obj in (run, run.lora):
-        if obj is None:
-            continue
-        for name, kind in typing.get_type_hints(type(obj)).items():
-            value = getattr(obj, name)
-            if isinstance(value, list) and typing.get_origin(kind) is tuple:
-                object.__setattr__(obj, name, tuple(value))
-
-
-def _check_json(run: TrainRun) -> None:
-    """Refuse free-form values that cannot be written to a record, before the training."""
-    for name in ("model_args", "method_overrides"):
-        try:
-            json.dumps(getattr(run, name), allow_nan=False, default=sorted)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: got {getattr(run, name)}, accepted are finite JSON values ({error})") from error
-
-
-def _check_types(run: TrainRun) -> None:
-    for part, where in ((run.lora, "lora."), (run, "")):
-        for name, kind in typing.get_type_hints(type(part)).items() if part is not None else ():
-            value = getattr(part, name)
-            if not _is_a(value, kind):
-                accepted = ", ".join(map(repr, typing.get_args(kind))) if typing.get_origin(kind) is Literal else kind
-                accepted = getattr(accepted, "__name__", accepted)
-                if isinstance(value, (int, float)) and not _is_finite(value):
-                    accepted = "a finite number"
-                raise ValueError(f"{where}{name}: got {value!r}, accepted is {accepted}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer larger than every float
-        return False
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return any(_is_a(value, a) for a in args)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_is_a(v, args[0]) for v in value)
-    if origin is dict:
-        return isinstance(value, dict)
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+def _check_types(part: object, where: str) -> None:
+    """Refuse values of other types than the fields declare; lists, as JSON has them, become tuples."""
+    for name, kind in typing.get_type_hints(type(part)).items():
+        value = getattr(part, name)
+        if isinstance(value, list) and typing.get_origin(kind) is tuple:
+            value = tuple(value)
+            object.__setattr__(part, name, value)
+        if not files.is_a(value, kind):
+            raise ValueError(f"{where}{name}: got {value!r}, accepted is {files.kind_text(kind)}")

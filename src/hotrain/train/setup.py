@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.conversion import converted_layers
-from hotrain.train import checkpoint, contrastive, dense, language, trackers
+from hotrain.train import checkpoint, contrastive, dense, language
 from hotrain.train.batches import Feed
 from hotrain.train.data import ArrayData, Data, FolderData, load_data
 from hotrain.train.dense_folder import DenseFolder
@@ -29,16 +30,7 @@ from hotrain.train.tokens import TokenData
 
 @dataclass
 class Setup:
-    """The parts of a run, ready for the first update.
-
-    Args:
-        run: the configuration.
-        device: device of model and batches.
-        data: the data set.
-        feed: batches of this process.
-        model: the model, with converted layers.
-        report: the conversion report (`hotrain.ConversionReport`); None for the exact method.
-    """
+    """The parts of a run, ready for the first update. Of the exact method there is no ``report`` of a conversion."""
 
     run: TrainRun
     device: torch.device
@@ -75,13 +67,6 @@ def autocast(run: TrainRun, device: torch.device) -> contextlib.AbstractContextM
 
 def create(run: TrainRun, *, classes: int, channels: int, image_size: int, device: torch.device) -> nn.Module:
     """Create the model of ``run`` with its adapters, gradient checkpointing, memory format and device; not converted.
-
-    Args:
-        run: the configuration.
-        classes: number of outputs.
-        channels: channels of the images.
-        image_size: side of the images in pixels.
-        device: device of the model.
 
     Raises:
         ValueError, RuntimeError: as :func:`build`.
@@ -151,14 +136,14 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     All generators are seeded; the same run builds the same weights and batches each time.
 
     Args:
-        run: the configuration.
         processes: the processes of the run; None: this process alone.
 
     Raises:
         ValueError, RuntimeError: data, model, weights or device that are not available, or a method that no layer of
             the model supports, or a tracker that is not installed.
     """
-    trackers.check(run.log)
+    if run.log is not None and importlib.util.find_spec(run.log) is None:
+        raise RuntimeError(f"log: {run.log} is not installed: pip install {run.log}")
     processes = processes or Processes(device=resolve_device(run.device))
     data: Data | SceneData = load_data(run.data, data_dir=run.data_dir)
     seed_all(run.seed)
@@ -172,17 +157,8 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
         raise ValueError(f"task: {run.task} takes images in memory (.npz, cifar10, cifar100, digits), not a folder")
     classes = len(data.classes) if labelled else 0
     model = create(run, classes=classes, channels=data.channels, image_size=size, device=processes.device)
-    mean, std = normalization(model, run.pretrained, data.channels)
-    feed = Feed(
-        run,
-        data,
-        image_size=size,
-        mean=mean,
-        std=std,
-        device=processes.device,
-        rank=processes.rank,
-        world=processes.world,
-    )
+    scaling = normalization(model, run.pretrained, data.channels)
+    feed = Feed(run, data, image_size=size, normalization=scaling, processes=processes)
     if labelled:
         report = convert(run, model)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +19,6 @@ def untracked(update: int, values: Mapping[str, Any]) -> None:
     """Write nothing."""
 
 
-def check(name: str | None) -> None:
-    """Check that the library of a tracker is installed.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    if name is not None and importlib.util.find_spec(name) is None:
-        raise RuntimeError(f"log: {name} is not installed: pip install {name}")
-
-
 @contextlib.contextmanager
 def tracker(run: TrainRun, folder: Path, update: int) -> Iterator[Track]:
     """Open the tracker that ``run.log`` names, and close it at the end.
@@ -38,8 +27,7 @@ def tracker(run: TrainRun, folder: Path, update: int) -> Iterator[Track]:
     what it prints goes to stderr.
 
     Args:
-        run: the run.
-        folder: its folder, whose name identifies it.
+        folder: the run's folder, whose name identifies it.
         update: the update that it starts or continues from. TensorBoard hides what was written after it before.
 
     Yields:

@@ -29,7 +29,7 @@ from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
-from hotrain.train.optimization import Schedule, create_optimizer
+from hotrain.train.optimization import create_optimizer, create_schedule
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
 from hotrain.train.rng import rng_state, set_rng_state
@@ -42,8 +42,6 @@ class Training:
     """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
 
     Args:
-        setup: the parts of the run.
-        ranks: the processes of the run.
         saved: state of a checkpoint to continue; None: a new run.
     """
 
@@ -66,8 +64,6 @@ class Training:
             self.mixup = Mixup(
                 mixup_alpha=run.mixup,
                 cutmix_alpha=run.cutmix,
-                prob=run.mix_prob,
-                switch_prob=run.mix_switch_prob,
                 label_smoothing=run.smoothing,
                 num_classes=len(setup.data.classes),
             )
@@ -79,7 +75,7 @@ class Training:
             self.loss_function = nn.CrossEntropyLoss(label_smoothing=0.0 if self.mixup else run.smoothing)
 
         self.optimizer = create_optimizer(run, self.model)
-        self.schedule = Schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
+        self.schedule = create_schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.amp == "fp16")
         self.ema: ModelEmaV3 | None = None
         if run.ema is not None:
@@ -113,7 +109,10 @@ class Training:
         self.watched, self.watched_at = DelayedRead(self.device), (0, 0)
         self.track: trackers.Track = trackers.untracked
         if run.audit and self.saved_bytes is None:
-            self._audit()
+            x, _ = setup.example()
+            with setup.autocast():
+                self.saved_bytes = hotrain.saved_bytes(self.model, x).total
+                self.bit_ops = hotrain.cost(self.model, x).bit_ops_total
 
         self.net: nn.Module = self.model
         if run.compile:
@@ -172,7 +171,7 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.update += 1
-        self.schedule.step(self.update)
+        self.schedule.step_update(self.update)
         if self.ema is not None:
             self.ema.update(self.model, step=self.update)
         if self.learner is not None:
@@ -187,12 +186,6 @@ class Training:
             even = len(x) // 2 * 2  # all of a small data set may be an odd number
             x, y = self.mixup(x[:even], y[:even])
         return x, y
-
-    def _audit(self) -> None:
-        x, _ = self.setup.example()
-        with self.setup.autocast():
-            self.saved_bytes = hotrain.saved_bytes(self.model, x).total
-            self.bit_ops = hotrain.cost(self.model, x).bit_ops_total
 
     def mean_loss(self) -> float:
         """Return the mean training loss of this epoch so far; synchronizes with the device.
@@ -392,7 +385,7 @@ class Training:
             self.update, self.run_id, self.history = state["update"], state["run_id"], state["history"]
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.schedule.step(self.update)
+            self.schedule.step_update(self.update)
             self.scaler.load_state_dict(state["scaler"])
             if self.ema is not None:
                 self.ema.module.load_state_dict(state["ema"])
