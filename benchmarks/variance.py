@@ -19,7 +19,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from hotrain.transform.tokens import Grid, layout, project
 TILE = 16
 SHOWN = ("4+4", "by energy, 8 of 16", "by both, half of all", "rounding: x int4 by row, half of all by both")
 RANKS = (2, 4, 5, 6, 7, 8, 9, 10, 12, 14)
+LINES = ("both, half of the images where k×k", "both, half of the output's lines where k×k")
 TOP = "half of all with the largest terms, without weights"
 
 
@@ -60,6 +61,7 @@ class Terms:
         samples: images of the batch.
         arithmetic: multiplications of g_w at full rank.
         tokens: ‖g_y‖² and ‖x‖² of every token, (tokens,) each, for a kernel of one tap.
+        lines: variances of `by_lines`, for a kernel of more taps.
     """
 
     x: Tensor
@@ -67,6 +69,7 @@ class Terms:
     samples: int
     arithmetic: int
     tokens: tuple[Tensor, Tensor] | None = None
+    lines: dict[str, float] = field(default_factory=dict)
 
     def grouped(self, factor: int) -> Terms:
         """Tiles of `factor` times as many tokens: neighbouring tiles transformed into one, lowest rows first."""
@@ -83,6 +86,7 @@ class Terms:
 def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms:
     """Tiles of one call: x and g_y as the layer has them."""
     x, g_y = x.float(), g_y.float()
+    lines: dict[str, float] = {}
     if isinstance(module, nn.Conv2d):
         kernel, stride, pad = module.kernel_size[0], module.stride[0], int(module.padding[0])  # type: ignore[arg-type]
         x = x.permute(0, 2, 3, 1)
@@ -91,6 +95,7 @@ def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms
             x = x.unfold(1, kernel, stride).unfold(2, kernel, stride).flatten(3)
             taps = [g_y]
         else:
+            lines = by_lines(module, x.permute(0, 3, 1, 2), g_y)
             size = x.shape[1:3]
             canvas = g_y.new_zeros(len(g_y), *(s + 2 * pad for s in size), g_y.shape[-1])
             taps = []
@@ -112,7 +117,7 @@ def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms
 
     g = torch.stack([cut(t) for t in taps])
     energies = (_energy(g_y), _energy(x)) if len(taps) == 1 else None
-    return Terms(cut(x), g, len(x), tiles * TILE * x.shape[-1] * g_y.shape[-1] * len(taps), energies)
+    return Terms(cut(x), g, len(x), tiles * TILE * x.shape[-1] * g_y.shape[-1] * len(taps), energies, lines)
 
 
 def _energy(t: Tensor) -> Tensor:
@@ -188,11 +193,13 @@ def measured(t: Terms, before: Tensor | None) -> tuple[Layer, Tensor]:
     images = b / (b - 1) * (own - whole / b)
     signal = b / (b - 1) * (whole - own)
     gg, xx = t.g.square().sum((0, 3)).double(), t.x.square().sum(2).double()  # (tiles, rows)
+    known = by_tile(gg, xx, t.tokens)
+    known |= t.lines or dict.fromkeys(LINES, known["both, half of all"])
     layer = Layer(
         k=pair_sums(t), s=s, groups={n: pair_sums(t, n) for n in (2, 3)},
         large={n * TILE: pair_sums(t.grouped(n)) for n in (2, 4)} if t.x.shape[0] % (4 * b) == 0 else {},
         between=between, images=images, signal=signal, parameters=part.shape[0] * part.shape[2],
-        arithmetic=t.arithmetic, tiles=t.x.shape[0], known=by_tile(gg, xx, t.tokens), rounding=rounding(t, gg, xx),
+        arithmetic=t.arithmetic, tiles=t.x.shape[0], known=known, rounding=rounding(t, gg, xx),
         biased={TOP: top_half(t, gg * xx), **to_nearest(t)},
     )  # fmt: skip
     return layer, part
@@ -240,6 +247,20 @@ def by_tile(gg: Tensor, xx: Tensor, tokens: tuple[Tensor, Tensor] | None) -> dic
         found["both, half of the tokens, no transform"] = float(
             ((1 / capped(own.sqrt(), len(own) / 2) - 1) * own).sum()
         )
+    return found
+
+
+def by_lines(conv: nn.Conv2d, x: Tensor, g_y: Tensor) -> dict[str, float]:
+    """Variance of drawing half of the images, or of the output's lines, by ‖g_y‖·‖U(x)‖; x: (B, C, H, W)."""
+    batch, down, across, outputs = g_y.shape
+    u = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # type: ignore[arg-type]
+    found = {}
+    for name, parts in zip(LINES, (1, down), strict=True):
+        g = g_y.reshape(batch * parts, -1, outputs)
+        rows = u.view(batch, -1, parts, down // parts * across).transpose(1, 2).flatten(0, 1)
+        terms = torch.stack([(r @ own).square().sum(dtype=torch.float64) for r, own in zip(rows, g, strict=True)])
+        size = g.square().sum((1, 2)).double().sqrt() * rows.square().sum((1, 2)).double().sqrt()
+        found[name] = float(((1 / capped(size, len(size) / 2) - 1) * terms).sum())
     return found
 
 
