@@ -26,8 +26,8 @@ from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory
-from .private import constant_in_graphs, is_transformed, is_view
-from .quantize.rounding import wide
+from .private import is_view
+from .quantize.integer import wide
 from .saved import Format
 from .transform.tokens import Layout, project
 
@@ -279,21 +279,6 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
 
 
 # ---- autograd ----
-
-
-def differentiates() -> bool:
-    """Whether this forward takes part in reverse-mode autograd with the gradients of a method.
-
-    Exported and traced programs, `torch.func` and forward-mode derivatives use those of PyTorch: autograd functions
-    with a context do not support them.
-    """
-    return torch.is_grad_enabled() and not _is_traced_or_transformed()
-
-
-# Evaluated outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
-@constant_in_graphs
-def _is_traced_or_transformed() -> bool:
-    return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 class _SecondDerivative(torch.autograd.Function):

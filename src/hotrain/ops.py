@@ -28,7 +28,7 @@ from .draws import in_backward, layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .quantize.rounding import wide
+from .quantize.integer import wide
 from .saved import Format
 
 _lib = torch.library.Library("hotrain", "DEF")

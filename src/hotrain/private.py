@@ -78,13 +78,22 @@ _hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
 _versions = itertools.count()
 
 
-@constant_in_graphs
-def is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode AD is active, which autograd functions with a context do not support.
+def differentiates() -> bool:
+    """Whether this forward takes part in reverse-mode autograd with the gradients of a method.
 
-    Without it, or another name that `EXACT` needs: True, so that layers compute exact gradients.
+    Exported and traced programs, `torch.func` and forward-mode derivatives use those of PyTorch: autograd functions
+    with a context do not support them. Without it, or another name that `EXACT` needs: False, so that layers compute
+    exact gradients.
     """
-    return not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0
+    return torch.is_grad_enabled() and not _is_traced_or_transformed()
+
+
+# Evaluated outside of Dynamo's trace: inside, `is_exporting` of PyTorch 2.11 is always True.
+@constant_in_graphs
+def _is_traced_or_transformed() -> bool:
+    if not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def in_backward() -> bool:
@@ -98,6 +107,17 @@ def saved_tensor_hooks() -> tuple[Any, bool]:
     Without it: activations between the layers are saved in full precision.
     """
     return (None, False) if _top_hooks is None or _hooks_enabled is None else (_top_hooks(True), _hooks_enabled())
+
+
+@constant_in_graphs
+def current_checkpoint() -> int:
+    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks.
+
+    Without it: 0, and `FULL` falls back.
+    """
+    hooks, _ = saved_tensor_hooks()
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
+    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
 def version_of(t: Tensor) -> int:
@@ -127,7 +147,9 @@ def node_number(node: Any = None) -> int:
 
 # ---- modes and dispatch ----
 
-_dispatch_depth = _find("_C._len_torch_dispatch_stack", EXACT)
+dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", EXACT) or (lambda: 1)
+"""How many tracers and other dispatch modes are active: if any, tensors must not be cached. Without it: 1."""
+
 _disable_dispatch_modes = _find("utils._python_dispatch._disable_current_modes", EXACT)
 _function_depth = _find("_C._len_torch_function_stack", FULL)
 _function_at = _find("_C._get_function_stack_at", FULL)
@@ -135,11 +157,6 @@ _pop_function = _find("_C._pop_torch_function_stack", FULL)
 _push_function = _find("_C._push_on_torch_function_stack", FULL)
 _has_kernel = _find("_C._dispatch_has_kernel_for_dispatch_key", FULL)
 _has_function_stack = None not in (_function_depth, _function_at, _pop_function, _push_function)
-
-
-def under_dispatch_mode() -> bool:
-    """Whether a tracer or another dispatch mode is active, so that tensors must not be cached. Without it: True."""
-    return _dispatch_depth is None or _dispatch_depth() > 0
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
@@ -153,22 +170,17 @@ def top_function_mode() -> Any:
     return _function_at(depth - 1) if depth else None
 
 
-class without_function_modes:
-    """Context that removes TorchFunctionModes of a class from the top of the stack. Without it: there are none."""
-
-    __slots__ = ("kind", "modes")
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        self.modes: list[Any] = []
-        while isinstance(top_function_mode(), self.kind):
-            self.modes.append(_pop_function())
-
-    def __exit__(self, *_: object) -> None:
-        while self.modes:
-            _push_function(self.modes.pop())
+def without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the TorchFunctionModes of a class removed from the top of the stack. Without it: there are
+    none."""
+    removed: list[Any] = []
+    while isinstance(top_function_mode(), kind):
+        removed.append(_pop_function())
+    try:
+        return call(*args, **kwargs)
+    finally:
+        while removed:
+            _push_function(removed.pop())
 
 
 def autocasts_itself(operator: str, device: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize.rounding import wide
+from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels, group_size, memory_order
 from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
@@ -283,11 +283,6 @@ def is_recipe(form: str) -> bool:
     return form.endswith(",")
 
 
-def is_by_heads(recipe: str) -> bool:
-    """Whether a recipe is of `heads`."""
-    return recipe.startswith(("heads,", "output heads,"))
-
-
 def is_image(recipe: str) -> bool:
     """Whether a recipe is of an image, with rows along its channels."""
     return "image," in recipe
@@ -295,7 +290,7 @@ def is_image(recipe: str) -> bool:
 
 def is_in_order(recipe: str) -> bool:
     """Whether elements are in the order of the tensor, so that its views of any shape can be made."""
-    return not is_by_heads(recipe) and not is_image(recipe)
+    return not recipe.startswith(("heads,", "output heads,")) and not is_image(recipe)
 
 
 def describe(recipe: str) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
-from ...quantize.rounding import wide
+from ...quantize.integer import wide
 from ...saved import Levels, as_it_was, memory_order
 from .. import rematerialize
 from ..codes import pack, unpack
