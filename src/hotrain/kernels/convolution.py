@@ -112,22 +112,14 @@ class _Codes:
         self, t: Tensor, output: dispatch.Output, quantity: int, rotate: bool, sums: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes of t or of t H, (T, C'), their scale, and the column sums of t."""
-        from .quantize_kernels import X, compress, whole
+        from .quantize_kernels import X, whole
 
-        tokens = whole(len(t), False)
-
-        def kernel() -> tuple[Tensor | None, ...]:
-            return compress(
-                t, tokens, None, self.key, output, rotate=rotate, sums=sums, history=self.history,
-                quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
-            )  # fmt: skip
-
-        def reference() -> tuple[Tensor | None, ...]:
-            from .reference import compress
-
-            return compress(t, tokens, self.key, output, rotate=rotate, sums=sums)
-
-        codes, scale, _, _, total = or_reference("gradients", kernel, reference)
+        codes, scale, _, _, total = dispatch.compressed(
+            "gradients", t, whole(len(t), False), self.key, output, rotate=rotate, sums=sums, history=self.history,
+            quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
+        )  # fmt: skip
+        assert codes is not None
+        assert scale is not None
         return codes, scale, total
 
     def of_kernel(
