@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from .quantize.integer import wide
 from .saved import Format
 from .transform.tokens import Layout, project
 
-Needs = tuple[bool, bool, bool]  # of x, w, b
+Needs = Sequence[bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 Key = int | Tensor | None  # of the draws; None for a method that draws nothing
 Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what the kernels keep beside them
@@ -40,23 +40,21 @@ Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what t
 KERNELS: dict[str, Any] = {"cuda": kernels}  # type of device → `hotrain.kernels`; nothing where the reference runs
 
 
-class Origin(Protocol):
-    """The producer of a layer's input: backward rematerializes the input, and the layer saves nothing of it.
+@dataclass(frozen=True)
+class Origin:
+    """How backward rematerializes a layer's input, so that the layer saves nothing of it.
 
     Attributes:
-        recipe: how (`hotrain.compress.rematerialize`).
-        tensors: of which; a preceding op saves them.
+        recipe: of `hotrain.compress.rematerialize`.
+        tensors: what the recipe takes; a preceding op saves them anyway.
         remake: (recipe, saved tensors, shape, dtype) → the input (`hotrain.compress.codes`).
+        by_heads: whether it is attention's result, of which the transpose alone can be made.
     """
 
-    @property
-    def recipe(self) -> str: ...
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]: ...
-
-    @property
-    def remake(self) -> Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
+    recipe: str
+    tensors: tuple[Tensor | None, ...]
+    remake: Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]
+    by_heads: bool = False
 
 
 # ---- the work of a layer, in eager and compiled code ----

@@ -16,28 +16,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..autograd import Origin
 from ..private import constant_in_graphs, current_checkpoint, schema_of, traced_graph, version_of
 from .codes import whole
 from .formats import SMALL
 
 # ---- what is known of a tensor ----
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How a tensor is rematerialized.
-
-    Attributes:
-        recipe: of `rematerialize`.
-        tensors: what the recipe takes; the producer saves them anyway.
-        by_heads: whether it is attention's result, of which the transpose alone can be made.
-    """
-
-    recipe: str
-    tensors: tuple[Tensor | None, ...]
-    by_heads: bool = False
-
-    remake = staticmethod(whole)  # autograd saves recipe and tensors, and passes them in backward
 
 
 @dataclass(frozen=True)
@@ -198,7 +182,7 @@ class Origins:
                 # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
                 # gathered them yet.
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
-        self.recent = ((known, Origin(recipe, kept, by_heads)), *self.recent[: _RECENT - 1])
+        self.recent = ((known, Origin(recipe, kept, whole, by_heads)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
         """Record, under Dynamo, that t is the result of this batch norm or activation."""

@@ -27,7 +27,7 @@ from ..transform.tokens import Layout
 from . import dispatch, row_scales
 from .dispatch import Grads, Needs
 from .operands import given_key, tilings
-from .support import or_reference
+from .support import run
 
 
 def conv2d_gradients(
@@ -149,15 +149,10 @@ class _Codes:
     def lifted(self, codes: Tensor, side: Tensor, lay: Layout, columns: int, dtype: torch.dtype) -> Tensor:
         """x̂, (T, C)."""
 
-        def kernel() -> Tensor:
-            from .lift import lift
-
-            return lift(codes, side[:1], dispatch._rows(lay, side), lay, columns, dtype)
-
         def reference() -> Tensor:
             from .reference import lift
 
             return lift(codes, side, lay, self.key, columns, dtype)
 
-        found: Tensor = or_reference("lift", kernel, reference)
-        return found
+        rows = dispatch._rows(lay, side)
+        return run("lift.lift", reference, codes, side[:1], rows, lay, columns, dtype)  # type: ignore[no-any-return]
