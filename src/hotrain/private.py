@@ -261,7 +261,7 @@ def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
     """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled.
 
     Args:
-        skipped: a function that Dynamo must not compile where it is called in eager mode.
+        skipped: a function that Dynamo must not compile where it is called in eager mode, as `without_function_modes`.
     """
     try:
         from torch._dynamo.eval_frame import skip_code
@@ -270,8 +270,9 @@ def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
         graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
     except (ImportError, AttributeError):
         return None
-    code: CodeType = skipped.__code__  # type: ignore[attr-defined]
-    skip_code(code)
+    for function in (skipped, without_function_modes):
+        code: CodeType = function.__code__  # type: ignore[attr-defined]
+        skip_code(code)
     return graph
 
 

@@ -126,7 +126,10 @@ class LayerState:
             functional.check_input(self, x, channels, -1 if place is None else -3)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
-            self._key_on_gpu(x.device, None) if x.device.type == "cuda" else self.draws.next()
+            if x.device.type == "cuda":
+                self._key_on_gpu(x.device, None)
+            else:
+                self.draws.next()
             return None
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
