@@ -137,7 +137,7 @@ def linear_gradients(
         assert w is not None
         g_x = backward.grad_input(matrix, w.T if config.transposed else w, method, word, lay)
     if needs[1]:
-        rows = _rows(packed, config, columns, g_y.dtype)
+        rows = Format(method.saved, columns, g_y.dtype).restore(packed)  # type: ignore[arg-type]
         g_w = backward.grad_weight(g_y, rows, lay, method, word).to(w_dtype)
         g_w = g_w.T if config.transposed else g_w
     if needs[2]:
@@ -177,17 +177,11 @@ def conv2d_gradients(
     if needs[1]:
         # grad_weight needs only the shape of w
         like_w = g_y.new_empty(1).expand(g_y.shape[1], channels // geometry.groups, *geometry.kernel)
-        rows = _rows(packed, config, channels, g_y.dtype)
+        rows = Format(method.saved, channels, g_y.dtype).restore(packed)  # type: ignore[arg-type]
         g_w = convolution.grad_weight(g_y, rows, like_w, image, geometry, lay, method, word).to(w_dtype)
     if needs[2]:
         g_b = g_y.sum((0, 2, 3))
     return g_x, g_w, g_b
-
-
-def _rows(packed: Packed, config: Config, columns: int, dtype: torch.dtype) -> Any:
-    """P x as `pack` saved it, for `backward.grad_weight`."""
-    saved = config.method.saved
-    return Format(saved, columns, dtype).restore(packed[:1] if saved.bits is None else packed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
