@@ -154,9 +154,14 @@ def compressed(
 
     Args:
         name: of the call, for the warning where the kernel does not compile.
-        t, lay, key, *outputs, rotate, sums: as of `compress`.
+        t: (T, C).
+        lay: of the tokens.
+        key: of the draws.
+        *outputs: formats of t H, and of P t.
         side: with the rows of P; None where P is not needed.
         draw: whether `side` is written: the rows, and the scale of P t.
+        rotate: False leaves out H.
+        sums: whether to compute the column sums.
         **launch: what else the kernel takes.
     """
 
