@@ -74,6 +74,7 @@ def test_the_search_finds_what_is_there() -> None:
 
 def public() -> list[str]:
     named = [name for name, kind in vars(private).items() if getattr(kind, "__module__", "") == private.__name__]
+    named.append("dispatch_modes")  # PyTorch's own function
     return [n for n in named if n[0] != "_" and n not in ("warn_of_missing", "falls_back", "Inductor", "Fakes")]
 
 
@@ -81,7 +82,7 @@ def test_there_are_at_most_twenty_and_each_says_what_happens_without_it() -> Non
     assert 10 < len(public()) <= 20
     for name in public():
         doc = inspect.getdoc(getattr(private, name)) or ""
-        assert "Without it" in doc or name == "fakes", name
+        assert "Without it" in doc or name in ("fakes", "dispatch_modes"), name
 
 
 def test_this_pytorch_has_every_name() -> None:

@@ -15,8 +15,7 @@ from hotrain import functional
 from hotrain.layer import Config
 from hotrain.method import Saved
 from hotrain.quantize.packing import pack_parts, unpack_parts
-from hotrain.quantize.rounding import dither
-from hotrain.saved import Bits, Format, Grouped, Levels, group_size, values
+from hotrain.saved import Bits, Format, Grouped, Levels, dither, group_size, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED

@@ -23,7 +23,7 @@ from hotrain.draws import mix
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method
 from hotrain.presets import preset
-from hotrain.quantize.rounding import wide
+from hotrain.quantize.integer import wide
 from hotrain.saved import Format, Kept
 from hotrain.train import parse_method
 from hotrain.transform.tokens import Grid, Layout, layout, project

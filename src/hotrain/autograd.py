@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory
-from .private import constant_in_graphs, is_transformed, is_view
-from .quantize.rounding import wide
+from .private import is_view
+from .quantize.integer import wide
 from .saved import Format
 from .transform.tokens import Layout, project
 
-Needs = tuple[bool, bool, bool]  # of x, w, b
+Needs = Sequence[bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 Key = int | Tensor | None  # of the draws; None for a method that draws nothing
 Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what the kernels keep beside them
@@ -40,23 +40,21 @@ Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what t
 KERNELS: dict[str, Any] = {"cuda": kernels}  # type of device → `hotrain.kernels`; nothing where the reference runs
 
 
-class Origin(Protocol):
-    """The producer of a layer's input: backward rematerializes the input, and the layer saves nothing of it.
+@dataclass(frozen=True)
+class Origin:
+    """How backward rematerializes a layer's input, so that the layer saves nothing of it.
 
     Attributes:
-        recipe: how (`hotrain.compress.rematerialize`).
-        tensors: of which; a preceding op saves them.
+        recipe: of `hotrain.compress.rematerialize`.
+        tensors: what the recipe takes; a preceding op saves them anyway.
         remake: (recipe, saved tensors, shape, dtype) → the input (`hotrain.compress.codes`).
+        by_heads: whether it is attention's result, of which the transpose alone can be made.
     """
 
-    @property
-    def recipe(self) -> str: ...
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]: ...
-
-    @property
-    def remake(self) -> Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]: ...
+    recipe: str
+    tensors: tuple[Tensor | None, ...]
+    remake: Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]
+    by_heads: bool = False
 
 
 # ---- the work of a layer, in eager and compiled code ----
@@ -139,7 +137,7 @@ def linear_gradients(
         assert w is not None
         g_x = backward.grad_input(matrix, w.T if config.transposed else w, method, word, lay)
     if needs[1]:
-        rows = _rows(packed, config, columns, g_y.dtype)
+        rows = Format(method.saved, columns, g_y.dtype).restore(packed)  # type: ignore[arg-type]
         g_w = backward.grad_weight(g_y, rows, lay, method, word).to(w_dtype)
         g_w = g_w.T if config.transposed else g_w
     if needs[2]:
@@ -179,17 +177,11 @@ def conv2d_gradients(
     if needs[1]:
         # grad_weight needs only the shape of w
         like_w = g_y.new_empty(1).expand(g_y.shape[1], channels // geometry.groups, *geometry.kernel)
-        rows = _rows(packed, config, channels, g_y.dtype)
+        rows = Format(method.saved, channels, g_y.dtype).restore(packed)  # type: ignore[arg-type]
         g_w = convolution.grad_weight(g_y, rows, like_w, image, geometry, lay, method, word).to(w_dtype)
     if needs[2]:
         g_b = g_y.sum((0, 2, 3))
     return g_x, g_w, g_b
-
-
-def _rows(packed: Packed, config: Config, columns: int, dtype: torch.dtype) -> Any:
-    """P x as `pack` saved it, for `backward.grad_weight`."""
-    saved = config.method.saved
-    return Format(saved, columns, dtype).restore(packed[:1] if saved.bits is None else packed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,21 +271,6 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
 
 
 # ---- autograd ----
-
-
-def differentiates() -> bool:
-    """Whether this forward takes part in reverse-mode autograd with the gradients of a method.
-
-    Exported and traced programs, `torch.func` and forward-mode derivatives use those of PyTorch: autograd functions
-    with a context do not support them.
-    """
-    return torch.is_grad_enabled() and not _is_traced_or_transformed()
-
-
-# Evaluated outside of the trace: inside, `is_exporting` of PyTorch 2.11 is always True.
-@constant_in_graphs
-def _is_traced_or_transformed() -> bool:
-    return is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 class _SecondDerivative(torch.autograd.Function):

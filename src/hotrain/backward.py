@@ -27,8 +27,7 @@ from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
 from .quantize import QUANTIZERS
 from .quantize.floating import DTYPES
-from .quantize.integer import Quantized
-from .quantize.rounding import wide
+from .quantize.integer import Quantized, wide
 from .saved import Kept, values
 from .transform.hadamard import rotate
 from .transform.importance import drawn

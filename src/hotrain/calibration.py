@@ -26,7 +26,7 @@ from .files import digest, is_a, parse_json, read_text, write_text
 from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
-from .quantize.rounding import wide
+from .quantize.integer import wide
 from .tables import table
 from .transform.hadamard import rotate
 

@@ -33,8 +33,7 @@ from .geometry import Geometry, Shape, channels_last
 from .method import PARTNER, GradInput, Method
 from .products import of_products
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized
-from .quantize.rounding import wide
+from .quantize.integer import Quantized, wide
 from .saved import Kept, values
 from .transform.hadamard import TILE
 from .transform.importance import drawn

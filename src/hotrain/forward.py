@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .products import code_matmul
 from .quantize import QUANTIZERS
-from .quantize.rounding import wide
+from .quantize.integer import wide
 
 
 def product(x: Tensor, w: Tensor, b: Tensor | None, number: str) -> Tensor:

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import autograd
-from .autograd import Call, Grads, Needs, Packed
+from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
-from .compress.sharing import Origin
+from .compress.codes import whole
 from .draws import in_backward, layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .quantize.rounding import wide
+from .quantize.integer import wide
 from .saved import Format
 
 _lib = torch.library.Library("hotrain", "DEF")
@@ -45,7 +45,7 @@ def _layer(
     found = Config.of(config)
     call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history)
     key = None if counter is None else _pinned_key(counter)
-    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given)) if recipe else None)
+    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), whole) if recipe else None)
 
 
 def _pinned_key(counter: Tensor) -> Tensor:
@@ -128,10 +128,6 @@ def _note(ran: Ran, config: Config, product: str, codes: Tensor | None, source: 
     ran.step(config.method, config.kernels, product, source, not needs[1])
 
 
-def _three(needs: Sequence[bool]) -> Needs:
-    return needs[0], needs[1], needs[2]
-
-
 def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Gradients as an op returns them: contiguous, in g_y's dtype or in w's, empty if not needed."""
     dtypes = (g_y.dtype, w_dtype, w_dtype)
@@ -147,9 +143,7 @@ def _linear_gradients(
     found, (amax, ran) = Config.of(config), _layer_with(history)
     _note(ran, found, "tokens", codes, source, needs)
     lay = found.layout(g_y.shape[:-1])
-    grads = autograd.linear_gradients(
-        g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, _three(needs)
-    )  # fmt: skip
+    grads = autograd.linear_gradients(g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, needs)
     return _out(grads, g_y, w_dtype)
 
 
@@ -162,7 +156,7 @@ def _conv2d_gradients(
     _note(ran, found, found.product(g_y.shape[-1]), codes, source, needs)
     lay = found.layout_of(tuple(shape))
     g_x, g_w, g_b = autograd.conv2d_gradients(
-        g_y.permute(0, 3, 1, 2), w, (codes, scale), key, found, lay, amax, tuple(shape), w_dtype, _three(needs)
+        g_y.permute(0, 3, 1, 2), w, (codes, scale), key, found, lay, amax, tuple(shape), w_dtype, needs
     )
     return _out((None if g_x is None else channels_last(g_x), g_w, g_b), g_y, w_dtype)
 
@@ -171,18 +165,15 @@ def _gradients_fake(
     g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, history: Tensor,
     config: str, source: str, w_dtype: torch.dtype, place: int | list[int], needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found = Config.of(config)
+    found, outputs = Config.of(config), g_y.shape[-1]
     if isinstance(place, list):  # a convolution's: the shape of x
         assert found.geometry is not None
-        outputs = g_y.shape[-1]
         g_x = g_y.new_empty(place[0], *place[2:], place[1])
         g_w = g_y.new_empty(outputs, place[1] // found.geometry.groups, *found.geometry.kernel)
     else:  # a Linear's: its columns
-        outputs = g_y.shape[-1]
         g_x = g_y.new_empty(math.prod(g_y.shape[:-1]), place)
         g_w = g_y.new_empty((place, outputs) if found.transposed else (outputs, place))
-    found_x, found_w, found_b = needs
-    grads = g_x if found_x else None, g_w if found_w else None, g_y.new_empty(outputs) if found_b else None
+    grads = g_x if needs[0] else None, g_w if needs[1] else None, g_y.new_empty(outputs) if needs[2] else None
     return _out(grads, g_y, w_dtype)
 
 

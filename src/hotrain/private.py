@@ -78,13 +78,22 @@ _hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
 _versions = itertools.count()
 
 
-@constant_in_graphs
-def is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode AD is active, which autograd functions with a context do not support.
+def differentiates() -> bool:
+    """Whether this forward takes part in reverse-mode autograd with the gradients of a method.
 
-    Without it, or another name that `EXACT` needs: True, so that layers compute exact gradients.
+    Exported and traced programs, `torch.func` and forward-mode derivatives use those of PyTorch: autograd functions
+    with a context do not support them. Without it, or another name that `EXACT` needs: False, so that layers compute
+    exact gradients.
     """
-    return not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0
+    return torch.is_grad_enabled() and not _is_traced_or_transformed()
+
+
+# Evaluated outside of Dynamo's trace: inside, `is_exporting` of PyTorch 2.11 is always True.
+@constant_in_graphs
+def _is_traced_or_transformed() -> bool:
+    if not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def in_backward() -> bool:
@@ -127,7 +136,9 @@ def node_number(node: Any = None) -> int:
 
 # ---- modes and dispatch ----
 
-_dispatch_depth = _find("_C._len_torch_dispatch_stack", EXACT)
+dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", EXACT) or (lambda: 1)
+"""How many tracers and other dispatch modes are active: if any, tensors must not be cached. Without it: 1."""
+
 _disable_dispatch_modes = _find("utils._python_dispatch._disable_current_modes", EXACT)
 _function_depth = _find("_C._len_torch_function_stack", FULL)
 _function_at = _find("_C._get_function_stack_at", FULL)
@@ -135,11 +146,6 @@ _pop_function = _find("_C._pop_torch_function_stack", FULL)
 _push_function = _find("_C._push_on_torch_function_stack", FULL)
 _has_kernel = _find("_C._dispatch_has_kernel_for_dispatch_key", FULL)
 _has_function_stack = None not in (_function_depth, _function_at, _pop_function, _push_function)
-
-
-def under_dispatch_mode() -> bool:
-    """Whether a tracer or another dispatch mode is active, so that tensors must not be cached. Without it: True."""
-    return _dispatch_depth is None or _dispatch_depth() > 0
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
@@ -153,22 +159,17 @@ def top_function_mode() -> Any:
     return _function_at(depth - 1) if depth else None
 
 
-class without_function_modes:
-    """Context that removes TorchFunctionModes of a class from the top of the stack. Without it: there are none."""
-
-    __slots__ = ("kind", "modes")
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        self.modes: list[Any] = []
-        while isinstance(top_function_mode(), self.kind):
-            self.modes.append(_pop_function())
-
-    def __exit__(self, *_: object) -> None:
-        while self.modes:
-            _push_function(self.modes.pop())
+def without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function with the TorchFunctionModes of a class removed from the top of the stack. Without it: there are
+    none."""
+    removed: list[Any] = []
+    while isinstance(top_function_mode(), kind):
+        removed.append(_pop_function())
+    try:
+        return call(*args, **kwargs)
+    finally:
+        while removed:
+            _push_function(removed.pop())
 
 
 def autocasts_itself(operator: str, device: str) -> bool:
@@ -249,7 +250,7 @@ def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
     """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled.
 
     Args:
-        skipped: a function that Dynamo must not compile where it is called in eager mode.
+        skipped: a function that Dynamo must not compile where it is called in eager mode, as `without_function_modes`.
     """
     try:
         from torch._dynamo.eval_frame import skip_code
@@ -258,8 +259,9 @@ def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
         graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
     except (ImportError, AttributeError):
         return None
-    code: CodeType = skipped.__code__  # type: ignore[attr-defined]
-    skip_code(code)
+    for function in (skipped, without_function_modes):
+        code: CodeType = function.__code__  # type: ignore[attr-defined]
+        skip_code(code)
     return graph
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from . import draws
 from .method import GradInput
 from .products import of_products
-from .quantize.integer import Quantized, amax, largest_code, quantize
-from .quantize.rounding import wide
+from .quantize.integer import Quantized, amax, largest_code, quantize, wide
 from .transform.tokens import Layout, lift, project
 
 LUQ_LEVELS = 8  # powers of two 2⁰..2⁷, a sign and zero: 4 bits

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized
+from .quantize.integer import Quantized, wide
 from .quantize.packing import pack_parts, parts, unpack_parts
-from .quantize.rounding import dither, wide
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -124,6 +123,27 @@ def as_it_was(t: Tensor, order: Sequence[int]) -> Tensor:
     return t.permute([order.index(axis) for axis in range(t.dim())])
 
 
+def dither(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
+    """Thresholds in [0, 1) for ⌊v + threshold⌋, equally distributed along rows and columns.
+
+    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. They have
+    20 bits, so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        device: of the result.
+        first: index of its first column.
+
+    Returns:
+        float32, (rows, columns).
+    """
+    # `| 0`: else a compiler takes the products for index arithmetic, which must not wrap.
+    down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
+    across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
+    return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
+
+
 @dataclass(frozen=True)
 class Grouped:
     """Group-wise quantization: symmetric codes with a bfloat16 scale for each group of neighbours on the last axis.
@@ -140,7 +160,7 @@ class Grouped:
     dithered: bool = False
     whole: bool = False
 
-    @property
+    @cached_property
     def top(self) -> int:
         """The largest code."""
         return 2 ** (self.bits - 1) - 1

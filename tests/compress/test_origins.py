@@ -15,12 +15,13 @@ import pytest
 import torch
 from operator_cases import Whole, nbytes, saving
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain import autograd
+from hotrain import autograd, private
 from hotrain.compress import sharing
 from hotrain.compress.formats import BITS, FORMATS, GROUPED
 from hotrain.compress.interpose import Compressed
@@ -633,6 +634,17 @@ def _outside(y: Tensor) -> None:
 
 # Of Dynamo, where a graph begins at a tensor that is no leaf.
 not_ours = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+@not_ours
+def test_after_a_graph_break_what_leaves_the_mode_is_not_compiled() -> None:
+    """Dynamo would trace the operator in its place a second time, with all that the mode calls in eager mode."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*blocks(breaks=True), nn.Sigmoid())
+    hotrain.convert(model, "hot-unbiased", memory="block")
+    step(torch.compile(model, backend="eager"), draw(*X))
+    assert _debug_get_cache_entry_list(private.without_function_modes.__code__) == []
+
 
 BROKEN: dict[str, dict[str, Any]] = {
     "between the norm and its readers": {"breaks": True},

@@ -15,7 +15,7 @@ from hotrain import backward, kernels
 from hotrain.layer_record import AmaxHistory
 from hotrain.method import Method, Saved
 from hotrain.presets import preset
-from hotrain.quantize.rounding import wide
+from hotrain.quantize.integer import wide
 from hotrain.saved import Format
 from hotrain.transform.tokens import Grid, Layout, project
 

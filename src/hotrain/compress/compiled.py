@@ -339,7 +339,7 @@ def _form(node: Node, found: graph.Uses, alone: bool) -> tuple[str, str, set[str
         return "bfloat16", "", found.names
     if kind in (rules.VALUE, rules.SHAPE) and not isinstance(formats.Rows(value).columns, int):
         return "", "its size changes from call to call", found.names
-    return {rules.VALUE: rules.FORM[rules.VALUE], rules.SIGN: "sign", rules.SHAPE: "shape"}[kind], "", found.names
+    return rules.FORM[kind], "", found.names
 
 
 def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> dict[Node, str]:

@@ -44,18 +44,9 @@ def _norm_backward(node: Node) -> int:
     return _size(g) + 2 * _size(g_x)  # x is of g_x's dtype
 
 
-def _activate(node: Node) -> int:
-    return 2 * _size(node.args[0])
-
-
 def _slope_gradient(node: Node) -> int:
     """The layer before sums the result for its bias, which `fusing` makes a part of the operator."""
     return (3 + _is_summed(node)) * _size(node.args[0])
-
-
-def _gated_gradient(node: Node) -> int:
-    """g_y, x and b are read, both gradients written."""
-    return 5 * _size(node.args[0])
 
 
 def _is_summed(node: Node) -> bool:
@@ -67,14 +58,6 @@ def _is_summed(node: Node) -> bool:
             return True
         waiting += [user for user in users if user.target in (_aten.view.default, _aten.reshape.default)]
     return False
-
-
-def _statistics(node: Node) -> int:
-    return _size(node.args[0])
-
-
-def _normalize(node: Node) -> int:
-    return 2 * _size(node.args[0]) + _size(node.args[5])
 
 
 def _norm_gradient(node: Node) -> int:
@@ -92,11 +75,11 @@ def _norm_gradient(node: Node) -> int:
 _EXACT: dict[Any, Callable[[Node], int]] = {
     _ops.norm_forward.default: _norm_forward,
     _ops.norm_backward.default: _norm_backward,
-    _ops.activate.default: _activate,
+    _ops.activate.default: lambda node: 2 * _size(node.args[0]),
     _ops.slope_gradient.default: _slope_gradient,
-    _ops.gated_gradient.default: _gated_gradient,
-    _ops.channel_statistics.default: _statistics,
-    _ops.normalize.default: _normalize,
+    _ops.gated_gradient.default: lambda node: 5 * _size(node.args[0]),  # reads g_y, x and b, writes both gradients
+    _ops.channel_statistics.default: lambda node: _size(node.args[0]),
+    _ops.normalize.default: lambda node: 2 * _size(node.args[0]) + _size(node.args[5]),
     _ops.norm_gradient.default: _norm_gradient,
     _ops.keep_codes.default: lambda node: 0,
     _ops.restore_codes.default: lambda node: 0,

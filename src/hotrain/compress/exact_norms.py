@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..quantize.rounding import wide
+from ..quantize.integer import wide
 from .nodes import inlined
 from .slopes import ACTIVATIONS
 

@@ -20,8 +20,14 @@ from torch.fx.traceback import annotate
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import autograd
-from ..private import FULL, compiled_part, constant_in_graphs, falls_back, is_transformed, traced_graph
+from ..private import (
+    FULL,
+    compiled_part,
+    constant_in_graphs,
+    differentiates,
+    falls_back,
+    traced_graph,
+)
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
@@ -55,16 +61,15 @@ class Compressed(Mode):
         if not compiling and func in self.buffers.passing:  # nearly every call
             return func(*args, **kwargs)
         handler = REGISTRY.get(func)
-        differentiates = torch.is_grad_enabled() and kwargs.get("out") is None
-        if handler is not None and differentiates and self._may_compress():
+        wanted = torch.is_grad_enabled() and kwargs.get("out") is None
+        if handler is not None and wanted and self._may_compress():
             if compiling:
                 y = handler(self.scope, *args, **kwargs)
             else:
-                with without_own_modes():
-                    y = handler(self.scope, *args, **kwargs)
+                y = without_own_modes(handler, self.scope, *args, **kwargs)
             if y is not None:
                 return y
-        if compiling or not differentiates:
+        if compiling or not wanted:
             return func(*args, **kwargs)
         rule = eager.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None:
@@ -73,8 +78,7 @@ class Compressed(Mode):
             return func(*args, **kwargs)
         if not self._may_compress():
             return func(*args, **kwargs)
-        with without_own_modes():
-            return eager.call(self.buffers, rule, func, args, kwargs)
+        return without_own_modes(eager.call, self.buffers, rule, func, args, kwargs)
 
     def stands_for(self, buffers: Buffers) -> bool:
         """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
@@ -87,7 +91,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return current_checkpoint() == self.checkpoint and not is_transformed()
+        return current_checkpoint() == self.checkpoint and differentiates()
 
 
 # ---- module classes ----
@@ -136,7 +140,7 @@ class Wrapped(Mixin):
                 "before hotrain.convert, which takes a GraphModule as well, or a copy after hotrain.revert(copy)."
             )
         buffers = self.__dict__.get(ATTRIBUTE)
-        if buffers is None or not (self.training and autograd.differentiates()):  # type: ignore[attr-defined]
+        if buffers is None or not (self.training and differentiates()):  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if torch.compiler.is_dynamo_compiling():
             _leave_mode_uncompiled()
@@ -147,7 +151,6 @@ class Wrapped(Mixin):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
-        buffers.waits = buffers.waits or (not stands and _is_on_gpu(*args, *kwargs.values()))
         if buffers.example is None and buffers.root is not None and buffers.root() is self:
             buffers.see(self, args, kwargs)
         if stands:  # a block behind another one: what that one made is known
@@ -155,15 +158,15 @@ class Wrapped(Mixin):
         if self not in buffers.entered:
             buffers.entered.add(self)
             _leave_modes_to_compiled(self)  # type: ignore[arg-type]
-        if buffers.origins.continues():  # a sharded block of a model whose forward runs
-            with Compressed(buffers):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
-        before = buffers.origins.begin()
+        # A sharded block of a model whose forward runs continues it.
+        before = None if buffers.origins.continues() else buffers.origins.begin()
         try:  # a checkpoint ends its second forward by an exception
+            buffers.waits = buffers.waits or _is_on_gpu(*args, *kwargs.values())
             with Compressed(buffers):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            buffers.origins.end(before)
+            if before is not None:
+                buffers.origins.end(before)
 
     def _in_its_region(self, region: str, *args: Any, **kwargs: Any) -> Any:
         # In a function of its own: Dynamo does not trace these two `with` blocks nested.
@@ -177,12 +180,11 @@ def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:
     attributes of each tensor, what the compiler made calls many operators, and each would be a call of the mode. The
     block's forward enters its own, which the compiler traces."""
 
+    run = functools.partial(without_own_modes, call)
+
     @functools.wraps(call)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or top() is None:
-            return call(*args, **kwargs)
-        with without_own_modes():
-            return call(*args, **kwargs)
+        return (call if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
     return outside
 
@@ -232,7 +234,7 @@ class WrappedFunction(Mixin):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, WrappedFunction):
             return type(self).forward(self, input)  # type: ignore[no-any-return]
-        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and autograd.differentiates())  # type: ignore[attr-defined]
+        plain = not torch.compiler.is_dynamo_compiling() or not (self.training and differentiates())  # type: ignore[attr-defined]
         if plain or ATTRIBUTE not in self.__dict__:
             return super().forward(input)  # type: ignore[misc,no-any-return]
         in_place = getattr(self, "inplace", False)

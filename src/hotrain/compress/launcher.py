@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from ..private import constant_in_graphs, under_dispatch_mode
+from ..private import constant_in_graphs, dispatch_modes
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}  # opaque operator → its Python function
@@ -78,6 +78,6 @@ def implementation(operator: Any) -> Callable[..., Any] | None:
 
 def operator_for(t: Tensor, name: str) -> Callable[..., Any]:
     """The opaque operator of that name for t; its Python function where dispatch would change nothing."""
-    if is_eager(t) and not under_dispatch_mode():
+    if is_eager(t) and not dispatch_modes():
         return _implementations[name]
     return getattr(torch.ops.hotrain, name)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 A mode costs time for each call and each attribute of a tensor, in hotrain's own code too. So a block within a model
 that runs under its mode already enters none of its own (`top`), and hotrain's own computations run with its modes
-removed (`without_own_modes`).
+removed (`without_own_modes`, which calls them so).
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..quantize.rounding import wide
+from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels, group_size, memory_order
 from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
@@ -43,18 +44,23 @@ def _marked(t: Tensor, number: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def in_backward() -> Iterator[None]:
-    """Context whose traced nodes stay in backward; else a partitioner may compute them in forward and save them."""
+def _marking(key: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Context whose traced nodes have `change` of what else stands there in their metadata."""
     meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
-    before = meta.get(_TAG)
-    meta[_TAG] = "must_be_in_backward"
+    before = meta.get(key)
+    meta[key] = change(before)
     try:
         yield
     finally:
         if before is None:
-            meta.pop(_TAG, None)
+            meta.pop(key, None)
         else:
-            meta[_TAG] = before
+            meta[key] = before
+
+
+def in_backward() -> AbstractContextManager[None]:
+    """Context whose traced nodes stay in backward; else a partitioner may compute them in forward and save them."""
+    return _marking(_TAG, lambda _: "must_be_in_backward")
 
 
 def restore(
@@ -108,19 +114,9 @@ def in_place_of(number: int | None, t: Tensor) -> Tensor:
     return torch.ops.hotrain.marked(t, number)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def noted(name: str, value: Any) -> Iterator[None]:
+def noted(name: str, value: Any) -> AbstractContextManager[None]:
     """Context whose traced nodes have this in their metadata, under "custom"."""
-    meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
-    before = meta.get(CUSTOM)
-    meta[CUSTOM] = {**(before or {}), name: value}
-    try:
-        yield
-    finally:
-        if before is None:
-            del meta[CUSTOM]
-        else:
-            meta[CUSTOM] = before
+    return _marking(CUSTOM, lambda before: {**(before or {}), name: value})
 
 
 # ---- recipes; `made` computes the tensor, and takes what it reads from `supply`, in order ----
@@ -283,11 +279,6 @@ def is_recipe(form: str) -> bool:
     return form.endswith(",")
 
 
-def is_by_heads(recipe: str) -> bool:
-    """Whether a recipe is of `heads`."""
-    return recipe.startswith(("heads,", "output heads,"))
-
-
 def is_image(recipe: str) -> bool:
     """Whether a recipe is of an image, with rows along its channels."""
     return "image," in recipe
@@ -295,7 +286,7 @@ def is_image(recipe: str) -> bool:
 
 def is_in_order(recipe: str) -> bool:
     """Whether elements are in the order of the tensor, so that its views of any shape can be made."""
-    return not is_by_heads(recipe) and not is_image(recipe)
+    return not recipe.startswith(("heads,", "output heads,")) and not is_image(recipe)
 
 
 def describe(recipe: str) -> str:

@@ -16,27 +16,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..autograd import Origin
 from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, traced_graph, version_of
 from .codes import whole
 from .formats import SMALL
-from .rematerialize import is_by_heads
 
 # ---- what is known of a tensor ----
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How a tensor is rematerialized.
-
-    Attributes:
-        recipe: of `rematerialize`.
-        tensors: what the recipe takes; the producer saves them anyway.
-    """
-
-    recipe: str
-    tensors: tuple[Tensor | None, ...]
-
-    remake = staticmethod(whole)  # autograd saves recipe and tensors, and passes them in backward
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ _Kind = TypeVar("_Kind", Unfinished, Gate)
 
 @constant_in_graphs
 def current_checkpoint() -> int:
-    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none."""
+    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks."""
     hooks, _ = saved_tensor_hooks()
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
     return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
@@ -186,13 +171,14 @@ class Origins:
         """End that forward; the enclosing one continues."""
         self.recent, self.checkpoint, self.running = (), before, self.running - 1
 
-    def note(self, t: Tensor, recipe: str, *tensors: Tensor | None) -> None:
+    def note(self, t: Tensor, recipe: str, *tensors: Tensor | None, by_heads: bool = False) -> None:
         """Record the origin of a tensor.
 
         Args:
             t: the tensor.
             recipe: of `rematerialize`.
             *tensors: what the recipe takes.
+            by_heads: as of `Origin`.
         """
         if torch.compiler.is_dynamo_compiling():
             known: Any = t, _traced_writes()
@@ -204,7 +190,7 @@ class Origins:
                 # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
                 # gathered them yet.
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
-        self.recent = ((known, Origin(recipe, kept)), *self.recent[: _RECENT - 1])
+        self.recent = ((known, Origin(recipe, kept, whole, by_heads)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
         """Record, under Dynamo, that t is the result of this batch norm or activation."""
@@ -226,7 +212,7 @@ class Origins:
 
         Args:
             t: the tensor.
-            by_heads: also find attention's result, of which the transpose alone can be made.
+            by_heads: look for attention's result, of which the transpose alone can be made, and for nothing else.
 
         Returns:
             The origin, if t is the same tensor object and was not written to since; else None.
@@ -245,4 +231,4 @@ class Origins:
                 if is_same and current_checkpoint() == self.checkpoint and version_of(t) == known[1]:
                     found = origin
                     break
-        return None if found is None or (is_by_heads(found.recipe) and not by_heads) else found
+        return found if found is not None and found.by_heads == by_heads else None

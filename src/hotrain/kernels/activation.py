@@ -119,7 +119,7 @@ def is_closed(v, F: tl.constexpr):
 @triton.jit
 def slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
     """`saved.Levels` of a derivative, in 4 bits."""
-    # `rounding.dither` plus one, built in the mantissa.
+    # `saved.dither` plus one, built in the mantissa.
     word = (((row * -0x3EC05657 + at * -0x6E1EF25B) >> 9) & 0x7FFFF8) | 0x3F800000
     steps = slope * PER_ONE + (word.to(tl.float32, bitcast=True) - (1.0 + FIRST))
     steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), PER_ONE - FIRST)

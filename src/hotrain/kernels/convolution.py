@@ -28,7 +28,7 @@ from ..transform.tokens import Layout
 from . import dispatch, row_scales
 from .dispatch import Grads, Needs
 from .operands import device_key, given_key, tilings
-from .support import or_reference
+from .support import run
 
 
 def conv2d_gradients(
@@ -116,22 +116,14 @@ class _Codes:
         self, t: Tensor, output: dispatch.Output, quantity: int, rotate: bool, sums: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes of t or of t H, (T, C'), their scale, and the column sums of t."""
-        from .quantize_kernels import X, compress, whole
+        from .quantize_kernels import X, whole
 
-        tokens = whole(len(t), False)
-
-        def kernel() -> tuple[Tensor | None, ...]:
-            return compress(
-                t, tokens, None, self.key, output, rotate=rotate, sums=sums, history=self.history,
-                quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
-            )  # fmt: skip
-
-        def reference() -> tuple[Tensor | None, ...]:
-            from .reference import compress
-
-            return compress(t, tokens, self.key, output, rotate=rotate, sums=sums)
-
-        codes, scale, _, _, total = or_reference("gradients", kernel, reference)
+        codes, scale, _, _, total = dispatch.compressed(
+            "gradients", t, whole(len(t), False), self.key, output, rotate=rotate, sums=sums, history=self.history,
+            quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
+        )  # fmt: skip
+        assert codes is not None
+        assert scale is not None
         return codes, scale, total
 
     def of_kernel(
@@ -161,15 +153,10 @@ class _Codes:
     def lifted(self, codes: Tensor, side: Tensor, lay: Layout, columns: int, dtype: torch.dtype) -> Tensor:
         """x̂, (T, C)."""
 
-        def kernel() -> Tensor:
-            from .lift import lift
-
-            return lift(codes, side[:1], dispatch._rows(lay, side), lay, columns, dtype)
-
         def reference() -> Tensor:
             from .reference import lift
 
             return lift(codes, side, lay, self.key, columns, dtype)
 
-        found: Tensor = or_reference("lift", kernel, reference)
-        return found
+        rows = dispatch._rows(lay, side)
+        return run("lift.lift", reference, codes, side[:1], rows, lay, columns, dtype)  # type: ignore[no-any-return]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .support import or_reference, unsupported_device
 if TYPE_CHECKING:
     from .quantize_kernels import Output
 
-Needs = tuple[bool, bool, bool]
+Needs = Sequence[bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and module to the next boundary of 16 bytes
@@ -138,6 +138,52 @@ def _contiguous_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 and t.stride(0) >= t.shape[1] else t.contiguous()
 
 
+def compressed(
+    name: str,
+    t: Tensor,
+    lay: Layout,
+    key: Tensor,
+    *outputs: Output,
+    side: Tensor | None = None,
+    draw: bool = False,
+    rotate: bool = True,
+    sums: bool = False,
+    **launch: Any,
+) -> tuple[Tensor | None, ...]:
+    """What `quantize_kernels.compress` returns, by the kernel or by the reference.
+
+    Args:
+        name: of the call, for the warning where the kernel does not compile.
+        t: (T, C).
+        lay: of the tokens.
+        key: of the draws.
+        *outputs: formats of t H, and of P t.
+        side: with the rows of P; None where P is not needed.
+        draw: whether `side` is written: the rows, and the scale of P t.
+        rotate: False leaves out H.
+        sums: whether to compute the column sums.
+        **launch: what else the kernel takes.
+    """
+
+    def kernel() -> tuple[Tensor | None, ...]:
+        from .quantize_kernels import compress
+
+        rows, scale_to = None if side is None else _rows(lay, side), side[:1] if draw and side is not None else None
+        return compress(
+            t, lay, rows, key, *outputs, rotate=rotate, sums=sums, draw=draw, scale_to=scale_to, **launch
+        )  # fmt: skip
+
+    def reference() -> tuple[Tensor | None, ...]:
+        from .reference import compress
+
+        found = compress(t, lay, key, *outputs, rotate=rotate, sums=sums)
+        if draw and side is not None:
+            _fill_side(lay, key, side, found[3])
+        return found
+
+    return or_reference(name, kernel, reference)
+
+
 def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, ...]:
     """The tensors that forward saves for g_w: the codes of P x, transposed, with their scale and the rows of P.
 
@@ -153,28 +199,15 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
         `row_scales.packed` returns.
     """
-    from .quantize_kernels import ROTATED, X, compress
+    from .quantize_kernels import NOTHING, ROTATED, X
 
     x, output, key = _contiguous_rows(x), _written(method)[0], given_key(key, x.device)
     side = _new_side(lay, x.device, output)
-
-    def kernel() -> Tensor:
-        codes = compress(
-            x, lay, _rows(lay, side), key, projected=output, draw=True, history=history or _without_layer(x.device),
-            quantities=(ROTATED, X), scale_to=side[:1], tiling=tilings(x.dtype, _few_rows(lay, output))[0],
-        )[2]  # fmt: skip
-        assert codes is not None
-        return codes
-
-    def reference() -> Tensor:
-        from .reference import compress
-
-        _, _, codes, scale, _ = compress(x, lay, key, projected=output)
-        _fill_side(lay, key, side, scale)
-        assert codes is not None
-        return codes
-
-    codes = or_reference("keep", kernel, reference)
+    codes = compressed(
+        "keep", x, lay, key, NOTHING, output, side=side, draw=True, history=history or _without_layer(x.device),
+        quantities=(ROTATED, X), tiling=tilings(x.dtype, _few_rows(lay, output))[0],
+    )[2]  # fmt: skip
+    assert codes is not None
     if row_scales.applies(method):
         return row_scales.packed(codes, x.shape[1], lay, _outputs(method)[0], method, key)
     return codes, side
@@ -207,7 +240,7 @@ def forward(
     Returns:
         y, (T, O), in x's dtype, and what `keep` returns, or nothing.
     """
-    from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, compress, whole
+    from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, whole
 
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), given_key(key, x.device)
     fp8 = method.forward == "fp8"
@@ -215,37 +248,14 @@ def forward(
     output = _outputs(method)[0] if keeps else NOTHING
     history, outputs = history or _without_layer(x.device), w.shape[0]
     side = _new_side(lay, x.device, output) if keeps else None
-
-    def kernel() -> tuple[Tensor | None, ...]:
-        rows = None if side is None else _rows(lay, side)
-        return compress(
-            x, lay if keeps else whole(len(x), False), rows, key, operand, output, rotate=False, draw=keeps,
-            history=history, quantities=(FORWARD, X), scale_to=None if side is None else side[:1],
-            tiling=tilings(x.dtype, _few_rows(lay, operand))[1],
-        )  # fmt: skip
-
-    def reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        found = compress(x, lay, key, operand, output, rotate=False)
-        if side is not None:
-            _fill_side(lay, key, side, found[3])
-        return found
-
-    codes, scale, kept, _, _ = or_reference("forward", kernel, reference)
-
-    def weight_kernel() -> tuple[Tensor | None, ...]:
-        return compress(
-            w, whole(outputs, False), None, key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
-            tiling=tilings(w.dtype, fp8)[1],
-        )  # fmt: skip
-
-    def weight_reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        return compress(w, whole(outputs, False), key, operand, rotate=False)
-
-    weight, weight_scale = or_reference("weight", weight_kernel, weight_reference)[:2]
+    codes, scale, kept, _, _ = compressed(
+        "forward", x, lay if keeps else whole(len(x), False), key, operand, output, side=side, draw=keeps, rotate=False,
+        history=history, quantities=(FORWARD, X), tiling=tilings(x.dtype, _few_rows(lay, operand))[1],
+    )  # fmt: skip
+    weight, weight_scale, *_ = compressed(
+        "weight", w, whole(outputs, False), key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
+        tiling=tilings(w.dtype, fp8)[1],
+    )  # fmt: skip
     assert codes is not None
     assert scale is not None
     assert weight is not None
@@ -286,7 +296,7 @@ def grad_codes(
     Returns:
         (codes of g_y H, their scale, codes of P g_y, their scale, column sums), None where not needed.
     """
-    from .quantize_kernels import NOTHING, compress, whole
+    from .quantize_kernels import NOTHING, whole
 
     _, rotated, projected = _written(method)
     rotated = rotated if needs[0] else NOTHING
@@ -294,23 +304,13 @@ def grad_codes(
     if rotated is NOTHING and projected is NOTHING:
         return None, None, None, None, None
     key, rotates = given_key(key, g_y.device), method.grad_input.transform == "hadamard"
-    rows = _rows(lay, side) if side is not None and needs[1] else None
     # Without P the order of the tokens does not matter.
-    tokens = lay if needs[1] else whole(len(g_y), False)
-
-    def kernel() -> tuple[Tensor | None, ...]:
-        return compress(
-            g_y, tokens, rows, key, rotated, projected, rotate=rotates, sums=needs[2],
-            history=history or _without_layer(g_y.device),
-            tiling=tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
-        )  # fmt: skip
-
-    def reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        return compress(g_y, tokens, key, rotated, projected, rotate=rotates, sums=needs[2])
-
-    return or_reference("gradients", kernel, reference)
+    tokens, side = (lay, side) if needs[1] else (whole(len(g_y), False), None)
+    return compressed(
+        "gradients", g_y, tokens, key, rotated, projected, side=side, rotate=rotates, sums=needs[2],
+        history=history or _without_layer(g_y.device),
+        tiling=tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
+    )  # fmt: skip
 
 
 # Codes of the weights of the step that is accumulated, by layer; None outside of `accumulation`.
@@ -379,22 +379,13 @@ def _codes_as_stored(
     w: Tensor, method: Method, output: Output, key: Tensor, history: AmaxHistory
 ) -> tuple[Tensor, Tensor]:
     """Codes of a weight that is stored as (I, O), as the codes are; `compress_weight` would read a transposed copy."""
-    from .quantize_kernels import WEIGHT, X, compress, padded, whole
+    from .quantize_kernels import WEIGHT, X, padded, whole
 
     w, rotates = _contiguous_rows(w), method.grad_input.transform == "hadamard"
-
-    def kernel() -> tuple[Tensor | None, ...]:
-        return compress(
-            w, whole(len(w), False), None, key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
-            tiling=tilings(w.dtype, output.is_fp8)[1],
-        )  # fmt: skip
-
-    def reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        return compress(w, whole(len(w), False), key, output, rotate=rotates)
-
-    codes, scale = or_reference("weight", kernel, reference)[:2]
+    codes, scale, *_ = compressed(
+        "weight", w, whole(len(w), False), key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
+        tiling=tilings(w.dtype, output.is_fp8)[1],
+    )  # fmt: skip
     assert codes is not None
     assert scale is not None
     if padded(len(w)) > len(w):

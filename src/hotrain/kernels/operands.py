@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import draws, published
-from .support import or_reference, unsupported_device
+from .support import run, unsupported_device
 
 
 @functools.lru_cache(maxsize=8)
@@ -43,10 +43,10 @@ def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
 
 def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:
     """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
-    from .gemm import fp8_product, int8_product
-
     assert scale_a is not None
     if a.dtype != torch.int8:
+        from .gemm import fp8_product
+
         found = fp8_product(a, b, scale_a, scale_b, dtype)
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
@@ -55,7 +55,7 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
 
         return int8_product(a, b[:columns], scale_a, scale_b, dtype)
 
-    return or_reference("int8 product", lambda: int8_product(a, b[:columns], scale_a, scale_b, dtype), reference)
+    return run("gemm.int8_product", reference, a, b[:columns], scale_a, scale_b, dtype)  # type: ignore[no-any-return]
 
 
 def device_key(word: Tensor) -> draws.DeviceKey:
@@ -66,26 +66,14 @@ def device_key(word: Tensor) -> draws.DeviceKey:
 
 
 def _hashes(word: Tensor, count: int, stream: int, start: int) -> Tensor:
-    def kernel() -> Tensor:
-        from .noise import hashes
-
-        return hashes(word, count, stream, start)
-
     def reference() -> Tensor:
         return draws.hash_bits(count, draws.DeviceKey(word), stream, word.device, start)
 
-    found: Tensor = or_reference("hashes", kernel, reference)
-    return found
+    return run("noise.hashes", reference, word, count, stream, start)  # type: ignore[no-any-return]
 
 
 def _luq(t: Tensor, alpha: Tensor, word: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
-    def kernel() -> Tensor:
-        from .luq import luq
-
-        return luq(t, alpha, word, stream, dtype)
-
     def reference() -> Tensor:
         return published.luq_codes(t, alpha, draws.DeviceKey(word, _hashes), stream, dtype)
 
-    found: Tensor = or_reference("luq", kernel, reference)
-    return found
+    return run("luq.luq", reference, t, alpha, word, stream, dtype)  # type: ignore[no-any-return]

@@ -64,11 +64,7 @@ def _plans(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _relu(x: Tensor) -> Tensor:
-    return Relu.apply(x, False)
-
-
 # One node for Dynamo; AOTAutograd differentiates `Relu`, and Inductor fuses its operations, the bits included.
 _lib = torch.library.Library("hotrain", "FRAGMENT")
 _lib.define("relu(Tensor x) -> Tensor")
-_lib.impl("relu", _relu, "CompositeImplicitAutograd")
+_lib.impl("relu", lambda x: Relu.apply(x, False), "CompositeImplicitAutograd")

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..casting import autocast_dtype, autocast_to
-from ..compress.mode_stack import top, without_own_modes
+from ..compress.mode_stack import without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
-from ..private import constant_in_graphs, static_in_graphs
+from ..private import constant_in_graphs, differentiates, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -116,20 +116,20 @@ class LayerState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._traced(module, x, channels, place)
-        if top() is None:
-            return self._eager(module, x, channels, place)
-        with without_own_modes():
-            return self._eager(module, x, channels, place)
+        return without_own_modes(self._eager, module, x, channels, place)  # type: ignore[no-any-return]
 
     def _eager(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
         if not isinstance(x, Tensor):
             functional.check_input(self, x, channels, -1)
         w = module.weight
-        if not (autograd.differentiates() and (x.requires_grad or w.requires_grad)):
+        if not (differentiates() and (x.requires_grad or w.requires_grad)):
             functional.check_input(self, x, channels, -1 if place is None else -3)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
-            self._next_key(x.device, None)
+            if x.device.type == "cuda":
+                self._key_on_gpu(x.device, None)
+            else:
+                self.draws.next()
             return None
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
@@ -145,7 +145,7 @@ class LayerState:
             self.fallback = found
             return None
         self.fallback = None
-        key = self._next_key(device, found.config)
+        key = self._key_on_gpu(device, found.config) if device.type == "cuda" else self.draws.next()
         self.calls += 1
         origin = None if self.origins is None else self.origins.of(x)
         return autograd.apply(x, w, module.bias, found, key, origin)
@@ -169,11 +169,9 @@ class LayerState:
     def _config(self, geometry: Geometry | None) -> Config:
         return Config(self.running, self.grid, self.transposed, geometry, name=self.name)
 
-    def _next_key(self, device: torch.device, config: Config | None) -> Key:
+    def _key_on_gpu(self, device: torch.device, config: Config | None) -> Key:
         """The key of this forward, for its configuration if it follows the method: the reference is given an integer
         where the host knows it."""
-        if device.type != "cuda":
-            return self.draws.next()
         if self.draws.counter is None or self.draws.counter.device != device:
             self._place(device)
         key = self.draws.next_on(device, autograd.KERNELS[device.type].next_key)
@@ -190,7 +188,7 @@ class LayerState:
         """
         functional.check_input(self, x, channels, -1 if place is None else -3)
         w = module.weight
-        if not (autograd.differentiates() and (x.requires_grad or w.requires_grad)):
+        if not (differentiates() and (x.requires_grad or w.requires_grad)):
             return None
         samples = False
         if w.requires_grad and _is_of_samples(x, place):  # a branch, which specializes a symbolic bool

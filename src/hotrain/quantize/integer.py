@@ -16,11 +16,16 @@ from torch import Tensor
 from .. import draws
 from ..private import fakes
 from . import packing
-from .rounding import round_, wide
+from .rounding import round_
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
 _DIMS = {"tensor": None, "token": 1, "column": 0}
+
+
+def wide(t: Tensor) -> Tensor:
+    """t in the dtype of the computation before rounding: float32, or float64 if it is."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def largest_code(bits: int) -> int:

@@ -1,4 +1,4 @@
-"""Rounding to integers: nearest, stochastic, pseudo-stochastic; and dither."""
+"""Rounding to integers: nearest, stochastic, pseudo-stochastic."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from .. import draws
 
 _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
-
-
-def wide(t: Tensor) -> Tensor:
-    """t in the dtype of the computation before rounding: float32, or float64 if it is."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def stochastic(v: Tensor, key: draws.Key, stream: int, start: int = 0) -> Tensor:
@@ -59,24 +54,3 @@ def round_(v: Tensor, rounding: str, key: draws.Key, stream: int, start: int = 0
     if rounding == "pseudo":
         return pseudo(v)
     raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")
-
-
-def dither(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
-    """Thresholds in [0, 1) for ⌊v + threshold⌋, equally distributed along rows and columns.
-
-    A lattice of two irrational steps (those of the plastic number), modulo 1 by wrapping products of int32. They have
-    20 bits, so that their sum with a level, at most 15, is not rounded: a value on a level stays there.
-
-    Args:
-        rows: of the result.
-        columns: of the result.
-        device: of the result.
-        first: index of its first column.
-
-    Returns:
-        float32, (rows, columns).
-    """
-    # `| 0`: else a compiler takes the products for index arithmetic, which must not wrap.
-    down = (torch.arange(rows, dtype=torch.int32, device=device) | 0) * -0x3EC05657  # 0.7549 of 2³²
-    across = (torch.arange(first, first + columns, dtype=torch.int32, device=device) | 0) * -0x6E1EF25B  # 0.5698
-    return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20

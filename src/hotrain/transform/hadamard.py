@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..private import under_dispatch_mode
+from ..private import dispatch_modes
 
 TILE = 16
 
@@ -51,7 +51,7 @@ def cached(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def get(*args: Hashable) -> Tensor:
-        return keep(*args) if not under_dispatch_mode() else make(*args)
+        return keep(*args) if not dispatch_modes() else make(*args)
 
     return get
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import draws
-from ..private import no_dispatch_modes, under_dispatch_mode
+from ..private import dispatch_modes, no_dispatch_modes
 from . import hadamard
 from .rows import Rows
 
@@ -116,7 +116,7 @@ class Layout:
 
     def places(self, device: torch.device) -> Places:
         """The slots as index tensors on that device, made once."""
-        if under_dispatch_mode():
+        if dispatch_modes():
             return Places.of(self, device)  # not cached: tensors of a tracer belong to the trace
         if device not in self._places:
             self._places[device] = Places.of(self, device)
@@ -173,7 +173,7 @@ _captured: dict[tuple[Layout, torch.device], Places] = {}
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on a device; under a tracer, as a tensor of the trace."""
-    return t.to(device) if not under_dispatch_mode() else torch.tensor(t.tolist(), device=device)
+    return t.to(device) if not dispatch_modes() else torch.tensor(t.tolist(), device=device)
 
 
 @functools.lru_cache(maxsize=256)  # bounded: index tensors have one element per token

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
-from ...quantize.rounding import wide
+from ...quantize.integer import wide
 from ...saved import Levels, as_it_was, memory_order
 from .. import rematerialize
 from ..codes import pack, unpack
@@ -246,14 +246,6 @@ def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inpla
     return _by_name["leaky_relu"](scope, input, inplace)
 
 
-def _function(scope: Scope, input: Tensor, name: str) -> Tensor | None:
-    return _by_name[name](scope, input)
-
-
-def _function_in_place(scope: Scope, input: Tensor, name: str) -> Tensor | None:
-    return _by_name[name](scope, input, True)
-
-
 HANDLERS: Handlers = {
     **{
         getattr(home, name): handler
@@ -263,7 +255,7 @@ HANDLERS: Handlers = {
     },
     F.gelu: _gelu,
     F.leaky_relu: _leaky_relu,
-    torch.ops.hotrain.function: _function,
-    torch.ops.hotrain.function_: _function_in_place,
+    torch.ops.hotrain.function: lambda scope, x, name: _by_name[name](scope, x),
+    torch.ops.hotrain.function_: lambda scope, x, name: _by_name[name](scope, x, True),
     F.glu: uncompressed("glu", "it saves its input; no compressed operator for it"),
 }

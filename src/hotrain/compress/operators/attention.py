@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend
 from ...autograd import once
 from ...casting import autocast
 from ...kernels import rows_in_memory
-from ...private import constant_in_graphs, no_dispatch_modes, under_dispatch_mode
+from ...private import constant_in_graphs, dispatch_modes, no_dispatch_modes
 from ...saved import group_size
 from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
@@ -320,7 +320,7 @@ class Attention(torch.autograd.Function):
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)
         # Compiled, one operator that depends on g: the partitioner must leave it in backward and keep codes alone.
-        run = _gradients if not under_dispatch_mode() else torch.ops.hotrain.attention_gradients
+        run = _gradients if not dispatch_modes() else torch.ops.hotrain.attention_gradients
         wants_mask = ctx.needs_input_grad[3]
         bias = _bias(mask, q, k, kind)
         # The number is an argument: AOTAutograd gives nodes of backward the metadata of one of forward's.
@@ -375,7 +375,7 @@ def _attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     y, *codes = attention(q, k, v, mask, dropout_p, is_causal, scale, kind, *forms)
     # Models transpose heads and tokens next, which gives the memory layout of the codes: `views` notes that.
-    scope.origins.note(y, rematerialize.heads(forms[1], y.shape[-1], dropout_p > 0), *codes)
+    scope.origins.note(y, rematerialize.heads(forms[1], y.shape[-1], dropout_p > 0), *codes, by_heads=True)
     return y
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ... import autograd
 from ...kernels import FUNCTIONS
 from ...private import memory_format_of
-from ...quantize.rounding import wide
+from ...quantize.integer import wide
 from ...saved import Bits
 from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack

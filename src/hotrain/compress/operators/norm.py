@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import autograd
-from ...private import memory_format_of
-from ...quantize.rounding import wide
+from ...private import differentiates, memory_format_of
+from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import FORMATS, GROUPED
@@ -218,7 +218,9 @@ class Norm(torch.autograd.Function):
         ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
         ctx.b_dtype = None if b is None else b.dtype
         of_one_dtype = all(t is None or t.dtype == x.dtype for t in (w, b))
-        if not is_eager(x) and of_one_dtype and x.is_contiguous() and _has_kernel(x, kind, dims, form, x.dtype):
+        supports = supported(x.device, x.dtype)
+        compiled = supports and not is_eager(x) and of_one_dtype and x.is_contiguous()
+        if compiled and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
             args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, kind == "layer", cast, False, None)
@@ -233,7 +235,7 @@ class Norm(torch.autograd.Function):
 
         if kind == "group":
             codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
-        elif dims > 1:
+        elif dims > 1 or not supports:
             codes, scale = GROUPED[form].keep(normalized())
         else:
             codes, scale = pack_normalized(x, mean, r, form, normalized)
@@ -351,7 +353,7 @@ class ComposedRMSNorm:
             return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         x, w = hidden_states, self.weight  # type: ignore[attr-defined]
         buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
-        wanted = buffers is not None and autograd.differentiates() and wants_gradient(x, w)
+        wanted = buffers is not None and differentiates() and wants_gradient(x, w)
         if args or kwargs or not (self.training and wanted) or not is_large(x):  # type: ignore[attr-defined]
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
         assert buffers is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import once
-from ...quantize.rounding import wide
+from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED

@@ -15,7 +15,7 @@ from .base import Handlers, Scope
 def _transposed(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
     """A handler of `transpose` and `permute` of attention's result."""
     known = scope.origins.of(input, by_heads=True)
-    if known is None or kwargs or not rematerialize.is_by_heads(known.recipe):
+    if known is None or kwargs:
         return None
     order = axes[0] if len(axes) == 1 else axes
     if len(order) == 2:
