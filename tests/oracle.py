@@ -463,7 +463,7 @@ def conv_gradients(
             ties = float((((lifted / s_x).frac().abs() - 0.5).abs() < 1e-9).sum() * s_x)
     g = g_y.permute(0, 2, 3, 1).reshape(-1, outputs)
     unfolded = unfold(image.view(batch, -1, shape[1]).transpose(1, 2), table, groups)
-    if path.share < 1 and not small:  # of the lines of the output
+    if path.share < 1 and not small and g_y.shape[2] >= 8:  # of the lines of the output
         wide = g_y.shape[3]
         sizes = g.view(-1, wide * outputs).norm(dim=1)
         sizes = sizes * unfolded.transpose(0, 1).reshape(len(sizes), -1).norm(dim=1)

@@ -184,8 +184,6 @@ METHODS = [hotrain.preset(name) for name in NAMES] + [
     hotrain.preset("hot-unbiased", saved_bits=4),
     hotrain.preset("hot-unbiased", saved_bits=None),
     hotrain.preset("hot-unbiased", grad_weight_bits=None),
-    hotrain.preset("hla", rank=16, share=0.3),  # lines of the output, without codes
-    hotrain.preset("hot-unbiased", share=0.5),  # and of an input that is restored from drawn rows
     hotrain.preset("hq", grad_weight_bits=4, rounding="pseudo"),
     *FP8,
 ]
@@ -203,6 +201,31 @@ def test_both_gradients_are_the_definition(case: tuple, method: hotrain.Method) 
     g_x, g_w = gradients(x, w, g_y, method, case[5])
     torch.testing.assert_close(g_x, want_x, rtol=0, atol=1e-11)
     torch.testing.assert_close(g_w, want_w, rtol=0, atol=1e-11 + slack)
+
+
+# Outputs of 8 lines or more, of which some are drawn.
+TALL = [
+    ("3x3", (4, 6, 3, 9, 5, {"padding": 1})),
+    ("stride that does not divide", (4, 6, 3, 18, 5, {"stride": (2, 1), "padding": 1})),
+    ("unequal kernel, dilation and padding", (4, 6, (3, 2), 12, 6, {"dilation": (2, 1), "padding": (1, 0)})),
+    ("same, even kernel", (4, 6, (2, 4), 8, 7, {"padding": "same"})),
+    ("circular", (4, 6, 3, 10, 7, {"padding": (2, 1), "padding_mode": "circular"})),
+    ("groups of 16 channels", (4, 32, 3, 8, 4, {"padding": 1, "groups": 2})),
+    ("depthwise: all", (6, 6, 3, 9, 6, {"padding": 1, "groups": 6})),
+    ("7 lines: all", (4, 6, 3, 7, 9, {"padding": 1})),
+]  # fmt: skip
+LINES = [
+    hotrain.preset("hot-importance"),
+    hotrain.preset("hot-importance", number="e4m3"),
+    hotrain.preset("hla", rank=16, share=0.3),  # without codes
+    hotrain.preset("hot-unbiased", share=0.5),  # of an input that is restored from drawn rows
+]
+
+
+@pytest.mark.parametrize("method", LINES, ids=str)
+@pytest.mark.parametrize("case", [case for _, case in TALL], ids=[name for name, _ in TALL])
+def test_drawn_lines_are_the_definition(case: tuple, method: hotrain.Method) -> None:
+    test_both_gradients_are_the_definition(case, method)
 
 
 def test_1x1_and_linear_are_one() -> None:
@@ -261,8 +284,8 @@ def test_products_in_bf16_are_those_of_codes(
 
 
 def test_3x3_drawn_rows_and_drawn_lines_are_unbiased() -> None:
-    """z of every entry of both gradients over 300 keys (72 and 100 entries, 5σ); HOT fails the same bound."""
-    case = (2, 4, 3, 5, 5, {"padding": 1})
+    """z of every entry of both gradients over 300 keys (72 and 128 entries, 5σ); HOT fails the same bound."""
+    case = (2, 4, 3, 8, 4, {"padding": 1})  # lines are drawn from 8 on
     x, w, g_y = problem(case)
     exact_x, layer = x.clone().requires_grad_(), module(case, w.clone())
     truth = torch.autograd.grad(layer(exact_x), (exact_x, layer.weight), g_y)

@@ -11,7 +11,8 @@ Tokens are positions of an image, and channels the columns. Two cases:
   here, so that such a layer gains memory and no time. `hotrain.kernels.convolution` makes the codes on a GPU.
 
 Where a method multiplies a share of the rows, such a layer multiplies that share of the *lines* of its output, drawn by
-importance (`picked_lines`): a line of g_y and the kh lines of x that it reads are an image of their own.
+importance (`picked_lines`): a line of g_y and the kh lines of x that it reads are an image of their own. An output of
+fewer than 8 lines is multiplied whole: there a line is too large a part of what its image says (docs/noise.md).
 
 A group of fewer than 16 output channels (depthwise above all) has no block for H to spread outliers over and few
 operations: where the method rotates, its two products stay in floating point, of unrounded g_y and w. The saved x is
@@ -38,6 +39,8 @@ from .saved import Kept, values
 from .transform.hadamard import TILE
 from .transform.importance import drawn
 from .transform.tokens import Layout, lift, project
+
+LEAST_LINES = 8  # of an output from which lines are drawn
 
 
 def grad_input(
@@ -155,8 +158,9 @@ def grad_weight(
         x, scale = published.factors(kept, codes.dtype, alpha)
         return product_for_weight(codes, as_image(x, shape), w.shape, geometry).to(scale.dtype) * scale
     x, dtype = as_image(lift(values(kept, g_y.dtype), lay, key), shape), g_y.dtype
-    if path.share < 1 and not stays_float(method, len(w), geometry):
-        g_y, x, geometry = picked_lines(g_y, x, geometry, path.share, key)
+    share = share_of_lines(method, len(w), geometry, g_y.shape[2])
+    if share < 1:
+        g_y, x, geometry = picked_lines(g_y, x, geometry, share, key)
     return product_for_weight(g_y.to(dtype), x, w.shape, geometry)
 
 
@@ -178,9 +182,9 @@ def _coded_grad_weight(
     else:
         x, rounding = lift(values(kept, g_y.dtype), lay, key), method.saved.rounding
         codes = QUANTIZERS[PARTNER[path.number]](x, max(8, path.bits or 8), "tensor", rounding, key, draws.LIFTED)
-    image = as_image(codes.unpacked().to(dtype), shape)
-    if path.share < 1:
-        g_y, image, geometry = picked_lines(g_y, image, geometry, path.share, key)
+    image, share = as_image(codes.unpacked().to(dtype), shape), share_of_lines(method, len(w), geometry, g_y.shape[2])
+    if share < 1:
+        g_y, image, geometry = picked_lines(g_y, image, geometry, share, key)
     grad = projected_grad(channels_last(g_y).reshape(-1, g_y.shape[1]), path, key)
     g = as_image(grad.unpacked().to(dtype), g_y.shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
@@ -222,6 +226,11 @@ def picked_lines(
         lines.permute(0, 3, 1, 2),
         replace(geometry, padding=(0, 0), padding_mode="zeros"),
     )
+
+
+def share_of_lines(method: Method, outputs: int, geometry: Geometry, lines: int) -> float:
+    """The share of the output's lines that g_w is computed from, of images of that many lines."""
+    return 1.0 if lines < LEAST_LINES or stays_float(method, outputs, geometry) else method.grad_weight.share
 
 
 def stays_float(method: Method, outputs: int, geometry: Geometry) -> bool:

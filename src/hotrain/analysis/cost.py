@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from ..conversion import convert, revert
+from ..convolution import LEAST_LINES
 from ..functional import as_method
 from ..layer import Config
 from ..method import Method
@@ -265,7 +266,8 @@ def _grad_weight(
         overhead += count.floats(shape.output_entries)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
-    share = 1.0 if shape.unfolds and _in_floats(shape, method) else path.share
+    whole = shape.unfolds and (_in_floats(shape, method) or shape.lead[1] < LEAST_LINES)
+    share = 1.0 if whole else path.share
     rows = math.ceil(share * (shape.tokens if shape.unfolds else lay.rows))
     macs = rows * shape.outputs * shape.inputs
     if path.bits is None or _in_floats(shape, method):

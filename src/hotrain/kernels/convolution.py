@@ -16,6 +16,7 @@ from ..convolution import (
     picked_lines,
     product_for_input,
     product_for_weight,
+    share_of_lines,
     stays_float,
 )
 from ..geometry import Geometry, Shape, channels_last
@@ -86,7 +87,8 @@ def conv2d_gradients(
             kept = row_scales.restored(kept, shape[1], g_y.dtype), dispatch._filled_side(lay, call.key)
         codes, side = kept
         x = call.lifted(codes, side, lay, shape[1], g_y.dtype)
-        size, share = (outputs, shape[1] // geometry.groups, *geometry.kernel), method.grad_weight.share
+        size = (outputs, shape[1] // geometry.groups, *geometry.kernel)
+        share = share_of_lines(method, outputs, geometry, g_y.shape[2])
         if projected is NOTHING:
             g_w = product_for_weight(g_y, as_image(x, shape), size, geometry)
         else:
