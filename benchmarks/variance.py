@@ -83,8 +83,8 @@ class Terms:
         return Terms(merge(self.x), merge(self.g), self.samples, self.arithmetic)
 
 
-def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms:
-    """Tiles of one call: x and g_y as the layer has them."""
+def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms | None:
+    """Tiles of one call: x and g_y as the layer has them; None where tiles of 16 do not fill the samples."""
     x, g_y = x.float(), g_y.float()
     lines: dict[str, float] = {}
     if isinstance(module, nn.Conv2d):
@@ -110,7 +110,7 @@ def terms(module: nn.Module, x: Tensor, g_y: Tensor, grid: Grid | None) -> Terms
     lay = layout(tuple(x.shape[:-1]), TILE, TILE, 0, "auto", grid, True)
     tiles = lay.samples * lay.tiles
     if lay.dense or lay.samples != len(x):
-        raise ValueError("variance: tiles that do not fill the samples are not part of this study")
+        return None
 
     def cut(t: Tensor) -> Tensor:
         return project(t.contiguous(), lay, 0)[: tiles * TILE].view(tiles, TILE, t.shape[-1])
@@ -435,7 +435,7 @@ def figures(layer: Layer) -> dict[str, dict[str, float]]:
 
 
 def layers_of(model: nn.Module, batches: list[Any], context: Callable[[], Any]) -> Iterator[tuple[str, list[Terms]]]:
-    """Every converted layer with its terms for each batch."""
+    """Every converted layer whose samples are whole tiles, with its terms for each batch."""
     gathered: dict[str, list[Terms]] = {}
     for images, labels in batches:
 
@@ -448,7 +448,9 @@ def layers_of(model: nn.Module, batches: list[Any], context: Callable[[], Any]) 
             for call in exact_calls(model, (images, labels), loss):
                 if call.grad_output.dim() > 2:
                     grid = call.state.grid
-                    gathered.setdefault(call.name, []).append(terms(call.module, call.x, call.grad_output, grid))
+                    found = terms(call.module, call.x, call.grad_output, grid)
+                    if found is not None:
+                        gathered.setdefault(call.name, []).append(found)
     yield from reversed(gathered.items())
 
 
