@@ -286,7 +286,9 @@ def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
     a, of_x = gg * xx, variance(t.x, 4, (2,))
     int4, turned = gg * of_x, gg * variance(rotate(t.x), 4, (2,))
     p = capped(a.sqrt().flatten(), a.numel() / 2).view_as(a)
-    picked = (t.g / p[..., None]).float()  # as a pick enters the product: g_y's rows with their weights
+    # As a pick enters the product: g_y's rows with their weights and with the scales of x's rows.
+    of_row = t.x.abs().amax(2).clamp_min(1e-30) / largest_code(4)
+    picked, codes = (t.g * (of_row / p)[..., None]).float(), xx / of_row.double().square()
     coarsest = picked.abs().max() / floating.largest_code("e4m3")
     of_fp8 = ((picked / coarsest).to(torch.float8_e4m3fn).float() * coarsest - picked).square().sum((0, 3)).double()
     lowest = gg[:, 0] * (variance(t.x[:, :1], 8, (2,)) - of_x[:, :1])[:, 0]
@@ -296,8 +298,8 @@ def rounding(t: Terms, gg: Tensor, xx: Tensor) -> dict[str, float]:
         "x int4 by row": float(int4.sum()),
         "x int4 by row, the lowest row of a tile int8": float(int4.sum() + lowest.sum()),
         "x int4 by row, channels rotated": float(turned.sum()),
-        "picked half of g_y int8": float((p * xx * variance(picked, 8, None).sum(0)).sum()),
-        "picked half of g_y e4m3": float((p * xx * of_fp8).sum()),
+        "picked half of g_y int8": float((p * codes * variance(picked, 8, None).sum(0)).sum()),
+        "picked half of g_y e4m3": float((p * codes * of_fp8).sum()),
         "g_y int8": float((xx * variance(t.g, 8, None).sum(0)).sum()),
     }
 

@@ -466,7 +466,8 @@ def conv_gradients(
     if path.share < 1 and not small and g_y.shape[2] >= 8:  # of the lines of the output
         wide = g_y.shape[3]
         sizes = g.view(-1, wide * outputs).norm(dim=1)
-        sizes = sizes * unfolded.transpose(0, 1).reshape(len(sizes), -1).norm(dim=1)
+        of_x = unfolded.transpose(0, 1).reshape(len(sizes), -1).norm(dim=1)
+        sizes = sizes * torch.maximum(of_x, of_x.mean() / 4)
         picked, weights = importance([float(n) for n in sizes], path.share, key)
         positions = [line * wide + column for line in picked for column in range(wide)]
         g = g[positions] * torch.tensor(weights, dtype=g.dtype).repeat_interleave(wide)[:, None]

@@ -217,7 +217,8 @@ def picked_lines(
     energy = energy.unfold(1, spans[0], down).unfold(2, spans[1], across)[..., ::down_each, ::across_each]
     of_x = energy.sum((2, 3, 4)).sqrt()  # the norm of the line's rows of U(x)
     of_g = torch.linalg.vector_norm(g_y, dim=(2, 3), dtype=torch.float64)
-    picked, weight = drawn((of_g * of_x).flatten(), share, key)
+    # A line of x near zero would be picked rarely, weigh much, and set the scale of all codes of g_y.
+    picked, weight = drawn((of_g * of_x.clamp_min(of_x.mean() / 4)).flatten(), share, key)
     image, line = picked // g_y.shape[1], picked % g_y.shape[1]
     g = g_y[image, line] * weight.to(g_y.dtype)[:, None, None]
     lines = x.unfold(1, spans[0], down).movedim(-1, 2)[image, line]
