@@ -75,9 +75,8 @@ def compare(
         raise ValueError(f"compare: method {twice!r} is given twice; give a Method another name")
     known = finished or {}
     if any((label, seed) not in known for label in labels for seed in seeds):
-        create_optimizer(
-            run, build(with_preset(run, "exact")).model
-        )  # what is not available raises before any training
+        # What is not available raises before any training.
+        create_optimizer(run, build(with_preset(run, "exact")).model)
     comparison = Comparison()
     for seed in seeds:
         for variant in variants:
