@@ -210,7 +210,7 @@ def picked_lines(
         The lines of g_y times their weights (n, O, 1, W'), in float32 or float64; those of x, padded,
         (n, C, kh spread by the dilation, W); and the geometry of their convolution.
     """
-    x, g_y = channels_last(geometry.pad(x)), channels_last(wide(g_y))
+    x, g_y = channels_last(geometry.pad(x)), channels_last(g_y)
     spans = [each * (k - 1) + 1 for each, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     (down, across), (down_each, across_each) = geometry.stride, geometry.dilation
     energy = torch.linalg.vector_norm(x, dim=3, dtype=torch.float64).square()
@@ -220,7 +220,8 @@ def picked_lines(
     # A line of x near zero would be picked rarely, weigh much, and set the scale of all codes of g_y.
     picked, weight = drawn((of_g * of_x.clamp_min(of_x.mean() / 4)).flatten(), share, key)
     image, line = picked // g_y.shape[1], picked % g_y.shape[1]
-    g = g_y[image, line] * weight.to(g_y.dtype)[:, None, None]
+    g = wide(g_y[image, line])
+    g = g * weight.to(g.dtype)[:, None, None]
     lines = x.unfold(1, spans[0], down).movedim(-1, 2)[image, line]
     return (
         g[:, None].permute(0, 3, 1, 2),

@@ -399,10 +399,9 @@ class Method:
                   ``"pseudo"``.
                 - ``number``: ``"e4m3"`` or ``"e5m2"`` turns an integer method into fp8: g_y of both paths in that
                   format, w and the saved x in e4m3, 8 bits each, per-tensor scales, rounded to nearest; x in 4 bits
-                  stays, since its codes are numbers of e4m3. Bits, scale and rounding are then fixed and no longer
-                  accepted as overrides. ``"int"``: the integers of the
-                  preset, on every device. ``"auto"``: e4m3 where the device has fp8 matrix units, else the integers;
-                  an override of bits or rounding fixes the integers.
+                  stays, since its codes are numbers of e4m3. Bits, scale and rounding are then fixed. ``"int"``: the
+                  integers of the preset, on every device. ``"auto"``: e4m3 where the device has fp8 matrix units, else
+                  the integers; an override of bits or rounding fixes the integers.
 
         Raises:
             ValueError: an override is unknown, does not apply to this method, or has a bad value; the message names
