@@ -27,6 +27,7 @@ from hotrain.transform.tokens import Grid
 EXAMPLE = ((128, 197), 768, Grid(14, 14, prefix=1))
 VIT, RESNET = GROUPS = "small ViT, CIFAR-10", "ResNet-18, CIFAR-10"
 GOAL, LOSS = 0.5, 0.2  # of the rows, and points
+SHORT = {"number=e4m3": "fp8", "number=int": "int", "grad_input_bits=8+saved_bits=8": "int8"}
 APART = 0.04  # of the axis: between methods with the same share
 FALL = 6.0  # points: who loses more is drawn at the lower edge
 
@@ -58,6 +59,12 @@ class Point:
     method: Method
     lines: dict[str, Line]
     losses: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The label in a figure."""
+        name, _, rest = self.label.partition(":")
+        return f"{name}, {SHORT.get(rest, rest)}" if rest else name
 
     def gaps(self, group: str) -> tuple[float, ...]:
         """Points above exact, of each seed."""
@@ -120,7 +127,7 @@ def curve() -> str:
         _panel(panels[0], shown, look_of, VIT, "small ViT, by the rows of g_w that are multiplied", rows=True)
         _panel(panels[1], shown, look_of, VIT, "small ViT, by the bytes kept of x, of its 16 bits", rows=False)
         _panel(panels[2], shown, look_of, RESNET, "ResNet-18, by the bytes kept of x, of its 16 bits", rows=False)
-        names = ", ".join(point.label for point in shown)
+        names = "; ".join(point.name for point in shown)
         return alone(to_svg(figure, f"Points above exact of {names} on CIFAR-10, against arithmetic and against bytes"))
 
 
@@ -141,7 +148,7 @@ def _panel(
         if not far:
             axes.errorbar(*place, yerr=2 * _error(gaps), color=colour, elinewidth=1, capsize=2.5)
         axes.plot(*place, color=colour, marker="v" if far else look.marker, markersize=6, markeredgewidth=0)
-        text = f"{point.label}, {mean:.1f}" if far else point.label
+        text = f"{point.name}, {mean:.1f}" if far else point.name
         labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=INK))
         places.append(place)
     axes.figure.draw_without_rendering()
