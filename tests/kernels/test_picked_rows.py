@@ -21,7 +21,13 @@ from hotrain.transform.importance import drawn
 from hotrain.transform.tokens import Layout, layout
 
 pytestmark = pytest.mark.usefixtures("poison")
-OURS = {"rows", "picked rows", "restored rows", "int8 product", "hashes"}
+OURS = {
+    "picked_rows.pack_rows",
+    "picked_rows.picked_codes",
+    "picked_rows.restored",
+    "gemm.int8_product",
+    "noise.hashes",
+}
 
 # (rows, O, I): under a tile of tokens, odd columns, more rows than a program has, columns that fill their blocks
 SHAPES = [(16, 3, 5), (48, 48, 31), (160, 70, 64), (272, 64, 130), *gpu_only((26_624, 3072, 768), (40_000, 96, 96))]

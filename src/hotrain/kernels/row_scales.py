@@ -17,7 +17,7 @@ from ..quantize.packing import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
 from .operands import device_key, product
-from .support import or_reference
+from .support import run
 
 if TYPE_CHECKING:
     from .quantize_kernels import Output
@@ -50,19 +50,13 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Me
     bits = method.saved.bits
     assert bits is not None
 
-    def kernel() -> Kept:
-        from .picked_rows import pack_rows
-
-        return pack_rows(copied, columns, lay.rows, output, bits, key)
-
     def reference() -> Kept:
         from .reference import codes_of
 
         codes, scale = codes_of(copied[:columns, : lay.rows].T, output, "token", device_key(key))
         return (pack(codes) if bits == 4 else codes.contiguous()), scale[:, None]
 
-    found: Kept = or_reference("rows", kernel, reference)
-    return found
+    return run("picked_rows.pack_rows", reference, copied, columns, lay.rows, output, bits, key)  # type: ignore[no-any-return]
 
 
 def grad_weight(
@@ -87,11 +81,6 @@ def grad_weight(
     """
     (outputs, columns), (codes, scales) = size, kept
 
-    def kernel() -> tuple[Tensor, Tensor, Tensor]:
-        from .picked_rows import picked_codes
-
-        return picked_codes(copied, (codes, scales), share, output, key, size)
-
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         from .reference import codes_of, padded_to_16
 
@@ -104,7 +93,7 @@ def grad_weight(
         x = x.to(torch.float32).to(torch.float8_e4m3fn) if output.is_fp8 else x
         return padded_to_16(of_g_y.T), scale, padded_to_16(x.T)
 
-    of_g_y, scale, of_x = or_reference("picked rows", kernel, reference)
+    of_g_y, scale, of_x = run("picked_rows.picked_codes", reference, copied, kept, share, output, key, size)
     one = torch.ones((), dtype=torch.float32, device=copied.device)
     if transposed:
         return product(of_x[:columns], of_g_y, scale, one, dtype, outputs)
@@ -114,18 +103,12 @@ def grad_weight(
 def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
 
-    def kernel() -> Tensor:
-        from .picked_rows import restored
-
-        return restored((kept[0], kept[1]), columns, dtype)
-
     def reference() -> Tensor:
         from .reference import padded_to_16
 
         return padded_to_16((_codes(kept[0], columns) * kept[1]).to(dtype).T)
 
-    found: Tensor = or_reference("restored rows", kernel, reference)
-    return found
+    return run("picked_rows.restored", reference, kept, columns, dtype)  # type: ignore[no-any-return]
 
 
 def _codes(kept: Tensor, columns: int) -> Tensor:
