@@ -15,7 +15,7 @@ from .method import Method
 from .presets import DEFAULT, preset
 from .transform.tokens import Grid
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def as_method(method: str | Method) -> Method:
@@ -52,13 +52,13 @@ def check_input(owner: str | Named, x: Tensor, channels: int, axis: int) -> None
         TypeError: x is complex, integer or sparse, or no tensor.
         ValueError: its shape does not fit.
     """
-    supported = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATS
+    supported = isinstance(x, Tensor) and x.layout == torch.strided and x.dtype in FLOATING
     if supported and x.dim() > 0 and x.dim() >= -axis and x.shape[axis] == channels:
         return
     name = owner if isinstance(owner, str) else owner.name
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: the input is a {type(x).__name__}; accepted is a dense floating-point tensor")
-    if x.layout != torch.strided or x.dtype not in FLOATS:
+    if x.layout != torch.strided or x.dtype not in FLOATING:
         kind = str(x.dtype if x.layout == torch.strided else x.layout).removeprefix("torch.")
         raise TypeError(
             f"{name}: the input is {kind}; accepted are dense tensors of float16, bfloat16, float32 or float64. "

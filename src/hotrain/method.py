@@ -21,8 +21,8 @@ ROUNDINGS = ("stochastic", "nearest", "pseudo")
 SCALES = ("tensor", "token", "auto")
 ORDERS = ("lp_l1", "sequency", "auto")
 BITS = (4, 8, None)
-FLOATS = ("e4m3", "e5m2")
-NUMBERS = ("int", *FLOATS)
+FP8 = ("e4m3", "e5m2")
+NUMBERS = ("int", *FP8)
 TILES = (1, 16, 64)
 FORWARDS = ("exact", "fp8", "int8")
 MEMORIES = ("linear", "block")
@@ -85,7 +85,7 @@ class GradInput:
     def __post_init__(self) -> None:
         _require("grad_input", "transform", self.transform, (None, "hadamard", "lowpass"))
         _require("grad_input", "bits", self.bits, BITS)
-        _require("grad_input", "number", self.number, ("int", *FLOATS, "luq"))
+        _require("grad_input", "number", self.number, ("int", *FP8, "luq"))
         _require("grad_input", "scale", self.scale, SCALES)
         _require("grad_input", "rounding", self.rounding, ROUNDINGS)
         _require("grad_input", "weight_scale", self.weight_scale, ("tensor", "column"))
@@ -97,7 +97,7 @@ class GradInput:
                 f"grad_input: number='luq' with bits={self.bits!r}, transform={self.transform!r} is not defined; "
                 "accepted are bits=4 and transform=None"
             )
-        if self.number in FLOATS:
+        if self.number in FP8:
             accepted: dict[str, tuple[object, ...]] = {
                 "bits": (8,),
                 "scale": ("tensor", "auto"),
@@ -121,7 +121,7 @@ class GradInput:
     def scale_axis(self) -> str:
         """The scale in force: without a calibration, ``"auto"`` is per token (fp8: per tensor)."""
         if self.scale == "auto":
-            return "tensor" if self.number in FLOATS else "token"
+            return "tensor" if self.number in FP8 else "token"
         return self.scale
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ class GradWeight:
         _require_int("grad_weight", "sampled", self.sampled, 0, self.rank)
         _require("grad_weight", "order", self.order, ORDERS)
         _require("grad_weight", "bits", self.bits, BITS)
-        _require("grad_weight", "number", self.number, ("int", *FLOATS, "luq"))
+        _require("grad_weight", "number", self.number, ("int", *FP8, "luq"))
         _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
         if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
@@ -186,7 +186,7 @@ class GradWeight:
             )
         if self.number == "luq" and self.bits != 4:
             raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
-        if self.number in FLOATS:
+        if self.number in FP8:
             _require_fp8("grad_weight", self, self.number, {"bits": (8,), "rounding": ("nearest",)})
 
     @property
@@ -309,7 +309,7 @@ class Method:
         if self.grad_input.transform == "lowpass" and self.grad_weight.tile == 1:
             raise ValueError(f"{self.name}: a low-pass grad_input needs the rows of grad_weight (tile > 1)")
         g_w, saved = self.grad_weight, self.saved
-        fits = PARTNER[g_w.number] == PARTNER[saved.number] or (g_w.number in FLOATS and saved.fits_e4m3)
+        fits = PARTNER[g_w.number] == PARTNER[saved.number] or (g_w.number in FP8 and saved.fits_e4m3)
         if g_w.bits and saved.bits and g_w.number != "luq" and not fits:
             raise ValueError(
                 f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
@@ -422,7 +422,7 @@ class Method:
         for name in overrides:
             if name not in self.knobs:
                 known = ", ".join(sorted(self.knobs)) or "none"
-                what = f"{self.name} in fp8" if self.grad_weight.number in FLOATS else self.name
+                what = f"{self.name} in fp8" if self.grad_weight.number in FP8 else self.name
                 raise ValueError(f"{what}: {name}={overrides[name]!r} does not concern it; its overrides: {known}")
         g_x, g_w, saved = self.grad_input, self.grad_weight, self.saved
         if "rank" in overrides:

@@ -24,10 +24,11 @@ from . import autograd
 from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
 from .compress.codes import whole
-from .draws import in_backward, layer_of, next_key
+from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
+from .private import in_backward
 from .quantize.integer import wide
 from .saved import Format
 

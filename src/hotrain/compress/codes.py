@@ -13,7 +13,19 @@ from ..kernels import FUNCTIONS, rows_in_memory
 from ..saved import group_size
 from .formats import GROUPED
 from .launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .rematerialize import Activated, Codes, Normed, Product, Recipe, in_backward, is_image, keep, make, parsed, restore
+from .rematerialize import (
+    Activated,
+    Codes,
+    Normed,
+    Product,
+    Recipe,
+    is_image,
+    keep,
+    make,
+    parsed,
+    restore,
+    stays_in_backward,
+)
 
 LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
@@ -79,7 +91,7 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     run = operator_for(first, "restore_codes")
     if run is _restore_codes:
         return _restore_codes(tensors, recipe, shape, dtype)  # type: ignore[no-any-return]
-    with in_backward():
+    with stays_in_backward():
         return run(list(tensors), recipe, list(shape), dtype)  # type: ignore[no-any-return]
 
 

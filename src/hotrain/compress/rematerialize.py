@@ -58,7 +58,7 @@ def _marking(key: str, change: Callable[[Any], Any]) -> Iterator[None]:
             meta[key] = before
 
 
-def in_backward() -> AbstractContextManager[None]:
+def stays_in_backward() -> AbstractContextManager[None]:
     """Context whose traced nodes stay in backward; else a partitioner may compute them in forward and save them."""
     return _marking(_TAG, lambda _: "must_be_in_backward")
 
@@ -83,7 +83,7 @@ def restore(
     """
     if not torch.fx.traceback.has_preserved_node_meta():
         return form.restore(kept, shape, dtype)
-    with in_backward():
+    with stays_in_backward():
         codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
         return form.restore((codes, *kept[1:]), shape, dtype)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..functional import FLOATS
+from ..functional import FLOATING
 from ..nn import HadamardLinear
 from ..nn.conv import ConvertedConv2d
 from ..nn.state import layer_state
@@ -80,7 +80,7 @@ def _hindrance(
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     weight = module.weight
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATING:
         return f"weight of dtype {getattr(weight, 'dtype', type(weight).__name__)}; accepted are floating-point weights"
     if _computes_by_itself(weight):
         return f"its weight is a {type(weight).__name__}, whose products are its own; accepted are plain tensors"

@@ -21,7 +21,7 @@ from ..convolution import (
 )
 from ..geometry import Geometry, Shape, channels_last
 from ..layer_record import AmaxHistory
-from ..method import FLOATS, PARTNER, Method
+from ..method import FP8, PARTNER, Method
 from ..products import of_products
 from ..quantize import floating
 from ..quantize.integer import largest_code
@@ -145,7 +145,7 @@ class _Codes:
         from .quantize_kernels import E4M3, E5M2, FORWARD, INT, Output
 
         number = PARTNER[method.grad_weight.number]
-        limit = floating.largest_code(number) if number in FLOATS else float(largest_code(8))
+        limit = floating.largest_code(number) if number in FP8 else float(largest_code(8))
         kind = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}[number]
         rounds = method.saved.rounding == "stochastic" and kind == INT
         # The forward of a convolution has no codes, so that the history's place for them is free.

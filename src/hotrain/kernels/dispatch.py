@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import draws
 from ..layer_record import AmaxHistory
-from ..method import FLOATS, PARTNER, Method
+from ..method import FP8, PARTNER, Method
 from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
@@ -53,7 +53,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     def output(number: str, bits: int | None, rounding: str, stream: int, each: bool = False) -> Output:
         if bits is None:
             return Output(COPY)
-        limit = floating.largest_code(number) if number in FLOATS else float(largest_code(bits))
+        limit = floating.largest_code(number) if number in FP8 else float(largest_code(bits))
         return Output(numbers[number], limit, rounding == "stochastic", stream, each)
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..method import FLOATS, Method
+from ..method import FP8, Method
 from ..transform.tokens import Layout
 
 # The activation function after a batch norm → its number in the kernels.
@@ -108,7 +108,7 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
     if found is not None:
         return found
     numbers = (method.grad_input.number, method.grad_weight.number)
-    if not has_fp8(device) and (method.forward == "fp8" or not set(FLOATS).isdisjoint(numbers)):
+    if not has_fp8(device) and (method.forward == "fp8" or not set(FP8).isdisjoint(numbers)):
         return "the device has no fp8 units"
     if lay.rows == 0:
         return "there are no tokens"

@@ -65,7 +65,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g, given = g_y.contiguous(), ctx.saved_tensors
-        with rematerialize.in_backward():
+        with rematerialize.stays_in_backward():
             found = operator_for(g, "gated_gradient")(g, list(given), ctx.activation, ctx.form)
         return *once(f"{ctx.activation} × b", tuple(found), g_y), *[None] * 4
 
