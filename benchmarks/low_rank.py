@@ -64,6 +64,7 @@ CONFIGURATIONS = (
         "hot-importance to nearest, g_x int8", "hot-importance", {"rounding": "nearest", "grad_input_bits": 8}
     ),
     Configuration("hot-importance, g_y in fp8", "hot-importance", {"number": "e4m3"}),
+    Configuration("shares by layer, half on the mean, g_y in fp8", "hot-importance", {"number": "e4m3"}, 8.0),
     Configuration("all rows, x int4, g_y in fp8", "hq4", {"number": "e4m3"}),
     Configuration("all rows, everything in fp8", "hq", {"number": "e4m3"}),
     Configuration("the default", "hq8"),

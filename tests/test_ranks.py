@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import nn
 
 import hotrain
+from hotrain.backward import grad_weight
 from hotrain.nn.state import layer_states
-from hotrain.ranks import RANKS, calibrate_ranks, covariance, image_variance, row_products
+from hotrain.ranks import RANKS, _by_importance, calibrate_ranks, covariance, image_variance, row_products
 from hotrain.transform.tokens import layout, project
 
 F64 = torch.float64
@@ -47,10 +49,29 @@ def test_the_variance_of_the_samples() -> None:
     assert image_variance(g, x) == pytest.approx(8 * single, rel=1e-9)
 
 
-def model() -> nn.Module:
+@pytest.mark.parametrize("share", [4 / 16, 8 / 16, 14 / 16])
+def test_the_variance_of_drawing_by_importance(share: float) -> None:
+    """As if rows were drawn one by one: systematic sampling of 192 rows in a random order differs by the correlation of
+    a few neighbours, and 400 draws know a variance within 5·√(2/400) of itself."""
+    draw = torch.Generator().manual_seed(0)
+    g, x = (torch.randn(192, n, dtype=F64, generator=draw) for n in (4, 5))
+    g = g * torch.randn(192, 1, dtype=F64, generator=draw).exp()
+    method = hotrain.preset("hla", rank=16, share=share)
+    lay = layout((1, 192), 16, 16, 0, "auto", None, True)
+    exact = g.T @ x
+    kept = project(x, lay, 0)
+    got = sum(float((grad_weight(g, kept, lay, method, i) - exact).square().sum()) for i in range(400)) / 400
+    p_g = project(g, lay, 0)
+    want = float(_by_importance(p_g[:, None], kept[:, None])[RANKS.index(round(16 * share))])
+    assert got == pytest.approx(want, rel=5 * math.sqrt(2 / 400))
+
+
+def model(method: str = "hot-unbiased") -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 32, 2, 2), nn.Flatten(2), Transposed(), nn.Linear(32, 64), nn.GELU(), Mean())
-    hotrain.convert(net, "hot-unbiased", number="int", filter_fn=lambda *_: True, plan="memory")
+    if method == "hot-importance":
+        net.insert(0, nn.Conv2d(3, 3, 3, padding=1))  # lines of it are drawn
+    hotrain.convert(net, method, number="int", filter_fn=lambda *_: True, plan="memory")
     return net
 
 
@@ -76,21 +97,25 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return images(8, 3, 16), torch.arange(8)
 
 
+@pytest.mark.parametrize("method", ["hot-unbiased", "hot-importance"])
 @pytest.mark.parametrize("budget", [2.0, 5.0, 8.0])
-def test_ranks_use_their_budget_and_no_more(budget: float) -> None:
-    net = model()
+def test_ranks_use_their_budget_and_no_more(budget: float, method: str) -> None:
+    net = model(method)
     found = calibrate_ranks(net, [batch()], budget=budget)
     assert found.mean_rank <= budget + 1e-9
     steepest = max(layer.arithmetic for layer in found.layers.values())
     whole = sum(layer.arithmetic for layer in found.layers.values())
     assert found.mean_rank >= budget - 2 * steepest / whole  # not one more step fits
     for layer in found.layers.values():
-        assert list(layer.ratios) == sorted(layer.ratios, reverse=True)
-        assert layer.ratios[-1] == 0.0
+        assert all(more <= less + 1e-12 for less, more in itertools.pairwise(layer.ratios))
+        assert layer.ratios[-1] == 0.0 or method == "hot-importance"  # of which 15 of 16 rows are drawn at most
     found.apply(net)
     for name, state in layer_states(net):
-        rows = state.method.grad_weight
-        assert (rows.rank, rows.sampled) == (found.layers[name].rank, found.layers[name].sampled)
+        rows, chosen = state.method.grad_weight, found.layers[name]
+        if method == "hot-unbiased":
+            assert (rows.rank, rows.sampled) == (chosen.rank, chosen.sampled)
+        else:
+            assert (rows.rank, rows.share) == (16, min(chosen.rank, 15) / 16)
     again = calibrate_ranks(net, [batch()], budget=budget)  # ranks in force do not change what is measured
     assert {n: c.rank for n, c in again.layers.items()} == {n: c.rank for n, c in found.layers.items()}
     nn.functional.cross_entropy(net(batch()[0]), batch()[1]).backward()
@@ -101,6 +126,19 @@ def test_ranks_by_layer_are_better_than_one_rank() -> None:
     same = {name: layer.ratios[RANKS.index(8)] * layer.parameters for name, layer in found.layers.items()}
     assert found.ratio <= sum(same.values()) / sum(layer.parameters for layer in found.layers.values())
     assert "v at rank 8" in str(found)
+
+
+def test_lines_that_are_too_few_are_left_out() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 16, 3, 2, 1), nn.Flatten(), nn.Linear(256, 10))
+    few = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.Flatten(), nn.Linear(256, 10))
+    for each in (net, few):
+        hotrain.convert(each, "hot-importance", number="int", plan="memory", filter_fn=lambda m, _: m.weight.dim() > 2)
+    found = calibrate_ranks(net, [batch()])
+    assert list(found.layers) == ["0"]  # 8 lines, and 4
+    assert "by importance" in str(found)
+    with pytest.raises(ValueError, match="fewer than 8 lines"):
+        calibrate_ranks(few, [batch()])
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 g_w is the sum over tiles τ and rows i of M_τi = Γ_τiᵀ X_τi. Drawn rows weight these terms at random, independently in
 every tile, so that the variance of g_w is Σ_ij C_ij K_ij, with K_ij = Σ_τ ⟨M_τi, M_τj⟩ of the layer and C the
-covariance of the weights (docs/maths.md). It is divided by the variance that the samples of the batch bring: v.
+covariance of the weights (docs/maths.md). Rows, or lines of a convolution's output, that are drawn by importance have
+the variance Σ (1/p − 1) ‖M‖² as if they were drawn one by one. It is divided by the variance that the samples of the
+batch bring: v.
 """
 
 from __future__ import annotations
@@ -10,17 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .audit.unchanged import as_found
+from .convolution import share_of_lines
 from .geometry import Geometry, patches
 from .layer import Config
 from .layer_gradients import Call, LossFn, exact_calls
 from .nn.state import LayerState, layer_states
 from .tables import table
+from .transform.importance import probabilities
 from .transform.tokens import project
 
 RANKS = (2, 4, 6, 8, 10, 12, 14, 16)
@@ -80,8 +86,8 @@ class LayerRank:
     """The rank of one layer.
 
     Attributes:
-        rank: rows kept of 16.
-        sampled: how many of these are drawn.
+        rank: rows kept of 16; or, of rows or lines that are drawn by importance, sixteenths of all.
+        sampled: how many of these are drawn; 0 for drawing by importance.
         ratio: v, the variance that the draws add to g_w over that of the samples.
         ratios: v at every one of `RANKS`.
         drawn: the number of drawn rows that has it.
@@ -124,12 +130,12 @@ class Ranks:
 
     def __str__(self) -> str:
         at = RANKS.index(8)
-        rows = [
-            [name, f"{c.rank - c.sampled}+{c.sampled}", f"{c.ratio:.4f}", f"{c.ratios[at]:.4f}"]
-            for name, c in self.layers.items()
-        ]
+        rows = []
+        for name, c in self.layers.items():
+            kept = f"{c.rank - c.sampled}+{c.sampled}" if c.sampled else f"{_share(c.rank):.0%} by importance"
+            rows.append([name, kept, f"{c.ratio:.4f}", f"{c.ratios[at]:.4f}"])
         title = f"mean rank {self.mean_rank:.2f} of 16 (budget {self.budget:g}), mean v {self.ratio:.4f}"
-        return title + "\n" + table(["layer", "fixed+drawn", "v", "v at rank 8"], rows)
+        return title + "\n" + table(["layer", "rows", "v", "v at rank 8"], rows)
 
     def apply(self, model: nn.Module) -> None:
         """Set the rank of every layer.
@@ -148,7 +154,8 @@ class Ranks:
                 "convert the model with the same method and filter, or calibrate it again"
             )
         for name, layer in self.layers.items():
-            states[name].method = states[name].method.override(rank=layer.rank, sampled=layer.sampled)
+            rows = {"rank": layer.rank, "sampled": layer.sampled} if layer.sampled else {"share": _share(layer.rank)}
+            states[name].method = states[name].method.override(**rows)
 
 
 def calibrate_ranks(
@@ -159,17 +166,18 @@ def calibrate_ranks(
     budget: float = 8.0,
     max_batches: int = 2,
 ) -> Ranks:
-    """Choose a rank for every converted layer that draws rows.
+    """Choose a rank, or a share of what is drawn by importance, for every converted layer that draws rows.
 
     Ranks are raised one step of `RANKS` at a time, each time where a multiplication more takes most off Σ
     parameters · v, until the mean rank is at the budget. Apply the result with ``.apply(model)``. The model,
     generators and draws are unchanged. Gradients change while a network learns: calibrate again from time to time,
     for example after every epoch.
 
-    Convolutions whose patches overlap are left as they are: a rank does not shorten their product.
+    Convolutions whose patches overlap are left as they are, unless lines of their output are drawn (`hot-importance`):
+    a rank does not shorten their product. So are those with groups, and outputs of fewer than 8 lines.
 
     Args:
-        model: converted, for example with `hot-unbiased`; its layers run exactly while it is measured.
+        model: converted, for example with `hot-importance`; its layers run exactly while it is measured.
         batches: training batches of at least two samples.
         loss_fn: as in `hotrain.calibrate`.
         budget: largest mean rank, of 16, weighted by the layers' arithmetic.
@@ -187,15 +195,21 @@ def calibrate_ranks(
     if not names:
         raise ValueError(
             "calibrate_ranks: no layer draws rows of 16, so there is no rank to choose; convert the model with "
-            "hot-unbiased, or another method with sampled=…"
+            "hot-importance or hot-unbiased, or another method with share=… or sampled=…"
         )
     found: dict[str, list[tuple[Tensor, float, Call]]] = {}
+    empty = True
     with as_found(model):
         for batch in islice(batches, max_batches):
+            empty = False
             for call in exact_calls(model, batch, loss_fn, names):
-                found.setdefault(call.name, []).append((*_measured(call), call))
-    if not found:
+                measured = _measured(call)
+                if measured is not None:
+                    found.setdefault(call.name, []).append((*measured, call))
+    if empty:
         raise ValueError("calibrate_ranks: no batch was given; pass at least one training batch")
+    if not found:
+        raise ValueError("calibrate_ranks: every layer that draws has an output of fewer than 8 lines, all multiplied")
     curves = {name: _curve(found[name]) for name in names if name in found}
     return Ranks(_chosen(curves, budget), budget)
 
@@ -204,27 +218,60 @@ def _with_rows(model: nn.Module) -> dict[str, LayerState]:
     """The layers that draw rows of 16 and whose product gets shorter with their rank."""
     found = {}
     for name, state in layer_states(model):
-        rows, module = state.running.grad_weight, model.get_submodule(name)
+        rows, module, knobs = state.running.grad_weight, model.get_submodule(name), state.running.knobs
         geometry = getattr(module, "geometry", None)
-        plain = geometry is None or (geometry.is_patches and geometry.groups == 1)
-        if rows.tile == RANKS[-1] and rows.sampled and {"rank", "sampled"} <= state.running.knobs and plain:
+        grouped = geometry is not None and geometry.groups > 1
+        plain = geometry is None or geometry.is_patches
+        drawn = rows.sampled and {"rank", "sampled"} <= knobs and plain
+        if rows.tile == RANKS[-1] and not grouped and (drawn or (rows.share < 1 and "share" in knobs)):
             found[name] = state
     return found
 
 
-def _measured(call: Call) -> tuple[Tensor, float]:
-    """K and the variance of the samples of one call."""
-    x, g_y = call.x.float(), call.grad_output.float()
+def _share(rank: int) -> float:
+    """The share that is drawn by importance: what draws goes on drawing, so that it can be calibrated again."""
+    return min(rank, RANKS[-1] - 1) / RANKS[-1]
+
+
+def _measured(call: Call) -> tuple[Tensor, float] | None:
+    """Of one call K, or the variance at each of `RANKS` where importance draws; and the variance of the samples.
+
+    None where all lines are multiplied.
+    """
+    x, g_y, method = call.x.float(), call.grad_output.float(), call.state.running
     geometry: Geometry | None = getattr(call.module, "geometry", None)
-    if geometry is not None:
+    lines = 0
+    if geometry is not None and not geometry.is_patches:
+        lines = g_y.shape[2]
+        if share_of_lines(method, g_y.shape[1], geometry, lines) == 1.0:
+            return None
+        x = F.unfold(geometry.pad(x), geometry.kernel, geometry.dilation, 0, geometry.stride).mT
+        x, g_y = x.unflatten(1, g_y.shape[2:]), g_y.movedim(1, -1)
+    elif geometry is not None:
         x, g_y = patches(geometry.pad(x), geometry), g_y.movedim(1, -1)
     if len(x) < 2 or x.dim() < 3:
         raise ValueError(f"calibrate_ranks: {call.name}: x of shape {tuple(x.shape)} is no batch of several samples")
-    full = call.state.running.override(rank=RANKS[-1], sampled=0)
+    images = image_variance(g_y.flatten(1, -2), x.flatten(1, -2))
+    if lines:
+        return _by_importance(g_y.flatten(0, 1), x.flatten(0, 1)), images
+    full = method.override(rank=RANKS[-1], sampled=0, **({"share": 1.0} if method.grad_weight.share < 1 else {}))
     lay = Config(full, call.state.grid).layout(tuple(x.shape[:-1]))
     size, tiles = lay.lines.tile, lay.samples * lay.tiles
+    if method.grad_weight.share < 1:
+        return _by_importance(*(project(t, lay, 0)[:, None] for t in (g_y, x))), images
     coefficients = [project(t, lay, 0)[: tiles * size].view(tiles, size, -1) for t in (g_y, x)]
-    return row_products(*coefficients).cpu(), image_variance(g_y.flatten(1, -2), x.flatten(1, -2))
+    return row_products(*coefficients).cpu(), images
+
+
+def _by_importance(g: Tensor, x: Tensor) -> Tensor:
+    """Σ (1/p − 1) ‖g_lᵀ x_l‖² at each of `RANKS`: lines or rows l, (L, W, O) and (L, W, I). float64."""
+    of_g, of_x = (torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (g, x))
+    terms = ((g @ g.mT) * (x @ x.mT)).sum((1, 2), dtype=torch.float64)
+    found = []
+    for rank in RANKS:
+        p = probabilities(of_g * of_x, ceil(_share(rank) * len(g))).clamp(max=1.0)
+        found.append(float(((1 / p - 1) * terms).sum()))
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
 def _curve(calls: list[tuple[Tensor, float, Call]]) -> LayerRank:
@@ -233,7 +280,7 @@ def _curve(calls: list[tuple[Tensor, float, Call]]) -> LayerRank:
     images = sum(variance for _, variance, _ in calls)
     weight, grad = calls[0][2].module.weight, calls[0][2].grad_output
     assert isinstance(weight, Tensor)
-    best = [_best(k, rank) for rank in RANKS]
+    best = [(float(variance), 0) for variance in k] if k.dim() == 1 else [_best(k, rank) for rank in RANKS]
     ratios = tuple(variance / images if images > 0 else 0.0 for variance, _ in best)
     arithmetic = weight.numel() * grad.numel() // weight.shape[0]
     drawn = tuple(sampled for _, sampled in best)
