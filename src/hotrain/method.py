@@ -151,8 +151,8 @@ class GradWeight:
         rounding: of P g_y.
         drop: the fraction of the elements of g_y set to zero at random (EVMT's dropout control).
         share: of the kept rows that the product takes; below 1 they are drawn in backward, by the norms of both
-            operands' rows, and weighted so that g_w is unbiased (`hotrain.transform.importance`). Convolutions whose
-            patches overlap multiply all rows.
+            operands' rows, and weighted so that g_w is unbiased (`hotrain.transform.importance`). Of convolutions whose
+            patches overlap, of the output's lines (`hotrain.convolution`).
 
     Raises:
         ValueError: a field has a value that is not accepted, or that is not accepted with the others.
