@@ -72,7 +72,7 @@ class Point:
 
     @property
     def rows(self) -> float:
-        """Share of the rows of g_w that are multiplied, of a Linear: a k×k convolution multiplies all."""
+        """Share of the rows of g_w that are multiplied, of a Linear, or of lines of a convolution that draws."""
         return self.method.grad_weight.rank / self.method.grad_weight.tile * self.method.grad_weight.share
 
 
