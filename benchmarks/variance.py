@@ -32,6 +32,7 @@ from torch.nn import functional as F
 import hotrain
 from hotrain.audit.unchanged import as_found
 from hotrain.cli.prepare import configure
+from hotrain.convolution import sizes_of_lines
 from hotrain.layer_gradients import exact_calls
 from hotrain.quantize import floating
 from hotrain.quantize.integer import largest_code
@@ -259,7 +260,7 @@ def by_lines(conv: nn.Conv2d, x: Tensor, g_y: Tensor) -> dict[str, float]:
         g = g_y.reshape(batch * parts, -1, outputs)
         rows = u.view(batch, -1, parts, down // parts * across).transpose(1, 2).flatten(0, 1)
         terms = torch.stack([(r @ own).square().sum(dtype=torch.float64) for r, own in zip(rows, g, strict=True)])
-        size = g.square().sum((1, 2)).double().sqrt() * rows.square().sum((1, 2)).double().sqrt()
+        size = sizes_of_lines(*(t.square().sum((1, 2)).double().sqrt() for t in (g, rows)))
         found[name] = float(((1 / capped(size, len(size) / 2) - 1) * terms).sum())
     return found
 

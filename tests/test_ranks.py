@@ -11,6 +11,8 @@ from torch import nn
 
 import hotrain
 from hotrain.backward import grad_weight
+from hotrain.convolution import picked_lines, product_for_weight
+from hotrain.geometry import Geometry
 from hotrain.nn.state import layer_states
 from hotrain.ranks import RANKS, _by_importance, calibrate_ranks, covariance, image_variance, row_products
 from hotrain.transform.tokens import layout, project
@@ -139,6 +141,34 @@ def test_lines_that_are_too_few_are_left_out() -> None:
     assert "by importance" in str(found)
     with pytest.raises(ValueError, match="fewer than 8 lines"):
         calibrate_ranks(few, [batch()])
+
+
+def test_the_variance_of_drawing_lines() -> None:
+    """As of rows; half of the images are nearly blank, so that the bound of their weights decides."""
+    draw = torch.Generator().manual_seed(0)
+    geometry = Geometry((3, 3), padding=(1, 1))
+    x, g = (torch.randn(8, n, 8, 6, dtype=F64, generator=draw) for n in (2, 3))
+    x = x * torch.tensor([1.0, 1e-3], dtype=F64).repeat(4)[:, None, None, None]
+    exact = product_for_weight(g, x, (3, 2, 3, 3), geometry)
+
+    def drawn(key: int) -> torch.Tensor:
+        g_lines, x_lines, of_lines = picked_lines(g, x, geometry, 0.5, key)
+        return product_for_weight(g_lines, x_lines, (3, 2, 3, 3), of_lines)
+
+    got = sum(float((drawn(key) - exact).square().sum()) for key in range(400)) / 400
+    u = nn.functional.unfold(x, 3, padding=1).mT.unflatten(1, (8, 6)).flatten(0, 1)
+    want = float(_by_importance(g.movedim(1, -1).flatten(0, 1), u, lines=True)[RANKS.index(8)])
+    assert got == pytest.approx(want, rel=5 * math.sqrt(2 / 400))
+
+
+def test_a_layer_without_a_gradient_gets_its_part_of_the_budget() -> None:
+    """A weight of zero behind it: nothing is known of its draws; at the largest budget all rows are kept."""
+    net = model("hot-importance")
+    nn.init.zeros_(net[-1].out.weight)
+    found = calibrate_ranks(net, [batch()], budget=16.0)
+    assert {layer.rank for layer in found.layers.values()} == {16}
+    half = calibrate_ranks(net, [batch()], budget=8.0)
+    assert min(layer.rank for name, layer in half.layers.items() if not name.endswith("out")) > 2
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:

@@ -207,27 +207,35 @@ def picked_lines(
         key: of the draw.
 
     Returns:
-        The lines of g_y times their weights (n, O, 1, W'), in float32 or float64; those of x, padded,
-        (n, C, kh spread by the dilation, W); and the geometry of their convolution.
+        The lines of g_y times their weights (n, O, 1, W'), in float32 or float64; those of x that they read, padded,
+        (n, C, kh, W); and the geometry of their convolution.
     """
     x, g_y = channels_last(geometry.pad(x)), channels_last(g_y)
     spans = [each * (k - 1) + 1 for each, k in zip(geometry.dilation, geometry.kernel, strict=True)]
     (down, across), (down_each, across_each) = geometry.stride, geometry.dilation
-    energy = torch.linalg.vector_norm(x, dim=3, dtype=torch.float64).square()
+    energy = _norms(x, 3).square()
     energy = energy.unfold(1, spans[0], down).unfold(2, spans[1], across)[..., ::down_each, ::across_each]
     of_x = energy.sum((2, 3, 4)).sqrt()  # the norm of the line's rows of U(x)
-    of_g = torch.linalg.vector_norm(g_y, dim=(2, 3), dtype=torch.float64)
-    # A line of x near zero would be picked rarely, weigh much, and set the scale of all codes of g_y.
-    picked, weight = drawn((of_g * of_x.clamp_min(of_x.mean() / 4)).flatten(), share, key)
+    picked, weight = drawn(sizes_of_lines(_norms(g_y, (2, 3)), of_x).flatten(), share, key)
     image, line = picked // g_y.shape[1], picked % g_y.shape[1]
     g = wide(g_y[image, line])
-    g = g * weight.to(g.dtype)[:, None, None]
-    lines = x.unfold(1, spans[0], down).movedim(-1, 2)[image, line]
-    return (
-        g[:, None].permute(0, 3, 1, 2),
-        lines.permute(0, 3, 1, 2),
-        replace(geometry, padding=(0, 0), padding_mode="zeros"),
-    )
+    g = (g * weight.to(g.dtype)[:, None, None])[:, None]
+    lines = x.unfold(1, spans[0], down)[..., ::down_each].movedim(-1, 2)[image, line]
+    of_lines = replace(geometry, padding=(0, 0), padding_mode="zeros", dilation=(1, across_each))
+    return g.permute(0, 3, 1, 2), lines.permute(0, 3, 1, 2), of_lines
+
+
+def sizes_of_lines(of_g: Tensor, of_x: Tensor) -> Tensor:
+    """What lines are drawn by: ‖g_l‖·‖U(x)_l‖, the second at least a quarter of its mean.
+
+    A line of x near zero would be picked rarely, weigh much, and set the scale of all codes of g_y.
+    """
+    return of_g * of_x.clamp_min(of_x.mean() / 4)
+
+
+def _norms(t: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Norms in float64, of sums in float32: a sum in float64 would copy t."""
+    return torch.linalg.vector_norm(t, dim=dim, dtype=torch.promote_types(t.dtype, torch.float32)).double()
 
 
 def share_of_lines(method: Method, outputs: int, geometry: Geometry, lines: int) -> float:

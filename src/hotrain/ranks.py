@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .audit.unchanged import as_found
-from .convolution import share_of_lines
+from .convolution import share_of_lines, sizes_of_lines
 from .geometry import Geometry, patches
 from .layer import Config
 from .layer_gradients import Call, LossFn, exact_calls
@@ -30,6 +30,7 @@ from .transform.importance import probabilities
 from .transform.tokens import project
 
 RANKS = (2, 4, 6, 8, 10, 12, 14, 16)
+_AT_ONCE = 4096  # lines or rows
 
 
 def covariance(rows: int, fixed: int, sampled: int) -> Tensor:
@@ -86,7 +87,8 @@ class LayerRank:
     """The rank of one layer.
 
     Attributes:
-        rank: rows kept of 16; or, of rows or lines that are drawn by importance, sixteenths of all.
+        rank: rows kept of 16; or, of rows or lines that are drawn by importance, sixteenths of all, where 16 means
+            15: what draws goes on drawing.
         sampled: how many of these are drawn; 0 for drawing by importance.
         ratio: v, the variance that the draws add to g_w over that of the samples.
         ratios: v at every one of `RANKS`.
@@ -209,7 +211,10 @@ def calibrate_ranks(
     if empty:
         raise ValueError("calibrate_ranks: no batch was given; pass at least one training batch")
     if not found:
-        raise ValueError("calibrate_ranks: every layer that draws has an output of fewer than 8 lines, all multiplied")
+        raise ValueError(
+            "calibrate_ranks: the forward called no layer that draws, but such whose output has fewer than 8 lines, "
+            "which are all multiplied"
+        )
     curves = {name: _curve(found[name]) for name in names if name in found}
     return Ranks(_chosen(curves, budget), budget)
 
@@ -222,8 +227,9 @@ def _with_rows(model: nn.Module) -> dict[str, LayerState]:
         geometry = getattr(module, "geometry", None)
         grouped = geometry is not None and geometry.groups > 1
         plain = geometry is None or geometry.is_patches
-        drawn = rows.sampled and {"rank", "sampled"} <= knobs and plain
-        if rows.tile == RANKS[-1] and not grouped and (drawn or (rows.share < 1 and "share" in knobs)):
+        drawn = rows.share == 1 and rows.sampled and {"rank", "sampled"} <= knobs and plain
+        shared = rows.share < 1 and rows.rank == RANKS[-1] and "share" in knobs
+        if rows.tile == RANKS[-1] and not grouped and (drawn or shared):
             found[name] = state
     return found
 
@@ -240,6 +246,8 @@ def _measured(call: Call) -> tuple[Tensor, float] | None:
     """
     x, g_y, method = call.x.float(), call.grad_output.float(), call.state.running
     geometry: Geometry | None = getattr(call.module, "geometry", None)
+    if len(x) < 2 or x.dim() < 3 or (geometry is not None and x.dim() != 4):
+        raise ValueError(f"calibrate_ranks: {call.name}: x of shape {tuple(x.shape)} is no batch of several samples")
     lines = 0
     if geometry is not None and not geometry.is_patches:
         lines = g_y.shape[2]
@@ -249,27 +257,27 @@ def _measured(call: Call) -> tuple[Tensor, float] | None:
         x, g_y = x.unflatten(1, g_y.shape[2:]), g_y.movedim(1, -1)
     elif geometry is not None:
         x, g_y = patches(geometry.pad(x), geometry), g_y.movedim(1, -1)
-    if len(x) < 2 or x.dim() < 3:
-        raise ValueError(f"calibrate_ranks: {call.name}: x of shape {tuple(x.shape)} is no batch of several samples")
     images = image_variance(g_y.flatten(1, -2), x.flatten(1, -2))
     if lines:
-        return _by_importance(g_y.flatten(0, 1), x.flatten(0, 1)), images
-    full = method.override(rank=RANKS[-1], sampled=0, **({"share": 1.0} if method.grad_weight.share < 1 else {}))
+        return _by_importance(g_y.flatten(0, 1), x.flatten(0, 1), lines=True), images
+    full = method if method.grad_weight.share < 1 else method.override(rank=RANKS[-1], sampled=0)
     lay = Config(full, call.state.grid).layout(tuple(x.shape[:-1]))
     size, tiles = lay.lines.tile, lay.samples * lay.tiles
     if method.grad_weight.share < 1:
-        return _by_importance(*(project(t, lay, 0)[:, None] for t in (g_y, x))), images
+        return _by_importance(project(g_y, lay, 0)[:, None], project(x, lay, 0)[:, None]), images
     coefficients = [project(t, lay, 0)[: tiles * size].view(tiles, size, -1) for t in (g_y, x)]
     return row_products(*coefficients).cpu(), images
 
 
-def _by_importance(g: Tensor, x: Tensor) -> Tensor:
+def _by_importance(g: Tensor, x: Tensor, lines: bool = False) -> Tensor:
     """Σ (1/p − 1) ‖g_lᵀ x_l‖² at each of `RANKS`: lines or rows l, (L, W, O) and (L, W, I). float64."""
     of_g, of_x = (torch.linalg.vector_norm(t, dim=(1, 2), dtype=torch.float64) for t in (g, x))
-    terms = ((g @ g.mT) * (x @ x.mT)).sum((1, 2), dtype=torch.float64)
+    size = sizes_of_lines(of_g, of_x) if lines else of_g * of_x
+    pairs = zip(g.split(_AT_ONCE), x.split(_AT_ONCE), strict=True)
+    terms = torch.cat([((a @ a.mT) * (b @ b.mT)).sum((1, 2), dtype=torch.float64) for a, b in pairs])
     found = []
     for rank in RANKS:
-        p = probabilities(of_g * of_x, ceil(_share(rank) * len(g))).clamp(max=1.0)
+        p = probabilities(size, ceil(_share(rank) * len(g))).clamp(max=1.0)
         found.append(float(((1 / p - 1) * terms).sum()))
     return torch.tensor(found, dtype=torch.float64, device="cpu")
 
@@ -281,8 +289,10 @@ def _curve(calls: list[tuple[Tensor, float, Call]]) -> LayerRank:
     weight, grad = calls[0][2].module.weight, calls[0][2].grad_output
     assert isinstance(weight, Tensor)
     best = [(float(variance), 0) for variance in k] if k.dim() == 1 else [_best(k, rank) for rank in RANKS]
-    ratios = tuple(variance / images if images > 0 else 0.0 for variance, _ in best)
-    arithmetic = weight.numel() * grad.numel() // weight.shape[0]
+    # A layer that no gradient reaches yet, as where a norm's weight is zero, counts as if its rows were drawn evenly.
+    ratios = tuple(v / images if images > 0 else RANKS[-1] / r - 1 for r, (v, _) in zip(RANKS, best, strict=True))
+    outputs = grad.shape[-1 if getattr(calls[0][2].module, "geometry", None) is None else 1]
+    arithmetic = weight.numel() * grad.numel() // outputs
     drawn = tuple(sampled for _, sampled in best)
     return LayerRank(RANKS[0], drawn[0], ratios[0], ratios, drawn, arithmetic, weight.numel())
 
@@ -303,7 +313,7 @@ def _chosen(layers: dict[str, LayerRank], budget: float) -> dict[str, LayerRank]
             for name, layer in layers.items()
             if (at := place[name]) + 1 < len(RANKS) and (RANKS[at + 1] - RANKS[at]) * layer.arithmetic <= left
         }
-        if not steps or max(steps.values()) <= 0:
+        if not steps:
             break
         name = max(steps, key=lambda n: steps[n])
         left -= (RANKS[place[name] + 1] - RANKS[place[name]]) * layers[name].arithmetic

@@ -230,6 +230,8 @@ def test_reasons_name_what_is_unsupported(device, monkeypatch):
     assert "float64" in kernels.reason(method, lay, torch.float64, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
     assert "one scale" in kernels.reason(preset("hq4").override(forward="int8"), lay, torch.bfloat16, device)
+    no_codes = preset("hot-importance", saved_bits=None, grad_weight_bits=None)
+    assert "integers alone" in kernels.reason(no_codes, lay, torch.bfloat16, device)
     assert "rows" in kernels.reason(preset("hq").override(share=0.5), lay, torch.bfloat16, device)
     one_scale = dataclasses.replace(preset("hq"), saved=Saved(4))
     assert "a scale for each row" in kernels.reason(one_scale, lay, torch.bfloat16, device)

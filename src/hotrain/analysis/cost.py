@@ -266,9 +266,10 @@ def _grad_weight(
         overhead += count.floats(shape.output_entries)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
-    whole = shape.unfolds and (_in_floats(shape, method) or shape.lead[1] < LEAST_LINES)
-    share = 1.0 if whole else path.share
-    rows = math.ceil(share * (shape.tokens if shape.unfolds else lay.rows))
+    rows = math.ceil(path.share * lay.rows)
+    if shape.unfolds:  # whole lines of the output, or all
+        few = _in_floats(shape, method) or shape.lead[1] < LEAST_LINES
+        rows = shape.tokens if few else math.ceil(path.share * shape.tokens / shape.lead[2]) * shape.lead[2]
     macs = rows * shape.outputs * shape.inputs
     if path.bits is None or _in_floats(shape, method):
         if saved.bits is not None:

@@ -76,6 +76,8 @@ def _unsupported_method(method: Method) -> str | None:
         return "the kernels do not round pseudo-stochastically"
     if (g_w.bits is None) != (saved.bits is None):
         return "the kernels need both operands of g_w quantized, or none"
+    if saved.scale == "row" and saved.bits is None:
+        return "the kernels give rows scales of their own as integers alone"
     if saved.bits is None or (saved.bits, saved.scale) == (8, "tensor"):
         return None
     if (saved.scale, saved.number) != ("row", "int") or not (g_w.number == "int" or saved.fits_e4m3):
