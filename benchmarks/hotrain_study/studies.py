@@ -11,12 +11,14 @@ from hotrain.presets import DEFAULT
 from hotrain.train.run import Lora, TrainRun, replace
 from hotrain_study.cells import Cell, Study, grid, with_method
 
+IN_FP8 = "hot-importance:number=e4m3"
+"""What `hot-importance` is on a GPU with fp8, named as it ran."""
 METHODS = (
     "exact",
     DEFAULT,
     "hot",
     "hot-unbiased",
-    "hot-importance:number=e4m3",
+    IN_FP8,
     "hla",
     "lbp-wht",
     "luq",
@@ -24,10 +26,8 @@ METHODS = (
     f"{DEFAULT}@graphs",
 )
 """Of Table 4 of HOT. Every layer is converted, but for ``@graphs``: there the plan leaves exact what loses time."""
-IN_FP8 = "hot-importance:number=e4m3"
-"""What `hot-importance` is on a GPU with fp8, named as it ran."""
 IN_INTEGERS, IN_8_BITS = "hot-importance:number=int", "hot-importance:grad_input_bits=8+saved_bits=8"
-"""In integers; and without the 4-bit codes of x and of g_x."""
+"""In integers; and without the 4-bit codes of x and of g_x: which rounding costs accuracy, on the ViT."""
 FOUR = ("exact", DEFAULT, "hot-unbiased", IN_FP8)
 """With a fourth seed on CIFAR-10: whether half of the rows of g_w cost accuracy is a question of 0.2 points."""
 FEWER = tuple(method for method in METHODS if method not in (IN_FP8, f"{DEFAULT}@graphs"))
@@ -54,17 +54,12 @@ def pretraining() -> Study:
         if data == "cifar10":
             for model, recipe in PRETRAINED.items():
                 cells += grid("pretraining", f"{model}, CIFAR-10", prepared(f"{recipe}_cifar10", False), FOUR, (3,))
-            cells += _roundings((0, 1, 2, 3))
+            run = prepared("short_vit_cifar10", False)
+            cells += grid("pretraining", "small ViT, CIFAR-10", run, (IN_INTEGERS, IN_8_BITS), (0, 1, 2, 3))
     for model, recipe in LARGER.items():
         group = f"{model}, CIFAR-10"
         cells += grid("pretraining", group, prepared(f"{recipe}_cifar10"), METHODS, (0,))
     return Study("pretraining", "Pre-training from scratch (HOT, Table 4)", tuple(cells))
-
-
-def _roundings(seeds: tuple[int, ...]) -> list[Cell]:
-    """Which of the roundings of `hot-importance` costs accuracy, on the ViT."""
-    run = prepared("short_vit_cifar10", False)
-    return grid("pretraining", "small ViT, CIFAR-10", run, (IN_INTEGERS, IN_8_BITS), seeds)
 
 
 def rank() -> Study:
@@ -120,7 +115,9 @@ def _step_run(model: str, batch: int) -> TrainRun:
 
 def fidelity() -> Study:
     """How far gradients are from exact over a training: two small models at CIFAR's size, two that train on a CPU."""
-    methods = [*(method.removesuffix(":number=e4m3") for method in METHODS[1:-1]), "hq"]  # numbers are the device's
+    methods = [
+        "hot-importance" if method == IN_FP8 else method for method in (*METHODS[1:-1], "hq")
+    ]  # its number is the device's
     options = {"methods": methods, "draws": 8}
     cells = [
         Cell("fidelity", group, "exact", replace(load_recipe(recipe), method="exact"), "gradients", options=options)

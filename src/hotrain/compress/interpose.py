@@ -20,14 +20,7 @@ from torch.fx.traceback import annotate
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..private import (
-    FULL,
-    compiled_part,
-    constant_in_graphs,
-    differentiates,
-    falls_back,
-    traced_graph,
-)
+from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back, traced_graph
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
