@@ -159,6 +159,39 @@ def test_a_compiled_model_keeps_no_more_and_learns_the_same(name: str) -> None:
     assert kept <= 1.1 * eager + mask
 
 
+# Methods of Tensor that are Python, whose source Dynamo reads under a mode.
+IN_PYTHON: dict[str, Callable[[Tensor], Tensor]] = {
+    "unflatten": lambda x: x.unflatten(1, (2, -1)).sum(1),
+    "split": lambda x: torch.cat(x.split([4, 12], 1)[::-1], 1),
+    "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
+    "stft": lambda x: x.flatten().stft(16, window=torch.ones(16), return_complex=True).abs(),
+    "from the right": lambda x: 1 - x + 1 / (x.square() + 1) + 2**x,
+    "loop": lambda x: torch.stack([row.sum() * len(x) for row in x]),
+}
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_methods_in_python_are_traced_into_one_graph(name: str) -> None:
+    """As those of the exact model are; eagerly the same values and gradients."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return IN_PYTHON[name](super().forward(x))
+
+    exact = Net(nn.Linear(16, 16))
+    nets = [exact, copy.deepcopy(exact), copy.deepcopy(exact)]
+    for net in nets[1:]:
+        hotrain.convert(net, "exact", memory="block")
+    nets[2].compile(backend="aot_eager", fullgraph=True)
+    x, found = torch.randn(8, 16), []
+    for net in nets:
+        y = net(x)
+        y.square().sum().backward()
+        found.append((y, *(p.grad for p in net.parameters())))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
 class Mixed(nn.Module):
     """An operator of each kind that the mode supports and a graph must hold."""
 

@@ -129,6 +129,7 @@ RECIPES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = 
     "attention, transposed": (lambda q: _sdpa(q).transpose(1, 2), ((2, 3, 7, 16),)),
     "attention, transposed from behind, flat": (lambda q: _sdpa(q).transpose(-2, 1).flatten(2), ((2, 3, 7, 16),)),
     "attention, permuted, reshaped": (lambda q: _sdpa(q).permute(0, 2, 1, 3).reshape(14, 48), ((2, 3, 7, 16),)),
+    "a norm in two axes": (lambda x, w: F.layer_norm(x, (48,), w).unflatten(1, (7, 1)), ((2, 7, 48), (48,))),
     "a view of a norm": (lambda x, w: F.layer_norm(x, (48,), w).view(14, 6, 8), ((2, 7, 48), (48,))),
     "a contiguous norm of a transposed tensor": (lambda x: F.layer_norm(x.mT, (7,)).contiguous(), ((2, 7, 48),)),
 }

@@ -37,6 +37,7 @@ _PRODUCTS = (
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.convolution_backward.default,
     torch.ops.hotrain.attention_gradients.default,
 )  # fmt: skip
+_GRADIENTS = (torch.ops.hotrain.linear_gradients.default, torch.ops.hotrain.conv2d_gradients.default)
 _MARKED = torch.ops.hotrain.marked.default
 _KEEPERS = tuple(
     getattr(torch.ops.hotrain, name).default for name in ("keep_codes", "keep_heads", "norm_forward", "normalize")
@@ -94,7 +95,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
     Args:
         graph: the joint graph of forward and backward.
         roofs: of the device.
-        gains: ms of a step that converted layers are faster than exact ones.
+        gains: ms of a step that the graph's converted layers are faster than exact ones.
 
     Returns:
         Operator → how many of its calls are kept exact, of how many, and the ms that are left for more packing;
@@ -109,7 +110,8 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
     late -= _interpolation(graph, roofs)
     all_of = collections.Counter(c.what for c in found)
-    all_of[_BATCH_NORM] = len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default))
+    if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
+        all_of[_BATCH_NORM] = norms
     kept: collections.Counter[str] = collections.Counter()
     late = _keep_exact(found, late, kept)
     graph.eliminate_dead_code()
@@ -117,7 +119,23 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
         # Behind the others: codes that no layer reads any more are batch norm's alone.
         late = _keep_exact(_batch_norms(graph, roofs), late, kept)
         graph.eliminate_dead_code()
-    return {what: (count, all_of[what]) for what, count in kept.items()}, -late
+    return {what: (kept[what], count) for what, count in all_of.items()}, -late
+
+
+def layers(graph: Graph) -> list[tuple[Any, ...]]:
+    """The converted layers of a joint graph, each as `nn.state.LayerState.gain` names it.
+
+    A model may be several graphs (DistributedDataParallel cuts it into its buckets, a graph break where it is), and
+    each has the time alone that its own layers gain.
+    """
+    found: list[tuple[Any, ...]] = []
+    for target in _GRADIENTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            g_y, place = node.args[0].meta["val"], node.args[9]  # type: ignore[union-attr]
+            if is_static(g_y):
+                tokens = (g_y.shape[:-1].numel(), place) if isinstance(place, int) else tuple(place)  # type: ignore[arg-type]
+                found.append((node.args[6], *tokens, g_y.shape[-1]))
+    return found
 
 
 def _keep_exact(candidates: list[Candidate], late: float, kept: collections.Counter[str]) -> float:

@@ -138,12 +138,9 @@ def _choose(gm: GraphModule) -> float:
         roofs = _device_roofs(gm) if buffers.must_not_lose and len(names) == 1 else None
         if roofs is None:
             continue
-        kept, ms = choosing.choose(gm.graph, roofs, buffers.gains())
+        counts, ms = choosing.choose(gm.graph, roofs, buffers.gains(choosing.layers(gm.graph)))
         elements = max(ms, 0.0) * 1e-3 * roofs.copy / _FORMULA
-        for what, (exact, of) in kept.items():
-            if exact == of:
-                buffers.formats.pop(what, None)  # nothing is saved in the format that was recorded
-            buffers.record_full(f"{what}, {exact} of {of}", "faster so; plan='memory' compresses them")
+        buffers.record_chosen(counts)
     if choosing.forget(gm.graph) or elements < math.inf:
         gm.recompile()
     return elements

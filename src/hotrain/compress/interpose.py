@@ -53,6 +53,8 @@ class Compressed(Mode):
         compiling = torch.compiler.is_compiling()
         if not compiling and func in self.buffers.passing:  # nearly every call
             return func(*args, **kwargs)
+        if compiling and func is Tensor.unflatten:  # Python, whose `super()` Dynamo cannot trace under a mode
+            func = torch.unflatten
         handler = REGISTRY.get(func)
         wanted = torch.is_grad_enabled() and kwargs.get("out") is None
         if handler is not None and wanted and self._may_compress():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +65,12 @@ class Example:
         return cls(weakref.ref(model), shapes, named, (kind, autocast_to(kind)))
 
 
-def _nothing() -> float:
+def _nothing(layers: Sequence[Any]) -> float:
     return 0.0
+
+
+def _counted(what: str, exact: int, of: int, graphs: int) -> str:
+    return f"{what}, {exact} of {of}" + f" in {graphs} graphs" * (graphs > 1)
 
 
 @dataclass
@@ -86,7 +90,9 @@ class Buffers:
         root: a weak reference to the model.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
         must_not_lose: whether a compiled graph may keep tensors exact to be as fast as before.
-        gains: tells the ms of a step that converted layers are faster than exact ones.
+        gains: tells the ms of a step that converted layers of a graph (`choosing.layers`) are faster than exact ones.
+        chosen: operator → its calls in compiled graphs that are kept exact, of how many, in how many graphs.
+        unused: formats that were recorded, and that no graph saves in.
     """
 
     formats: dict[str, str] = field(default_factory=dict)
@@ -102,7 +108,9 @@ class Buffers:
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     must_not_lose: bool = field(default=False, repr=False, compare=False)
-    gains: Callable[[], float] = field(default=_nothing, repr=False, compare=False)
+    gains: Callable[[Sequence[Any]], float] = field(default=_nothing, repr=False, compare=False)
+    chosen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
+    unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
         """Record the first call of a compiled model, whose forward runs no Python of hotrain.
@@ -141,6 +149,22 @@ class Buffers:
     def record_full(self, what: str, why: str) -> None:
         """Record why an operator's tensors are kept in full precision."""
         self.full[what] = why
+
+    def record_chosen(self, counts: Mapping[str, tuple[int, int]]) -> None:
+        """Record how many calls of each operator a compiled graph keeps exact, so that it is as fast as before.
+
+        Args:
+            counts: operator → calls that are kept exact, of how many.
+        """
+        for what, (exact, of) in counts.items():
+            before = self.chosen.get(what, (0, 0, 0))
+            self.full.pop(_counted(what, *before), None)
+            self.chosen[what] = exact, of, graphs = before[0] + exact, before[1] + of, before[2] + 1
+            if exact:
+                self.full[_counted(what, exact, of, graphs)] = "faster so; plan='memory' compresses them"
+            one, other = (self.formats, self.unused) if exact == of else (self.unused, self.formats)
+            if what in one:
+                other[what] = one.pop(what)
 
     def __str__(self) -> str:
         rows = [(what, form) for what, form in self.formats.items()]

@@ -6,7 +6,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -222,9 +222,10 @@ def _wrapped(model: nn.Module, plan: str) -> Buffers:
     root = buffers.root
     buffers.must_not_lose = plan != "memory"
 
-    def gains() -> float:
+    def gains(layers: Sequence[Any]) -> float:
         alive = root()
-        return 0.0 if alive is None else sum(state.gain() for _, state in layer_states(alive))
+        found = {} if alive is None else dict(state.gain() for _, state in layer_states(alive))
+        return sum(found.get(layer, 0.0) for layer in layers)
 
     buffers.gains = gains
     return buffers

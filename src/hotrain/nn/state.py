@@ -59,6 +59,7 @@ class LayerState:
         self.weight: tuple[int, ...] | None = None
         self.fallback: str | None = None
         self.asked: planning.Question | None = None  # what a compiled step's plan was about
+        self.traced: tuple[Any, ...] = ()  # the layer as `compress.choosing.layers` finds it in a compiled graph
         self.calls = 0
         self.draws = Draws.of(name)
         self.origins: Origins | None = None
@@ -231,7 +232,10 @@ class LayerState:
             planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
         config = self._config(geometry)
         kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
-        return replace(config, kernels=kernels).word, config.draws
+        word = replace(config, kernels=kernels).word
+        if question is not None:
+            self.traced = (word, *_sizes_of_gradients(question, config), question.outputs)
+        return word, config.draws
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
         """The layer on a GPU as a question to `hotrain.planning`; None elsewhere, and where its weight is frozen."""
@@ -265,11 +269,12 @@ class LayerState:
             return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
         return planning.verdict(question, graphs=self.plan == "graphs")
 
-    def gain(self) -> float:
-        """ms of a compiled step that the layer is faster converted, where its plan has measured it."""
+    def gain(self) -> tuple[tuple[Any, ...], float]:
+        """The layer as `compress.choosing.layers` finds it in a graph, and the ms of a compiled step that it is faster
+        converted, where its plan has measured it."""
         if self.fallback is not None or self.asked is None:
-            return 0.0
-        return planning.gain(self.asked, graphs=self.plan == "graphs")
+            return (), 0.0
+        return self.traced, planning.gain(self.asked, graphs=self.plan == "graphs")
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
@@ -278,6 +283,14 @@ class LayerState:
 
 def _is_of_samples(x: Tensor, place: Place | None) -> bool:
     return math.prod(x.shape[1:-1] if place is None else x.shape[-2:]) == 1
+
+
+def _sizes_of_gradients(question: planning.Question, config: Config) -> tuple[int, ...]:
+    """The shape of x where patches overlap, else the tokens and columns of the products of backward."""
+    x, geometry = question.x, config.geometry
+    if geometry is None:
+        return math.prod(x[:-1]), x[-1]
+    return x if config.overlaps else (x[0] * math.prod(geometry.output_size(*x[-2:])), math.prod(question.w[1:]))
 
 
 def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:

@@ -51,4 +51,5 @@ HANDLERS: Handlers = {
         func: _reshaped(func)
         for func in (torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.view, Tensor.contiguous)
     },
+    **dict.fromkeys((torch.unflatten, Tensor.unflatten), _reshaped(torch.unflatten)),
 }

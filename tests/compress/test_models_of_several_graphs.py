@@ -1,0 +1,97 @@
+"""A model in several compiled graphs: each has the time that its own layers gain, and the report adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compilers import nop
+
+import hotrain
+from hotrain import planning
+from hotrain.compress import choosing, compiled
+from hotrain.compress.report import Buffers
+from hotrain.nn.state import LayerState
+from hotrain.planning import Roofs
+
+BACKEND = aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=compiled.partition)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Two(nn.Module):
+    """Every kind of converted layer, in two halves with a graph break between them; each has outputs of its own."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 48, 4, stride=4)
+        self.wide, self.other = nn.Linear(48, 64), nn.Linear(64, 64)  # equal outputs, different inputs
+        self.mix = nn.Conv2d(64, 80, 3, padding=1)
+        self.point = nn.Conv2d(80, 112, 1)
+        self.parts = parts
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = self.other(self.wide(x))
+        if self.parts == 2:
+            torch._dynamo.graph_break()
+        x = x.transpose(1, 2).reshape(-1, 64, 8, 8)
+        return self.point(self.mix(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
+@pytest.mark.parametrize(("parts", "gains"), [(1, [48 + 64 + 64 + 80 + 112]), (2, [48 + 64 + 64, 80 + 112])])
+def test_a_graph_has_the_time_that_its_own_layers_gain(
+    parts: int, gains: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
+
+    def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
+        x, dtype, device, needs_x, w, weights, _, bias = facts
+        rest = (self.running, self.grid, self.transposed, geometry, device)
+        return planning.Question(x, w, dtype, weights, bias, needs_x, *rest)
+
+    found: list[float] = []
+
+    def choose(graph: Any, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[int, int]], float]:
+        found.append(gains)
+        return {}, 0.0
+
+    monkeypatch.setattr(LayerState, "_question", question)
+    monkeypatch.setattr(LayerState, "_why_exact", lambda *_: None)
+    monkeypatch.setattr(planning, "rehearse", lambda question: None)
+    monkeypatch.setattr(planning, "gain", lambda question, graphs: float(question.outputs))
+    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: Roofs(copy=4e12, product=7e14))
+    monkeypatch.setattr(choosing, "choose", choose)
+    model = Two(parts).train()
+    hotrain.convert(model, filter_fn=lambda *_: True)
+    torch.compile(model, backend=BACKEND)(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert sorted(found) == sorted(map(float, gains))
+
+
+def test_calls_that_are_kept_exact_are_counted_over_all_graphs() -> None:
+    """A format is unused once no graph saves in it, and used again with the first that does."""
+    buffers = Buffers()
+    buffers.record("gelu", "int4")
+    buffers.record_chosen({"gelu": (0, 2), "attention": (1, 1)})
+    assert buffers.formats == {"gelu": "int4"}
+    assert list(buffers.full) == ["attention, 1 of 1"]
+    buffers = Buffers()
+    buffers.record("gelu", "int4")
+    buffers.record_chosen({"gelu": (2, 2)})
+    assert buffers.formats == {}
+    assert list(buffers.full) == ["gelu, 2 of 2"]
+    buffers.record_chosen({"gelu": (1, 3)})
+    assert buffers.formats == {"gelu": "int4"}
+    assert list(buffers.full) == ["gelu, 3 of 5 in 2 graphs"]
+    buffers.record_chosen({"gelu": (0, 1)})
+    assert list(buffers.full) == ["gelu, 3 of 6 in 3 graphs"]
