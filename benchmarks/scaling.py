@@ -39,8 +39,10 @@ VARIANTS = ("exact", "hotrain-default")
 WARM_UP = 6  # steps: compiling, the plan's measurements, the optimizer's state
 
 
-def wrapped(task: Task, way: str, device: torch.device, backend: str, graphs: bool) -> nn.Module:
-    """Return the task's model, compiled and as ``way`` trains it."""
+def wrapped(
+    task: Task, way: str, device: torch.device, backend: str, graphs: bool, bucket_mb: float = 25.0
+) -> nn.Module:
+    """Return the task's model, compiled and as ``way`` trains it; DDP's buckets are also where it cuts the graph."""
     if way == "fsdp2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in blocks(task.model).values():
@@ -49,7 +51,9 @@ def wrapped(task: Task, way: str, device: torch.device, backend: str, graphs: bo
         fully_shard(task.model, mesh=mesh)
         return task.model
     task.model.compile(**({"mode": "reduce-overhead"} if graphs else {"backend": backend}))
-    return nn.parallel.DistributedDataParallel(task.model) if way == "ddp" else task.model
+    if way != "ddp":
+        return task.model
+    return nn.parallel.DistributedDataParallel(task.model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
 class Cell:
@@ -81,7 +85,7 @@ class Cell:
             self.report = hotrain.convert(task.model, plan="graphs" if graphs else "speed")
         began = time.perf_counter()
         self.device, self.graphs = device, graphs
-        self.model = wrapped(task, way, device, args.backend, graphs)
+        self.model = wrapped(task, way, device, args.backend, graphs, args.bucket_mb)
         self.optimizer = task.optimizer() or torch.optim.SGD(task.model.parameters(), lr=1e-4)
         self.losses: list[Tensor] = []
         self.medians: list[float] = []
@@ -173,6 +177,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of a turn, after one that is not timed")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=25.0, help="MiB of gradients that DDP reduces at once"
+    )
     parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
@@ -193,6 +200,7 @@ def main() -> int:
                 for variant, found in compared(args, subject, way, device, graphs):
                     row: dict[str, Any] = {"bench": "scaling", "subject": subject, "way": way, "variant": variant}
                     row |= {"graphs": graphs, "processes": processes, "error": None, "median_ms": None}
+                    row |= {"bucket_mb": args.bucket_mb if way == "ddp" else None}
                     row |= {"spread_ms": None, "peak_bytes": None, "activation_bytes": None}
                     row |= {"scaling": None, "time_of_exact": None, **found}
                     failed, ms = failed or row["error"] is not None, row["median_ms"]

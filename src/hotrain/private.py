@@ -12,7 +12,7 @@ import functools
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
@@ -246,22 +246,25 @@ def compiled_part(module: nn.Module) -> nn.Module | None:
     return original  # type: ignore[no-any-return]
 
 
-def traced_graph(skipped: Callable[..., Any]) -> torch.fx.Graph | None:
+def traced_graph(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph | None:
     """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled.
 
     Args:
-        skipped: a function that Dynamo must not compile where it is called in eager mode, as `without_function_modes`.
+        left_to_eager: functions that Dynamo must not compile, with all that they call, where they run in eager mode
+            after a graph break; neither `without_function_modes`, but what that calls may be a block of the user's.
     """
     try:
-        from torch._dynamo.eval_frame import skip_code
+        from torch._dynamo import eval_frame
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
+        skip, rest = eval_frame.FrameAction.SKIP, eval_frame.FrameAction.DEFAULT
+        for function in (*left_to_eager, without_function_modes):
+            inside = rest if function is without_function_modes else skip
+            code: CodeType = function.__code__  # type: ignore[attr-defined]
+            eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, inside))
     except (ImportError, AttributeError):
         return None
-    for function in (skipped, without_function_modes):
-        code: CodeType = function.__code__  # type: ignore[attr-defined]
-        skip_code(code)
     return graph
 
 

@@ -107,6 +107,9 @@ CASES = {
         (("norm", (3, 6, 20)),),
         beside=3,
     ),
+    "layer_norm, every axis": Case(
+        lambda x, w, b: F.layer_norm(x, (6, 20), w, b), ((6, 20), (6, 20), (6, 20)), (("norm", (6, 20)),), beside=1
+    ),
     "rms_norm": Case(
         lambda x, w: F.rms_norm(x, (48,), w, 1e-6), ((2, 7, 48), (48,)), (("norm", (2, 7, 48)),), beside=14
     ),

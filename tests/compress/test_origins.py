@@ -21,12 +21,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain import autograd, private
-from hotrain.compress import sharing
+from hotrain import autograd, draws, functional, private
+from hotrain.compress import eager, interpose, sharing
 from hotrain.compress.formats import BITS, FORMATS, GROUPED
 from hotrain.compress.interpose import Compressed
 from hotrain.compress.report import ATTRIBUTE, Buffers
 from hotrain.compress.sharing import Origins
+from hotrain.nn import state
 
 BACKEND = "aot_eager_decomp_partition"
 X = (2, 16, 32)
@@ -637,14 +638,34 @@ def _outside(y: Tensor) -> None:
 not_ours = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 
+class Recurrent(nn.Module):
+    """An LSTM, at which Dynamo breaks the graph and leaves the whole forward to eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.lstm, self.behind = nn.Linear(32, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(torch.sigmoid(self.lstm(F.silu(self.before(x)) + 1)[0]).exp())
+
+
+def compiled_functions(module: Any) -> list[str]:
+    """Functions of a module of hotrain that Dynamo has compiled by themselves."""
+    inside = [f for kind in vars(module).values() if isinstance(kind, type) for f in vars(kind).values()]
+    own = [f for f in (*vars(module).values(), *inside) if getattr(f, "__module__", "") == module.__name__]
+    return [f.__qualname__ for f in own if hasattr(f, "__code__") and _debug_get_cache_entry_list(f.__code__)]
+
+
 @not_ours
-def test_after_a_graph_break_what_leaves_the_mode_is_not_compiled() -> None:
-    """Dynamo would trace the operator in its place a second time, with all that the mode calls in eager mode."""
+@pytest.mark.parametrize("kind", ["broken", "recurrent"])
+def test_after_a_graph_break_what_runs_in_eager_mode_is_not_compiled(kind: str) -> None:
+    """Dynamo would trace the operator in its place a second time, with all that the mode and a layer call there."""
     torch._dynamo.reset()
-    model = nn.Sequential(*blocks(breaks=True), nn.Sigmoid())
+    model = Recurrent() if kind == "recurrent" else nn.Sequential(*blocks(breaks=True), nn.Sigmoid())
     hotrain.convert(model, "hot-unbiased", memory="block")
     step(torch.compile(model, backend="eager"), draw(*X))
-    assert _debug_get_cache_entry_list(private.without_function_modes.__code__) == []
+    parts = (private, functional, autograd, draws, eager, interpose, sharing, state)
+    assert [f for part in parts for f in compiled_functions(part)] == []
 
 
 BROKEN: dict[str, dict[str, Any]] = {

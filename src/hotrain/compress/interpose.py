@@ -24,7 +24,7 @@ from ..private import FULL, compiled_part, constant_in_graphs, differentiates, f
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
-from .mode_stack import Mode, top, without_own_modes
+from .mode_stack import LEFT_TO_EAGER, Mode, left_to_eager, top, without_own_modes
 from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
@@ -46,6 +46,7 @@ class Compressed(Mode):
         origins, self.graph = (buffers.origins, None) if traced is None else traced
         self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins), origins.checkpoint
 
+    @left_to_eager
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -103,7 +104,7 @@ def _region() -> None:
 @constant_in_graphs
 def _leave_mode_uncompiled() -> bool:
     """After a graph break the mode is called in eager mode, where Dynamo must not compile it."""
-    return traced_graph(Compressed.__torch_function__) is not None
+    return traced_graph(LEFT_TO_EAGER) is not None
 
 
 _FUNCTION = "_hotrain_function"  # of a module: the function that `WrappedFunction` replaces

@@ -7,7 +7,9 @@ removed (`without_own_modes`, which calls them so).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +18,18 @@ from ..private import top_function_mode, without_function_modes
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
+
+
+LEFT_TO_EAGER: list[Callable[..., Any]] = []
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def left_to_eager(function: _Function) -> _Function:
+    """Decorator: where the function runs in eager mode, after a graph break, Dynamo compiles neither it nor what it
+    calls. It may be traced all the same."""
+    LEFT_TO_EAGER.append(function)
+    return function
 
 
 top = top_function_mode

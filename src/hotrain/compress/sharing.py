@@ -20,6 +20,7 @@ from ..autograd import Origin
 from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, traced_graph, version_of
 from .codes import whole
 from .formats import SMALL
+from .mode_stack import LEFT_TO_EAGER, left_to_eager
 
 # ---- what is known of a tensor ----
 
@@ -51,6 +52,7 @@ _Kind = TypeVar("_Kind", Unfinished, Gate)
 
 
 @constant_in_graphs
+@left_to_eager
 def current_checkpoint() -> int:
     """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks."""
     hooks, _ = saved_tensor_hooks()
@@ -61,7 +63,7 @@ def current_checkpoint() -> int:
 @constant_in_graphs
 def traced_number() -> int | None:
     """Which graph is traced, that of a checkpoint being another than the one around it; None for none, or unknown."""
-    graph = traced_graph(current_checkpoint)
+    graph = traced_graph(LEFT_TO_EAGER)
     return None if graph is None else graph.__dict__.setdefault("_hotrain_number", next(_graphs))
 
 
@@ -73,7 +75,7 @@ def _traced_writes() -> str:
     mode (`torch.relu_`, `torch._foreach_add_`); but the graph traced so far can be read. If this PyTorch does not
     expose it, no two results are equal: then layers save codes of their own.
     """
-    graph = traced_graph(current_checkpoint)  # which is called in eager mode after a graph break
+    graph = traced_graph(LEFT_TO_EAGER)
     if graph is None:
         return f"{next(_graphs)} unknown"
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
@@ -83,7 +85,7 @@ def _traced_writes() -> str:
 @constant_in_graphs
 def read_apart() -> bool:
     """Whether the inputs of the last traced call share no memory; False if that is unknown."""
-    graph = traced_graph(current_checkpoint)
+    graph = traced_graph(LEFT_TO_EAGER)
     if graph is None:
         return False
     try:

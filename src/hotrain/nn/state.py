@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..casting import autocast_dtype, autocast_to
-from ..compress.mode_stack import without_own_modes
+from ..compress.mode_stack import left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..geometry import Geometry
@@ -119,6 +119,7 @@ class LayerState:
             return self._traced(module, x, channels, place)
         return without_own_modes(self._eager, module, x, channels, place)  # type: ignore[no-any-return]
 
+    @left_to_eager
     def _eager(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
         if not isinstance(x, Tensor):
             functional.check_input(self, x, channels, -1)
