@@ -66,7 +66,8 @@ class Cell:
         graphs: whether it runs as CUDA graphs.
 
     Attributes:
-        peaks: allocated and reserved bytes of a step, less what other cells hold.
+        peaks: allocated and reserved bytes of a step, less what other cells hold; 0 where CUDA graphs share a pool
+            with those of another cell.
         seconds: of the first steps: compiling, the plan's measurements.
     """
 
@@ -95,7 +96,7 @@ class Cell:
         self.seconds = time.perf_counter() - began
         self.step()
         self.peaks = (0, 0)
-        if device.type == "cuda":
+        if device.type == "cuda" and not (graphs and others[0] > 1 << 20):
             now = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
             self.peaks = now[0] - others[0], now[1] - others[1]
 
@@ -177,9 +178,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of a turn, after one that is not timed")
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument(
-        "--bucket-mb", type=float, default=25.0, help="MiB of gradients that DDP reduces at once"
-    )
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of gradients that DDP reduces at once")
     parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()

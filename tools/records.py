@@ -510,7 +510,8 @@ def scaling(folder: Path = RESULTS) -> str:
                     times = row["processes"] * alone["median_ms"] / row["median_ms"] if several and alone else None
                     line.append("–" if times is None else f"{times:.2f}")
                 # The pool of CUDA graphs is no tensor's: it is in what is reserved.
-                line += [f"{row['reserved_bytes' if graphs else 'peak_bytes'] / GIB:.2f}" for row in (exact, ours)]
+                held = [row["reserved_bytes" if graphs else "peak_bytes"] for row in (exact, ours)]
+                line += ["–" if nbytes is None else f"{nbytes / GIB:.2f}" for nbytes in held]
                 groups = ours.get("layers") or []
                 ran = ", ".join(f"{group['layers']} {_of_layers(group)}" for group in groups)
                 lines.append([*line, ran or "not recorded"])
