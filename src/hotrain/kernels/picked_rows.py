@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import draws
 from ..layer_record import BINS
-from ..transform.importance import FLOOR, PASSES
+from ..transform.importance import FLOOR, PASSES, running_sum
 from .launch import INTERPRETED, aligned, cdiv, launch, power_of_2
 from .noise import hash_bits, noise16, stream_words
 from .quantize_kernels import (
@@ -318,7 +318,7 @@ def picked_codes(
         constants = {"SMALLEST": FLOOR, "TIMES": PASSES, "CHUNK": chunk}
         args = (sizes[0], sizes[1], count, rows)
         launch(_draw_kernel, 1, whole, args, constants, num_warps=min(32, max(4, chunk // 512)))
-        ends = sizes[1].cumsum(0)
+        ends = running_sum(sizes[1])
     picked = torch.empty(count, dtype=torch.int32, device=device)
     factors = torch.empty(count, dtype=torch.float32, device=device)
     bins = torch.zeros(BINS, dtype=torch.int32, device=device)

@@ -41,6 +41,21 @@ def probabilities(size: Tensor, count: int) -> Tensor:
     return p * (count / p.sum())
 
 
+def running_sum(t: Tensor) -> Tensor:
+    """`t.cumsum(0)`, which CUDA refuses where deterministic algorithms are asked for: there by `by_doubling`."""
+    refused = t.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return by_doubling(t) if refused else t.cumsum(0)
+
+
+def by_doubling(t: Tensor) -> Tensor:
+    """The running sum of (R,) in log₂ R additions: each entry gets the sum of 2, 4, 8, … entries that end at it."""
+    step = 1
+    while step < len(t):
+        t = torch.cat((t[:step], t[step:] + t[:-step]))
+        step *= 2
+    return t
+
+
 def drawn(size: Tensor, share: float, key: draws.Key) -> tuple[Tensor, Tensor]:
     """The rows to multiply and their weights; rows stay in order, and one may be picked twice.
 
@@ -56,7 +71,7 @@ def drawn(size: Tensor, share: float, key: draws.Key) -> tuple[Tensor, Tensor]:
     count = math.ceil(share * rows)
     p = probabilities(size.double(), count)
     start = (draws.hash_bits(1, key, draws.IMPORTANCE, size.device).double() + (2.0**31 + 0.5)) / 2.0**32
-    ends = p.cumsum(0)
+    ends = running_sum(p)
     picks = torch.arange(count, dtype=torch.float64, device=size.device) + start
     picked = torch.searchsorted(ends, picks).clamp_(max=max(0, rows - 1))
     return picked, p[picked].reciprocal()
