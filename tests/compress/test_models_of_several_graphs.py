@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +51,9 @@ class Two(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
 @pytest.mark.parametrize(("parts", "gains"), [(1, [48 + 64 + 64 + 80 + 112]), (2, [48 + 64 + 64, 80 + 112])])
+@pytest.mark.parametrize("copied", [False, True])
 def test_a_graph_has_the_time_that_its_own_layers_gain(
-    parts: int, gains: list[int], monkeypatch: pytest.MonkeyPatch
+    parts: int, gains: list[int], copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
 
@@ -74,6 +76,8 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     monkeypatch.setattr(choosing, "choose", choose)
     model = Two(parts).train()
     hotrain.convert(model, filter_fn=lambda *_: True)
+    if copied:
+        model = copy.deepcopy(model)
     torch.compile(model, backend=BACKEND)(torch.randn(2, 3, 32, 32)).sum().backward()
     assert sorted(found) == sorted(map(float, gains))
 

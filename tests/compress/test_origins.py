@@ -603,6 +603,7 @@ def test_a_copy_between_steps_has_origins_of_its_own(way: str) -> None:
     want = step(model, draw(*X))
     twin = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert origins(twin) is not origins(model)
+    assert twin.__dict__[ATTRIBUTE].root() is twin
     assert all(state.origins is origins(twin) for _, state in hotrain.nn.state.layer_states(twin))
     assert all(torch.equal(a, b) for a, b in zip(step(twin, draw(*X)), want, strict=True))
     kept = []

@@ -297,7 +297,7 @@ def test_the_report_names_no_format_that_did_not_run(device: torch.device, monke
     model, x = models(False, device)
     report = hotrain.convert(model, plan="speed")
     assert report.buffers is not None
-    monkeypatch.setattr(report.buffers, "gains", lambda layers: -1e3)
+    monkeypatch.setattr(report.buffers, "gains", lambda model, layers: -1e3)
     monkeypatch.setattr(compiled, "_device_roofs", lambda gm: ROOFS)
     step(Traced(model).call, model, x, False)
     assert "scaled_dot_product_attention" not in report.buffers.formats
@@ -330,7 +330,7 @@ def test_choices_are_only_made_where_the_model_must_not_become_slower(device: to
         report = hotrain.convert(model, plan=plan)
         assert report.buffers is not None
         assert report.buffers.must_not_lose == (plan != "memory")
-        assert report.buffers.gains([]) == 0.0
+        assert report.buffers.gained([]) == 0.0
         hotrain.revert(model)
     hotrain.convert(model)
     if device.type == "cpu":

@@ -120,6 +120,12 @@ class Wrapped(Mixin):
         if any(kind.__name__ == "FSDPModule" for kind in cls.__mro__):  # fully_shard gives a module such a class
             cls.__call__ = _outside_of_modes(cls.__call__)  # type: ignore[attr-defined,method-assign]
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        buffers = self.__dict__.get(ATTRIBUTE)
+        if buffers is not None:
+            buffers.root = weakref.ref(self)  # of a copy or unpickled: the model itself comes last
+
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compile(*args, **kwargs)  # type: ignore[misc]
         compiled: Any = self.__dict__.get("_compiled_call_impl")

@@ -65,10 +65,6 @@ class Example:
         return cls(weakref.ref(model), shapes, named, (kind, autocast_to(kind)))
 
 
-def _nothing(layers: Sequence[Any]) -> float:
-    return 0.0
-
-
 def _counted(what: str, exact: int, of: int, graphs: int) -> str:
     return f"{what}, {exact} of {of}" + f" in {graphs} graphs" * (graphs > 1)
 
@@ -87,10 +83,10 @@ class Buffers:
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
         example: the first call.
-        root: a weak reference to the model.
+        root: a weak reference to the model; a copy's records have the copy.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
         must_not_lose: whether a compiled graph may keep tensors exact to be as fast as before.
-        gains: tells the ms of a step that converted layers of a graph (`choosing.layers`) are faster than exact ones.
+        gains: of the model and some of its layers (`choosing.layers`): ms of a step that they are faster than exact.
         chosen: operator → its calls in compiled graphs that are kept exact, of how many, in how many graphs.
         unused: formats that were recorded, and that no graph saves in.
     """
@@ -108,7 +104,7 @@ class Buffers:
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     must_not_lose: bool = field(default=False, repr=False, compare=False)
-    gains: Callable[[Sequence[Any]], float] = field(default=_nothing, repr=False, compare=False)
+    gains: Callable[[Any, Sequence[Any]], float] | None = field(default=None, repr=False, compare=False)
     chosen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -128,7 +124,7 @@ class Buffers:
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"passing": set(), "example": None, "root": None, "gains": _nothing}
+        state = self.__dict__ | {"passing": set(), "example": None, "root": None}
         del state["entered"]  # weak references cannot be pickled
         return state
 
@@ -149,6 +145,11 @@ class Buffers:
     def record_full(self, what: str, why: str) -> None:
         """Record why an operator's tensors are kept in full precision."""
         self.full[what] = why
+
+    def gained(self, layers: Sequence[Any]) -> float:
+        """ms of a step that converted layers of a graph are faster than exact ones."""
+        model = None if self.root is None else self.root()
+        return 0.0 if model is None or self.gains is None else self.gains(model, layers)
 
     def record_chosen(self, counts: Mapping[str, tuple[int, int]]) -> None:
         """Record how many calls of each operator a compiled graph keeps exact, so that it is as fast as before.

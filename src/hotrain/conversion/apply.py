@@ -219,16 +219,14 @@ def _follow(model: nn.Module, point: Point) -> ConversionReport:
 
 def _wrapped(model: nn.Module, plan: str) -> Buffers:
     buffers = wrap(model)
-    root = buffers.root
-    buffers.must_not_lose = plan != "memory"
-
-    def gains(layers: Sequence[Any]) -> float:
-        alive = root()
-        found = {} if alive is None else dict(state.gain() for _, state in layer_states(alive))
-        return sum(found.get(layer, 0.0) for layer in layers)
-
-    buffers.gains = gains
+    buffers.must_not_lose, buffers.gains = plan != "memory", _gains
     return buffers
+
+
+def _gains(model: nn.Module, layers: Sequence[Any]) -> float:
+    """`Buffers.gains`."""
+    found = dict(state.gain() for _, state in layer_states(model))
+    return sum(found.get(layer, 0.0) for layer in layers)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
