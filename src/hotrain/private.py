@@ -247,7 +247,8 @@ def compiled_part(module: nn.Module) -> nn.Module | None:
 
 
 def traced_graph(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph | None:
-    """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled.
+    """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled; without
+    strategies of frames Dynamo compiles what runs in eager mode as well, slower.
 
     Args:
         left_to_eager: functions that Dynamo must not compile, with all that they call, where they run in eager mode
@@ -258,13 +259,14 @@ def traced_graph(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph 
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         graph: torch.fx.Graph = InstructionTranslator.current_tx().output.current_tracer.graph  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        return None
+    with suppress(AttributeError):
         skip, rest = eval_frame.FrameAction.SKIP, eval_frame.FrameAction.DEFAULT
         for function in (*left_to_eager, without_function_modes):
             inside = rest if function is without_function_modes else skip
             code: CodeType = function.__code__  # type: ignore[attr-defined]
             eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, inside))
-    except (ImportError, AttributeError):
-        return None
     return graph
 
 
