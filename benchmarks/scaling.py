@@ -39,9 +39,7 @@ VARIANTS = ("exact", "hotrain-default")
 WARM_UP = 6  # steps: compiling, the plan's measurements, the optimizer's state
 
 
-def wrapped(
-    task: Task, way: str, device: torch.device, backend: str, graphs: bool, bucket_mb: float = 25.0
-) -> nn.Module:
+def wrapped(task: Task, way: str, device: torch.device, backend: str, graphs: bool, bucket_mb: float) -> nn.Module:
     """Return the task's model, compiled and as ``way`` trains it; DDP's buckets are also where it cuts the graph."""
     if way == "fsdp2":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))

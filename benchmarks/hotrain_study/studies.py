@@ -115,9 +115,8 @@ def _step_run(model: str, batch: int) -> TrainRun:
 
 def fidelity() -> Study:
     """How far gradients are from exact over a training: two small models at CIFAR's size, two that train on a CPU."""
-    methods = [
-        "hot-importance" if method == IN_FP8 else method for method in (*METHODS[1:-1], "hq")
-    ]  # its number is the device's
+    # The number of `hot-importance` is the device's.
+    methods = ["hot-importance" if method == IN_FP8 else method for method in (*METHODS[1:-1], "hq")]
     options = {"methods": methods, "draws": 8}
     cells = [
         Cell("fidelity", group, "exact", replace(load_recipe(recipe), method="exact"), "gradients", options=options)

@@ -93,6 +93,11 @@ class Question:
     device: torch.device
 
     @property
+    def columns(self) -> int:
+        """Inputs of the product: of a convolution, entries of a patch."""
+        return self.w[0 if self.transposed else 1] if self.geometry is None else math.prod(self.w[1:])
+
+    @property
     def outputs(self) -> int:
         return self.w[1 if self.transposed else 0]
 
@@ -158,8 +163,7 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
         return None
     if not (method.grad_input.bits and method.grad_weight.bits and method.saved.bits):
         return None
-    columns = q.w[0 if q.transposed else 1] if q.geometry is None else math.prod(q.w[1:])
-    tokens = math.prod(q.x) // (q.x[-1] if q.geometry is None else columns)  # patches that do not overlap
+    tokens, columns = math.prod(q.x) // q.columns, q.columns  # patches that do not overlap
     ins, outs, size = tokens * columns, tokens * q.outputs, q.dtype.itemsize
     operations = 2.0 * tokens * columns * q.outputs
     rows = method.grad_weight.rank / method.grad_weight.tile * method.grad_weight.share

@@ -246,13 +246,13 @@ def compiled_part(module: nn.Module) -> nn.Module | None:
     return original  # type: ignore[no-any-return]
 
 
-def traced_graph(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph | None:
+def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph | None:
     """The graph that Dynamo has traced so far. Without it: None, and layers share no activations when compiled; without
     strategies of frames Dynamo compiles what runs in eager mode as well, slower.
 
     Args:
         left_to_eager: functions that Dynamo must not compile, with all that they call, where they run in eager mode
-            after a graph break; neither `without_function_modes`, but what that calls may be a block of the user's.
+            after a graph break; nor `without_function_modes`, but what that calls may be a block of the user's.
     """
     try:
         from torch._dynamo import eval_frame
@@ -263,8 +263,7 @@ def traced_graph(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Graph 
         return None
     with suppress(AttributeError):
         skip, rest = eval_frame.FrameAction.SKIP, eval_frame.FrameAction.DEFAULT
-        for function in (*left_to_eager, without_function_modes):
-            inside = rest if function is without_function_modes else skip
+        for function, inside in (*((each, skip) for each in left_to_eager), (without_function_modes, rest)):
             code: CodeType = function.__code__  # type: ignore[attr-defined]
             eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, inside))
     return graph

@@ -131,10 +131,12 @@ def layers(graph: Graph) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for target in _GRADIENTS:
         for node in graph.find_nodes(op="call_function", target=target):
-            g_y, place = node.args[0].meta["val"], node.args[9]  # type: ignore[union-attr]
+            args: Any = node.args
+            of_g_y, *_, config, _, _, place, _ = args
+            g_y = of_g_y.meta["val"]
             if is_static(g_y):
-                tokens = (g_y.shape[:-1].numel(), place) if isinstance(place, int) else tuple(place)  # type: ignore[arg-type]
-                found.append((node.args[6], *tokens, g_y.shape[-1]))
+                sizes = (g_y.shape[:-1].numel(), place) if isinstance(place, int) else place
+                found.append((config, *sizes, g_y.shape[-1]))
     return found
 
 

@@ -20,11 +20,11 @@ from torch.fx.traceback import annotate
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back, traced_graph
+from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
-from .mode_stack import LEFT_TO_EAGER, Mode, left_to_eager, top, without_own_modes
+from .mode_stack import Mode, left_to_eager, top, traced_graph, without_own_modes
 from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
@@ -104,7 +104,7 @@ def _region() -> None:
 @constant_in_graphs
 def _leave_mode_uncompiled() -> bool:
     """After a graph break the mode is called in eager mode, where Dynamo must not compile it."""
-    return traced_graph(LEFT_TO_EAGER) is not None
+    return traced_graph() is not None
 
 
 _FUNCTION = "_hotrain_function"  # of a module: the function that `WrappedFunction` replaces

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
-from ..private import top_function_mode, without_function_modes
+from ..private import top_function_mode, traced_graph_of, without_function_modes
 
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
 
-LEFT_TO_EAGER: list[Callable[..., Any]] = []
+_left_to_eager: list[Callable[..., Any]] = []
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -28,9 +28,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def left_to_eager(function: _Function) -> _Function:
     """Decorator: where the function runs in eager mode, after a graph break, Dynamo compiles neither it nor what it
     calls. It may be traced all the same."""
-    LEFT_TO_EAGER.append(function)
+    _left_to_eager.append(function)
     return function
 
 
 top = top_function_mode
 without_own_modes = partial(without_function_modes, Mode)
+traced_graph = partial(traced_graph_of, _left_to_eager)

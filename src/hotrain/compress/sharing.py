@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import Origin
-from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, traced_graph, version_of
+from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, version_of
 from .codes import whole
 from .formats import SMALL
-from .mode_stack import LEFT_TO_EAGER, left_to_eager
+from .mode_stack import left_to_eager, traced_graph
 
 # ---- what is known of a tensor ----
 
@@ -63,7 +63,7 @@ def current_checkpoint() -> int:
 @constant_in_graphs
 def traced_number() -> int | None:
     """Which graph is traced, that of a checkpoint being another than the one around it; None for none, or unknown."""
-    graph = traced_graph(LEFT_TO_EAGER)
+    graph = traced_graph()
     return None if graph is None else graph.__dict__.setdefault("_hotrain_number", next(_graphs))
 
 
@@ -75,7 +75,7 @@ def _traced_writes() -> str:
     mode (`torch.relu_`, `torch._foreach_add_`); but the graph traced so far can be read. If this PyTorch does not
     expose it, no two results are equal: then layers save codes of their own.
     """
-    graph = traced_graph(LEFT_TO_EAGER)
+    graph = traced_graph()
     if graph is None:
         return f"{next(_graphs)} unknown"
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
@@ -85,7 +85,7 @@ def _traced_writes() -> str:
 @constant_in_graphs
 def read_apart() -> bool:
     """Whether the inputs of the last traced call share no memory; False if that is unknown."""
-    graph = traced_graph(LEFT_TO_EAGER)
+    graph = traced_graph()
     if graph is None:
         return False
     try:

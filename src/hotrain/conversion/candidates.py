@@ -112,13 +112,10 @@ def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None
     groups = getattr(module, "groups", 1)
     if contraction * groups < SMALLEST or outputs < SMALLEST:
         return f"too small: {contraction * groups} → {outputs} channels, under {SMALLEST}"
-    if module.bias is None and isinstance(getattr(_parent(model, name), "logit_scale", None), Tensor):
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if module.bias is None and isinstance(getattr(parent, "logit_scale", None), Tensor):
         return "its output is normalized to cosines: where it is zero, as in a padded window, g_y is without bound"
     return None
-
-
-def _parent(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:

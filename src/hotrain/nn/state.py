@@ -229,12 +229,11 @@ class LayerState:
         self._place(device)
         if self.fallback is not None:
             return None
-        if question is not None:
-            planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
         config = self._config(geometry)
         kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
         word = replace(config, kernels=kernels).word
         if question is not None:
+            planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
             self.traced = (word, *_sizes_of_gradients(question, config), question.outputs)
         return word, config.draws
 
@@ -289,9 +288,10 @@ def _is_of_samples(x: Tensor, place: Place | None) -> bool:
 def _sizes_of_gradients(question: planning.Question, config: Config) -> tuple[int, ...]:
     """The shape of x where patches overlap, else the tokens and columns of the products of backward."""
     x, geometry = question.x, config.geometry
-    if geometry is None:
-        return math.prod(x[:-1]), x[-1]
-    return x if config.overlaps else (x[0] * math.prod(geometry.output_size(*x[-2:])), math.prod(question.w[1:]))
+    if config.overlaps:
+        return x
+    lead = x[:-1] if geometry is None else (x[0], *geometry.output_size(*x[-2:]))
+    return math.prod(lead), question.columns
 
 
 def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:

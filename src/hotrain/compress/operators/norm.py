@@ -71,9 +71,9 @@ def _gradients(
     """The gradients, None where not needed."""
     shape, by_token = g.shape, kind != "group"
     leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
-    # A sum over no axes is one over all of them.
-    g_w = ((g * normal).sum(leading) if leading else g * normal) if needs[1] else None
-    g_b = (g.sum(leading) if leading else g) if needs[2] else None
+    g_w, g_b = g * normal if needs[1] else None, g if needs[2] else None
+    if leading:  # a sum over no axes is one over all of them
+        g_w, g_b = (None if t is None else t.sum(leading) for t in (g_w, g_b))
     if not needs[0]:
         return None, (g_b, g_w)
     scaled = g if w is None else g * (w if by_token else along_channels(w, len(shape)))

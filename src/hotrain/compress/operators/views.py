@@ -49,7 +49,9 @@ HANDLERS: Handlers = {
     **dict.fromkeys((torch.transpose, Tensor.transpose, torch.permute, Tensor.permute), _transposed),
     **{
         func: _reshaped(func)
-        for func in (torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.view, Tensor.contiguous)
+        for func in (
+            *(torch.reshape, torch.flatten, torch.unflatten),
+            *(Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.view, Tensor.contiguous),
+        )
     },
-    **dict.fromkeys((torch.unflatten, Tensor.unflatten), _reshaped(torch.unflatten)),
 }
