@@ -188,7 +188,9 @@ def _plans(rank: int, port: int, folder: str) -> None:
         only_here = planning.agreed(f"only on {rank}", None)
         method, grid = hotrain.preset("hq8"), Grid(8, 8, prefix=1)
         x, w, gpu = (4, 65, 32), (96, 32), torch.device("cuda", rank)
-        question = planning.Question(x, w, torch.bfloat16, torch.float32, True, True, method, grid, False, None, gpu)
+        question = planning.Question(
+            x, w, torch.bfloat16, torch.float32, True, True, True, method, grid, False, None, gpu
+        )
         torch.save({"both": both, "only": only_here, "key": question.key}, Path(folder) / f"{rank}.pt")
     finally:
         dist.barrier()

@@ -15,7 +15,7 @@ from hotrain.planning import Question
 
 CPU = torch.device("cpu")
 LINEAR = Question(
-    (2, 32, 48), (64, 48), torch.float32, torch.float32, True, True, hotrain.preset("hot"), None, False, None, CPU
+    (2, 32, 48), (64, 48), torch.float32, torch.float32, True, True, True, hotrain.preset("hot"), None, False, None, CPU
 )
 PATCHES = dataclasses.replace(
     LINEAR, x=(2, 3, 16, 16), w=(32, 3, 4, 4), geometry=Geometry((4, 4), (4, 4), (0, 0), (1, 1), 1, "zeros")
@@ -77,6 +77,15 @@ def test_least_times_are_bytes_by_the_copy_and_operations_by_the_product():
     )
 
 
+def test_a_frozen_layer_has_g_x_alone():
+    """Exact reads g_y and writes g_x, two bytes each; its codes are written and read in between."""
+    roofs = planning.Roofs(copy=4e12, product=8e14)
+    entries = 256 * 196 * 64
+    exact, converted = planning.least(dataclasses.replace(_pointwise(64, 64), trained=False), roofs)
+    assert exact == pytest.approx((2 + 2) * entries / 4e12 * 1e3)
+    assert converted == pytest.approx((2 + 1 + 1 + 2) * entries / 4e12 * 1e3)
+
+
 def test_a_layer_that_bytes_bind_is_not_measured(monkeypatch):
     monkeypatch.setattr(planning, "_measure", lambda *_: pytest.fail("measured"))
     why = planning.verdict(_pointwise(256, 64))
@@ -118,7 +127,15 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch):
     assert planning._rehearsed == set()
 
 
-@pytest.mark.parametrize("question", [LINEAR, PATCHES, dataclasses.replace(LINEAR, w=(48, 64), transposed=True)])
+@pytest.mark.parametrize(
+    "question",
+    [
+        LINEAR,
+        PATCHES,
+        dataclasses.replace(LINEAR, w=(48, 64), transposed=True),
+        dataclasses.replace(LINEAR, trained=False),
+    ],
+)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_what_is_timed_is_a_training_step_of_the_layer(question, weights):
     """Exact and converted give gradients of the same tensors, under autocast where the weights are kept wider."""
@@ -132,6 +149,7 @@ def test_what_is_timed_is_a_training_step_of_the_layer(question, weights):
         torch.testing.assert_close(exact, converted)
         layer.run(layer.exact)
         layer.run(layer.converted)
+    assert layer.w.requires_grad == question.trained
     assert layer.x.grad is None, "grad() and not backward(): nothing is left behind"
 
 

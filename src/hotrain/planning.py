@@ -73,6 +73,7 @@ class Question:
         weights: dtype of the parameters.
         bias: whether there is one.
         needs_x: whether x requires a gradient.
+        trained: whether the weight does.
         method: that the layer would follow.
         grid: of its tokens, where known.
         transposed: whether the weight is (I, O), as in transformers' Conv1D.
@@ -86,6 +87,7 @@ class Question:
     weights: torch.dtype
     bias: bool
     needs_x: bool
+    trained: bool
     method: Method
     grid: Grid | None
     transposed: bool
@@ -172,10 +174,10 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
         return max(operations / rate, nbytes / roofs.copy)
 
     one = product(operations, roofs.product, (ins + outs) * size)
-    exact = one * (1 + q.needs_x)
-    codes = (ins + outs) * size + rows * (ins + outs) + outs * q.needs_x
-    converted = codes / roofs.copy + product(rows * operations, 2 * roofs.product, rows * (ins + outs))
-    converted += q.needs_x * product(operations, 2 * roofs.product, outs + ins * size)
+    exact = one * (q.trained + q.needs_x)
+    codes = outs * size + outs * q.needs_x + q.trained * (ins * size + rows * (ins + outs))
+    converted = codes / roofs.copy + q.needs_x * product(operations, 2 * roofs.product, outs + ins * size)
+    converted += q.trained * product(rows * operations, 2 * roofs.product, rows * (ins + outs))
     return exact * 1e3, converted * 1e3
 
 
@@ -261,7 +263,7 @@ class _Layer:
             if q.geometry is not None:
                 x = x.to(memory_format=torch.channels_last)
             self.x = x.requires_grad_(q.needs_x)
-            self.w = self._noise(q, q.w, q.weights).requires_grad_()
+            self.w = self._noise(q, q.w, q.weights).requires_grad_(q.trained)
             self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_() if q.bias else None
             self.q, config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
             with self.mode():
@@ -296,7 +298,7 @@ class _Layer:
 
     def run(self, forward: Callable[[], Tensor]) -> None:
         """Forward and backward."""
-        wanted = [t for t in (self.x if self.q.needs_x else None, self.w, self.b) if t is not None]
+        wanted = [t for t in (self.x, self.w, self.b) if t is not None and t.requires_grad]
         torch.autograd.grad(forward(), wanted, self.g)
 
 

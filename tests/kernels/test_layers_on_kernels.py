@@ -204,6 +204,22 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
     assert all(q.needs_x for q in asked)
 
 
+def test_a_frozen_layer_is_rehearsed_when_it_is_traced(device, monkeypatch):
+    """As the others are: what its step caches would be in the memory of a CUDA graph."""
+    from hotrain import planning
+
+    net, _ = pair("hot", device)
+    net[0].weight.requires_grad_(False)
+    rehearsed = []
+    monkeypatch.setattr(planning, "rehearse", rehearsed.append)
+    hotrain.convert(net, "hot", number="int", plan="memory")
+    state = type(net[0]._hotrain)
+    monkeypatch.setattr(state, "_question", _as_if_on_a_gpu(state._question))
+    x = torch.randn(2, 32, 32, device=device, requires_grad=True)
+    torch.compile(net, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert [(q.w, q.trained) for q in rehearsed] == [((64, 32), False), ((32, 64), True)]
+
+
 def _as_if_on_a_gpu(question):
     return lambda self, facts, geometry: question(self, (*facts[:2], torch.device("cuda"), *facts[3:]), geometry)
 
@@ -219,8 +235,12 @@ def _as_if_on_a_gpu(question):
     ],
     ids=str,
 )
-def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, device, monkeypatch):
-    """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then."""
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained, device, monkeypatch):
+    """In a CUDA graph's warm-up no tensor may be made that outlives the step: all of them are cached by then.
+
+    A frozen weight's step has other ones: without g_w, g_y is read in no tile's order.
+    """
     from hotrain import planning
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -235,15 +255,16 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, device, 
     kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device
     planning.rehearse(
         planning.Question(
-            (2, 50, 32), (48, 32), torch.float32, torch.float32, True, True, method, None, False, None, device
+            (2, 50, 32), (48, 32), torch.float32, torch.float32, True, True, trained, method, None, False, None, device
         )
     )
     made = [cache.cache_info().misses for cache in caches]
     plans = len(quantize_kernels._plans)
     assert plans
     net = nn.Linear(32, 48).to(device)
+    net.weight.requires_grad_(trained)
     hotrain.convert(net, name, plan="memory", filter_fn=lambda m, n: True, **options)
-    grads(net, torch.randn(2, 50, 32, device=device))
+    net(torch.randn(2, 50, 32, device=device, requires_grad=True)).square().sum().backward()
     assert [cache.cache_info().misses for cache in caches] == made
     assert len(quantize_kernels._plans) == plans
 

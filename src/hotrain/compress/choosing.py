@@ -132,11 +132,11 @@ def layers(graph: Graph) -> list[tuple[Any, ...]]:
     for target in _GRADIENTS:
         for node in graph.find_nodes(op="call_function", target=target):
             args: Any = node.args
-            of_g_y, *_, config, _, _, place, _ = args
+            of_g_y, *_, config, _, _, place, needs = args
             g_y = of_g_y.meta["val"]
             if is_static(g_y):
                 sizes = (g_y.shape[:-1].numel(), place) if isinstance(place, int) else place
-                found.append((config, *sizes, g_y.shape[-1]))
+                found.append((config, *sizes, g_y.shape[-1], needs[1]))
     return found
 
 

@@ -234,18 +234,18 @@ class LayerState:
         word = replace(config, kernels=kernels).word
         if question is not None:
             planning.rehearse(question)  # the reference caches tensors too, which a CUDA graph must not own
-            self.traced = (word, *_sizes_of_gradients(question, config), question.outputs)
+            self.traced = (word, *_sizes_of_gradients(question, config), question.outputs, question.trained)
         return word, config.draws
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
-        """The layer on a GPU as a question to `hotrain.planning`; None elsewhere, and where its weight is frozen."""
+        """The layer on a GPU as a question to `hotrain.planning`; None elsewhere."""
         x, dtype, device, needs_x, w, weights, trained, bias = facts
-        if device.type != "cuda" or not trained:
+        if device.type != "cuda":
             return None
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
         return planning.Question(
-            x, w, dtype, weights, bias, needs_x, self.running, self.grid, self.transposed, geometry, device
+            x, w, dtype, weights, bias, needs_x, trained, self.running, self.grid, self.transposed, geometry, device
         )
 
     def _why_exact(self, question: planning.Question | None, samples: bool) -> str | None:
