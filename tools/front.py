@@ -45,7 +45,8 @@ def headline(folder: Path = records.RESULTS) -> str:
             if earlier is None:
                 continue
             source, exact = earlier
-            others[records._commit(source[0])] = exact
+            on = "" if source[0]["device"] == run[0]["device"] else f"one {source[0]['device']}, "
+            others[f"{on}commit {records._commit(source[0])}"] = exact
             mark = " ¹"
         ms, peak = (records._step_mean(source, SUBJECT, variant, *more) for more in ((), ("peak_bytes",)))
         assert ms is not None
@@ -54,9 +55,7 @@ def headline(folder: Path = records.RESULTS) -> str:
     text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], lines)
     text += f"\n\nOne run on {_where(run[0])}"
     if others:
-        text += (
-            " (¹ " + ", ".join(f"commit {commit}, where exact took {ms:.1f} ms" for commit, ms in others.items()) + ")"
-        )
+        text += " (¹ " + "; ".join(f"{where}, where exact took {ms:.1f} ms" for where, ms in others.items()) + ")"
     default = [row for row in run if (row["subject"], row["variant"]) == (SUBJECT, DEFAULT_VARIANT)]
     layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
@@ -171,11 +170,20 @@ def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
         gib = [f"{peak / records.GIB:.2f}" for peak in peaks if peak is not None]
         if everything:
             gib.append(f"{float(peaks[1] or 0) / float(peaks[0] or 1):.2f}")
-        cells = [f"{base[1]:.1f}", f"{ms:.1f}", f"{ms / base[1]:.2f}", *gib, f"`{base[0]}`", records._commit(run[0])]
+        cells = [f"{base[1]:.1f}", f"{ms:.1f}", f"{ms / base[1]:.2f}", *gib, f"`{base[0]}`", records._place(run[0])]
         lines.append((ms / base[1], [f"`{subject}`", *cells]))
     if not lines:
         return records._none_yet("step")
-    headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "baseline", "commit"]
+    headers = [
+        "model / batch",
+        "exact ms",
+        "default ms",
+        "× time",
+        "exact GiB",
+        "default GiB",
+        "baseline",
+        "commit, GPU",
+    ]
     if everything:
         headers.insert(6, "× peak")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]

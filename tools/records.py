@@ -141,6 +141,16 @@ def _commit(row: dict[str, Any]) -> str:
     return str(row["commit"])[:10]
 
 
+def gpu(row: dict[str, Any]) -> str:
+    """The device of a record in short: H200."""
+    return str(row["device"]).removeprefix("NVIDIA ").split()[0]
+
+
+def _place(row: dict[str, Any]) -> str:
+    """The commit of a record, and its GPU."""
+    return f"{_commit(row)}, {gpu(row)}"
+
+
 def _by_run(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -250,10 +260,11 @@ def steps(folder: Path = RESULTS) -> str:
     lines, runs = [], {}
     for subject in dict.fromkeys(subject for subject, _ in last):
         of_subject = [value for (other, _), value in last.items() if other == subject]
-        for run, rows in sorted(of_subject, key=lambda value: _step_order(*value)):
+        ordered = sorted(of_subject, key=lambda value: _step_order(*value))
+        for run, rows in sorted(ordered, key=lambda value: gpu(value[1][0]), reverse=True):  # the H200 first
             runs[rows[0]["run_id"]] = run
             lines.append(_step_cells(subject, run, rows))
-    headers = ["subject", "variant", "ms/step", "÷ exact+compile", *STEP_BYTES.values(), "commit"]
+    headers = ["subject", "variant", "ms/step", "÷ exact+compile", *STEP_BYTES.values(), "commit, GPU"]
     notes = [
         f"* {subject}, `{variant}`: {note}."
         for (subject, variant), (_, rows) in last.items()
@@ -289,7 +300,7 @@ def zoo(folder: Path = RESULTS) -> str:
         }
         exact, default = (found[variant]["median_ms"] for variant in both)
         ratio = float("inf") if exact is None or default is None else default / exact
-        lines.append((ratio, [subject, *models.cells(found), _commit(run[0])]))
+        lines.append((ratio, [subject, *models.cells(found), _place(run[0])]))
         notes += [
             f"* {subject}, `{row['variant']}`: {row['error']}."
             for row in mine
@@ -299,7 +310,7 @@ def zoo(folder: Path = RESULTS) -> str:
         return _none_yet("zoo")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     commands = [f"* {_conditions(run[0])}" for run in runs.values()]
-    table = _markdown(["model", *models.HEADERS, "commit"], ordered)
+    table = _markdown(["model", *models.HEADERS, "commit, GPU"], ordered)
     return table + "\n\n" + "\n".join([*notes, *commands])
 
 
@@ -314,7 +325,7 @@ def _step_cells(subject: str, run: list[dict[str, Any]], rows: list[dict[str, An
     variant = rows[0]["variant"]
     if not measured:
         error = rows[0]["error"].replace("|", "\\|")
-        return [subject, variant, error, "", *("" for _ in STEP_BYTES), _commit(rows[0])]
+        return [subject, variant, error, "", *("" for _ in STEP_BYTES), _place(rows[0])]
     base = _step_mean(run, subject, STEP_BASELINE)
     ms = statistics.fmean(row["median_ms"] for row in measured)
     cells = [subject, variant, f"{ms:.2f} ± {max(row['spread_ms'] for row in measured):.2f}"]
@@ -322,7 +333,7 @@ def _step_cells(subject: str, run: list[dict[str, Any]], rows: list[dict[str, An
     for field in STEP_BYTES:
         value = _step_mean(measured, subject, variant, field)
         cells.append("–" if value is None else f"{value / GIB:.2f}")
-    return [*cells, _commit(rows[0])]
+    return [*cells, _place(rows[0])]
 
 
 def _step_mean(rows: list[dict[str, Any]], subject: str, variant: str, field: str = "median_ms") -> float | None:
@@ -501,6 +512,8 @@ def scaling(folder: Path = RESULTS) -> str:
                 if any(row is None or row["median_ms"] is None for row in pair):
                     continue
                 exact, ours = (row for row in pair if row is not None)
+                buckets = ours.get("bucket_mb")
+                title += f", buckets of {buckets:g} MiB" if buckets else ""
                 title += ", CUDA graphs; reserved" if graphs else ""
                 line = [f"`{subject}`", title, *(f"{row['median_ms']:.1f}" for row in (exact, ours))]
                 line.append(f"{ours['median_ms'] / exact['median_ms']:.2f}")
@@ -903,11 +916,12 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
     """Subject → variant → (peak GiB, ms/step), each subject from the latest run that has `SMALLER` and the
     baseline of it, with checkpointing beside it if there is one.
 
-    Without the variants that have another optimizer; of other libraries' and PyTorch's own that this run lacks, the
-    latest run's, named as such.
+    Without the variants that have another optimizer; of other libraries' and PyTorch's own that this run lacks, those
+    of the latest run on the same GPU, named as such.
     """
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    others: dict[str, dict[str, tuple[float, float]]] = {}
+    device: dict[str, str] = {}
+    others: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for rows in _by_run(_of_bench("step", folder)).values():
         for subject in dict.fromkeys(row["subject"] for row in rows):
             points = {}
@@ -917,12 +931,13 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
                 if peak is not None and ms is not None and not variant.endswith(EIGHT_BIT):
                     points[variant] = (peak / GIB, ms)
             if {SMALLER, STEP_BASELINE} <= set(points) and (SMALLER + "+checkpoint" in points or subject not in found):
-                found[subject] = points
+                found[subject], device[subject] = points, gpu(rows[0])
             for variant, place in points.items():
                 if not variant.startswith("hotrain"):
-                    others.setdefault(subject, {})[variant] = place
+                    others.setdefault((subject, gpu(rows[0])), {})[variant] = place
     for subject, points in found.items():
-        lacking = {name: place for name, place in others[subject].items() if name not in points}
+        same = others[subject, device[subject]]
+        lacking = {name: place for name, place in same.items() if name not in points}
         points |= {f"{name} (another run)": place for name, place in lacking.items()}
     return found
 

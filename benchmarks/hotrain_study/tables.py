@@ -297,6 +297,7 @@ class Claim:
     study: str = "pretraining"
 
 
+ADAPTED = "small ViT, CIFAR-10 → CIFAR-100"
 CLAIMS = (
     Claim("HOT trains ResNet-18 on CIFAR-10 as exact does (−0.46)", "ResNet-18, CIFAR-10", "hot", -0.46),
     Claim("HOT trains ResNet-18 on CIFAR-100 as exact does (−0.13)", "ResNet-18, CIFAR-100", "hot", -0.13),
@@ -304,10 +305,12 @@ CLAIMS = (
     Claim("LUQ loses 0.50 on ResNet-18, CIFAR-10", "ResNet-18, CIFAR-10", "luq", -0.50),
     Claim("LBP-WHT loses 2.20 on ResNet-18, CIFAR-10", "ResNet-18, CIFAR-10", "lbp-wht", -2.20),
     Claim("naive int4 loses 2.13 on ResNet-18, CIFAR-10", "ResNet-18, CIFAR-10", "int4", -2.13),
+    Claim("HOT on LoRA's frozen layers costs 0.10 (ViT-B, CIFAR-100)", ADAPTED, "hot, frozen", -0.10, "lora"),
+    Claim("HOT on LoRA's adapters costs 34.65", ADAPTED, "hot, adapters", -34.65, "lora"),
     Claim("HOT at r = 4 loses 3.3 on CIFAR-100", "ResNet-18, CIFAR-100", "hot:scale=token+rank=4", -3.26, "rank"),
     Claim("HOT at r = 1 loses 29 on CIFAR-100", "ResNet-18, CIFAR-100", "hot:scale=token+rank=1", -29.07, "rank"),
 )
-"""HOT's Tables 4 and 2: gaps to exact in points (Table 2's: against r = 16, EfficientFormer-L1)."""
+"""HOT's Tables 4, 3 and 2: gaps to exact in points (Table 2's: against r = 16, EfficientFormer-L1)."""
 
 
 HELD, WORSE, BETTER, OPEN = "Held", "Lost more here", "Lost less here", "Not measured yet"
@@ -334,21 +337,20 @@ def verdict(claim: Claim, study: Study, rows: Iterable[Row]) -> tuple[str, str]:
 
 
 def advice(study: Study, rows: Iterable[Row], default: str) -> list[str]:
-    """What to choose, a line for each model: the default where its loss is within two standard errors, else exact."""
-    out = []
+    """What to choose, a line for each choice: the default where its loss is within two standard errors, else exact."""
+    out: dict[str, list[str]] = {}
     for line in lines(study, rows):
         if line.method != default or not line.gaps:
             continue
         mean, count = statistics.fmean(line.gaps), len(line.gaps)
-        error = statistics.stdev(line.gaps) / math.sqrt(count) if count > 1 else None
-        gap = mean_text(line.gaps, error=True, sign="+")
-        if error is None:
-            out.append(f"{line.group}: `{default}` is at {gap} points after one seed, which decides nothing.")
-        elif mean >= -2 * error:
-            out.append(f"{line.group}: choose `{default}` where memory is short; it costs no accuracy ({gap} points).")
+        if count == 1:
+            choice = f"`{default}` after one seed, which decides nothing"
+        elif mean >= -2 * statistics.stdev(line.gaps) / math.sqrt(count):
+            choice = f"Choose `{default}` where memory is short; it costs no accuracy"
         else:
-            out.append(f"{line.group}: choose exact unless memory is short; `{default}` is at {gap} points.")
-    return out
+            choice = f"Choose exact unless memory is short; `{default}` is at"
+        out.setdefault(choice, []).append(f"{line.group} ({mean_text(line.gaps, error=True, sign='+')})")
+    return [f"{choice}: {', '.join(models)}." for choice, models in out.items()]
 
 
 def _counted(study: Study, rows: list[Row]) -> list[str]:
@@ -387,7 +389,7 @@ def _chosen_scales(study: Study, rows: list[Row]) -> list[str]:
 
 
 def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> list[str]:
-    """At most ten lines: how much was run, which claims held (gaps in points), and what to choose for each model."""
+    """At most ten lines: how much was run, which claims held, and what to choose for which model; gaps in points."""
     rows = list(rows)
     done = {name: sum(row["status"] != FAILED for row in study.last(rows).values()) for name, study in studies.items()}
     first = "Run so far: " + ", ".join(f"{name} {done[name]} of {len(studies[name].cells)}" for name in studies) + "."
