@@ -308,10 +308,10 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], others: list[Node]) -> Candidate | None:
     args: Any = node.args
-    g, q, k, _, _, _, dropout, causal, scale, _, wants_mask, number = args
+    g, q, k, _, bias, _, dropout, causal, scale, _, wants_mask, number = args
     both = [n for target in _BACKWARD for n in graph.find_nodes(op="call_function", target=target)]
     forward = next((n for n in both if _note(n, ATTENTION) == number), None)
-    if forward is None or wants_mask:
+    if forward is None or (wants_mask and _BACKWARD[forward.target] is not _backward_of_efficient):
         return None
     given: Any = forward.args
     tensors = [*given[:3], _part(graph, forward, 0)]
@@ -327,6 +327,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     # Packing reads all four in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
     read = sum(numel(place) * 2.5 for reading in mine for place in reading.places)
     nbytes = elements * 2.8 + numel(q) * 3.0 + 2 * numel(k) * 2.9 + read
+    nbytes += 0 if bias is None else _stored(bias.meta["val"]) * bias.meta["val"].dtype.itemsize
     flops = 4.0 * batch * heads_of_q * tokens * keys * width * (0.5 if causal else 1.0)
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
@@ -334,7 +335,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
         results = _BACKWARD[forward.target](graph, node, forward, g, dropout, causal, scale)
         for user in list(node.users):
             place: Any = user.args[1]
-            user.replace_all_uses_with(results[place] if place < 3 else node)
+            user.replace_all_uses_with(results[place] if place < 3 + wants_mask else node)
             graph.erase_node(user)
         for reading in mine:
             _put_back(reading)
@@ -342,6 +343,11 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
             _pack_the_output(graph, keeper)
 
     return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
+
+
+def _stored(t: Tensor) -> int:
+    """Elements in memory: those of a mask that is broadcast are read again from the cache."""
+    return math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
 
 
 def _packed(keeper: Any) -> Node | None:
@@ -410,9 +416,10 @@ def _backward_of_efficient(
 ) -> list[Node]:
     out, lse, seed, offset = (_part(graph, forward, place) for place in range(4))
     given: Any = forward.args
-    args = (g, *given[:4], out, lse, seed, offset, dropout, [True, True, True, False], causal)
+    wants_mask: Any = node.args[10]
+    args = (g, *given[:4], out, lse, seed, offset, dropout, [True, True, True, wants_mask], causal)
     made = _called(graph, node, _aten._scaled_dot_product_efficient_attention_backward.default, *args, scale=scale)
-    return [_called(graph, node, operator.getitem, made, place) for place in range(3)]
+    return [_called(graph, node, operator.getitem, made, place) for place in range(3 + wants_mask)]
 
 
 def _backward_on_cpu(
