@@ -564,6 +564,50 @@ def test_a_cost_without_a_measurement_is_bytes(device: torch.device, monkeypatch
     assert found == pytest.approx([one] * 4)
 
 
+class Branch(nn.Module):
+    """A residual branch between two norms, changed by `change` before it is added."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.change = nn.Parameter(torch.randn(WIDTH)), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.one(self.first(x))
+        if self.change == "dropout":
+            branch = F.dropout(branch, 0.1)
+        elif self.change == "stochastic depth":
+            branch = branch * (torch.rand(len(x), 1, 1, device=x.device) < 0.9).to(branch.dtype)
+        elif self.change == "scale":
+            branch = branch * self.scale
+        x = x + branch
+        return x + self.two(self.second(x))
+
+
+@pytest.mark.parametrize("change", ["", "dropout", "stochastic depth", "scale"])
+def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
+    change: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch is written and read in float32; backward reads the gradient behind the second norm once more."""
+    torch.manual_seed(0)
+    model, x = Branch(change).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    hotrain.convert(model, "exact", memory="block")
+    found: list[int] = []
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        found.append(fusing.unfused(gm.graph))
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    # Dropout is a formula to Inductor's own generator alone, which needs its compiler.
+    with torch._inductor.config.patch(fallback_random=change == "stochastic depth"):
+        step(torch.compile(model) if change == "dropout" else Traced(model).call, model, x, False)
+    assert found == [3 * x.nbytes if change else 0]
+
+
 class Sines(nn.Module):
     """A function without an operator of hotrain's."""
 

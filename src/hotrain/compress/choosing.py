@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
-from . import costs, exact_norms
+from . import costs, exact_norms, fusing
 from .formats import is_static
 from .nodes import MOVES, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
@@ -106,7 +106,8 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
         return {}, math.inf
     graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
-    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs)]
+    beside = 1e3 * fusing.unfused(graph) / roofs.copy
+    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), beside]
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
     late -= _interpolation(graph, roofs)
     all_of = collections.Counter(c.what for c in found)

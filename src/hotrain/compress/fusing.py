@@ -47,6 +47,42 @@ def add_gradients(graph: Graph) -> None:
     _merge(graph, {torch.ops.hotrain.norm_gradient: _Joint})
 
 
+def unfused(graph: Graph) -> int:
+    """Bytes that formulas beside norms move more than in exact training, where a compiler fuses them with the norm.
+
+    Of dropout, of stochastic depth, of a layer's scale: what is added in a norm is written and read before, and the
+    gradient that it writes is read once more. On the joint graph, as `choosing` sees it.
+    """
+    ours, nbytes = torch.ops.hotrain, 0
+    for node in graph.find_nodes(op="call_function", target=ours.norm_forward.default):
+        source = _uncast(_base(node.args[0]))
+        nbytes += sum(2 * _nbytes(t) for t in _sum(source) or () if _is_formula(t) and len(t.users) == 1)
+    for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
+        g_x = next((user for user in node.users if user.args[1] == 0), None)
+        readers = [] if g_x is None else _readers(g_x)
+        total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
+        if total is not None and any(_is_formula(user) and _sum(user) is None for user in _readers(total)):
+            nbytes += _nbytes(total)
+    return nbytes
+
+
+def _is_formula(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and node.target not in CASTS
+
+
+def _readers(node: Node) -> list[Node]:
+    """Users of a tensor, and of its views and casts."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _readers(user) if same_order(user) or user.target in CASTS else [user]
+    return found
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.dtype.itemsize)
+
+
 def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
     changed = False
     for packet, merging in by.items():
