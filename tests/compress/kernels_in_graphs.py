@@ -40,9 +40,10 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     scale, r = torch.empty(ROWS, 1, 1, dtype=BF16, device="cuda"), torch.empty(ROWS, device="cuda")
     marks = torch.empty(ROWS, CHANNELS // 2, dtype=torch.uint8, device="cuda")
     norm = 1e-5, BF16, BF16, True, False
-    yield "norm_forward", lambda x, w: OPS.norm_forward(x, None, w, w, *norm, False, None), [x, w]
-    yield "norm_forward", lambda x, w: OPS.norm_forward(x, x, w, None, *norm, True, w), [x, w]
-    backward = lambda *t: OPS.norm_backward(*t, None, BF16, True, torch.float32)  # noqa: E731
+    yield "norm_forward", lambda x, w: OPS.norm_forward(x, None, w, w, *norm, False, None, None, 1.0), [x, w]
+    two = torch.empty(2, device="cuda")
+    yield "norm_forward", lambda x, w, f: OPS.norm_forward(x, x, w, None, *norm, True, w, f, 1.0), [x, w, two]
+    backward = lambda *t: OPS.norm_backward(*t, None, BF16, True, torch.float32, None, 1.0)  # noqa: E731
     yield "norm_backward", backward, [x, codes, scale, r, w]
     yield "activate", lambda x, w: OPS.activate(x, "gelu", w), [x, w]
     yield "slope_gradient", lambda x, marks: OPS.slope_gradient(x, marks, "gelu", True), [x, marks]

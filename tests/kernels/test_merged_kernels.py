@@ -153,7 +153,7 @@ def test_sums_and_casts_around_norms_are_merged(
     if not after:
         assert all(node.args[5] is not None for node in gradients), "the shortcut's gradient"
     if autocast:
-        assert sum(node.args[-1] == torch.bfloat16 for node in gradients) >= 1, "the next product's copy"
+        assert sum(node.args[8] == torch.bfloat16 for node in gradients) >= 1, "the next product's copy"
     slopes = merged.calls("backward", torch.ops.hotrain.slope_gradient.default)
     assert [node.args[-1] for node in slopes] == [True], "wide's bias gradient"
     assert not any(node.args[-1] for node in plain.calls("backward", torch.ops.hotrain.slope_gradient.default))
@@ -206,7 +206,7 @@ def test_biases_of_convolutions_are_added_by_what_reads_them(
     (norm,) = merged.calls("forward", torch.ops.hotrain.norm_forward.default)
     taken = [n for n in merged.calls("forward", torch.ops.hotrain.activate.default) if n.args[-1] is not None]
     assert len(taken) == 1
-    assert [n.args[-1].meta["val"].shape for n in (norm, *taken)] == [(32,), (WIDTH,)]
+    assert [n.meta["val"].shape for n in (norm.args[10], *(n.args[-1] for n in taken))] == [(32,), (WIDTH,)]
 
 
 class Read(nn.Module):
@@ -571,7 +571,7 @@ class Branch(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale, self.change = nn.Parameter(torch.randn(WIDTH)), change
+        self.scale, self.change = nn.Parameter(torch.randn(WIDTH)) if change == "scale" else None, change
 
     def forward(self, x: Tensor) -> Tensor:
         branch = self.one(self.first(x))
@@ -579,17 +579,25 @@ class Branch(nn.Module):
             branch = F.dropout(branch, 0.1)
         elif self.change == "stochastic depth":
             branch = branch * (torch.rand(len(x), 1, 1, device=x.device) < 0.9).to(branch.dtype)
-        elif self.change == "scale":
+        elif self.scale is not None:
             branch = branch * self.scale
         x = x + branch
         return x + self.two(self.second(x))
+
+
+def inductor(change: str) -> Any:
+    """Dropout is a formula to Inductor's own generator alone, which needs its compiler."""
+    return torch._inductor.config.patch(fallback_random=change == "stochastic depth")
 
 
 @pytest.mark.parametrize("change", ["", "dropout", "stochastic depth", "scale"])
 def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
     change: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The branch is written and read in float32; backward reads the gradient behind the second norm once more."""
+    """A branch that is scaled is written and read in float32; backward reads the second norm's gradient once more.
+
+    Dropout and stochastic depth are merged.
+    """
     torch.manual_seed(0)
     model, x = Branch(change).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
     hotrain.convert(model, "exact", memory="block")
@@ -602,10 +610,49 @@ def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
         return math.inf
 
     monkeypatch.setattr(compiled, "_choose", choose)
-    # Dropout is a formula to Inductor's own generator alone, which needs its compiler.
-    with torch._inductor.config.patch(fallback_random=change == "stochastic depth"):
+    with inductor(change):
         step(torch.compile(model) if change == "dropout" else Traced(model).call, model, x, False)
-    assert found == [3 * x.nbytes if change else 0]
+    assert found == [3 * x.nbytes if change == "scale" else 0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", ["dropout", "stochastic depth"])
+def test_dropout_and_stochastic_depth_are_merged_with_the_norm(
+    change: str, autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: of the same random numbers, the values of the graph without merging.
+
+    Under autocast the product is not rounded to bfloat16 before it is added, which moves codes.
+    """
+    torch.manual_seed(0)
+    model, x = Branch(change).to(device).train(), torch.randn(8, 96, WIDTH, device=device)
+    hotrain.convert(model, "exact", memory="block")
+    fuse, graphs = fusing.fuse, []
+
+    def kept(graph: torch.fx.Graph) -> bool:
+        changed = fuse(graph)
+        graphs.append(graph)
+        return changed
+
+    def run() -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        with inductor(change):
+            return step(torch.compile(model), model, x, autocast)
+
+    monkeypatch.setattr(fusing, "fuse", kept)
+    got = run()
+    monkeypatch.setattr(fusing, "fuse", lambda graph: False)
+    want = run()
+    forward, backward = graphs
+    norms = forward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_forward.default)
+    assert [n.args[11] is not None for n in norms] == [False, True]
+    gradients = backward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default)
+    assert [n.args[9] is not None for n in gradients] == [True, False]
+    for graph in graphs:
+        dense = [n for n in graph.nodes if n.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.where.self)]
+        assert not [n for n in dense if n.meta["val"].numel() == x.numel() and n.meta["val"].is_floating_point()]
+    assert difference(got, want) < (0.05 if autocast else 1e-5)
 
 
 class Sines(nn.Module):

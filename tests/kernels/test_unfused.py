@@ -211,13 +211,54 @@ def test_a_norm_of_a_sum_with_a_bias(
     got = norm.forward(x, more, *vectors, dtypes, *flags, bias)
     same = norm.forward(x.float() + bias.float(), more, *vectors, dtypes, *flags)
     monkeypatch.setattr(autograd, "KERNELS", {})
-    want = torch.ops.hotrain.norm_forward(x, more, *vectors, *dtypes, *flags, bias)
+    want = torch.ops.hotrain.norm_forward(x, more, *vectors, *dtypes, *flags, bias, None, 1.0)
     for total, y, r, codes, scale in (same, want):
         torch.testing.assert_close(got[0], total, rtol=2.0**-22, atol=2.0**-20)
         torch.testing.assert_close(got[1], y, rtol=2.0**-16, atol=2.0**-16)
         torch.testing.assert_close(got[2], r, rtol=2.0**-19, atol=0)
         torch.testing.assert_close(got[4].float(), scale.float(), rtol=2.0**-7, atol=0)
         assert (got[3] != codes).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
+
+
+@pytest.mark.parametrize("kind", ["samples", "bits"])
+@pytest.mark.parametrize("shape", [(16, 48), (48, 100), (24, 1024)])
+def test_a_branch_and_a_gradient_are_multiplied(
+    kind: str, shape: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a number for each of four samples, or by a dropout's mask: as the products themselves, and the definition.
+
+    Products with no more than 16 significant bits are exact, so that what is added is the same to the bit.
+    """
+    x, more = draw(*shape, torch.float32, device), draw(*shape, torch.bfloat16, device)
+    g, other = draw(*shape, torch.bfloat16, device), draw(*shape, torch.float32, device)
+    w, b = torch.randn(shape[1], device=device), torch.randn(shape[1], device=device)
+    if kind == "bits":
+        mask = torch.rand(shape, device=device) < 0.7
+        (factor,), times, full = BITS.keep(mask), 1.25, mask * 1.25
+    else:
+        factor, times = torch.tensor([0.0, 1.25, 0.0, 1.5], device=device), 1.0
+        full = factor.repeat_interleave(shape[0] // 4)[:, None].expand(shape)
+    rest = (w, b, 1e-5, (torch.float32, torch.float32), True, False, True, None)
+    got = norm.forward(x, more, *rest, factor, times)
+    product = more.float() * full
+    want = norm.forward(x, product, *rest)
+    # One addition may keep its product unrounded.
+    torch.testing.assert_close(got[0], want[0], rtol=2.0**-22, atol=2.0**-22)
+    torch.testing.assert_close(got[1], want[1], rtol=2.0**-16, atol=2.0**-16)
+    kept, r = got[3:], got[2]
+    plain = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float32)
+    multiplied = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.bfloat16, factor, times)
+    assert torch.equal(multiplied[0], plain[0])
+    assert torch.equal(multiplied[1], plain[1])
+    wanted = plain[2] * full
+    torch.testing.assert_close(multiplied[2].float(), wanted, rtol=2.0**-7, atol=0)
+    assert torch.equal(multiplied[2] == 0, wanted == 0)
+    monkeypatch.setattr(autograd, "KERNELS", {})
+    ops, flat = torch.ops.hotrain, (torch.float32, torch.float32, True, False, True, None)
+    total, *_ = ops.norm_forward(x, more, w, b, 1e-5, *flat, factor, times)
+    torch.testing.assert_close(total, want[0], rtol=2.0**-22, atol=2.0**-22)
+    *_, copy = ops.norm_backward(g, *kept, r, w, other, torch.float32, True, torch.float32, factor, times)
+    torch.testing.assert_close(copy, wanted, rtol=2.0**-12, atol=2.0**-12)
 
 
 def test_gradients_without_parameters(device: torch.device) -> None:

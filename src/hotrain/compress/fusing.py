@@ -4,8 +4,10 @@ In a residual network a norm reads a sum, and its result is cast to the dtype of
 a cast product's, and is added to the shortcut's. Each of these is a pass over memory of its own beside an opaque
 operator, so they become arguments of it:
 
-    s = x + branch;  y = cast(norm(s))      ──►   s, y = norm_forward(x, branch)
-    g_x = norm'(cast(g));  g = shortcut + g_x;  cast(g)   ──►   g, cast(g) = norm_backward(g, shortcut)
+    s = x + branch · f;  y = cast(norm(s))  ──►   s, y = norm_forward(x, branch, f)
+    g_x = norm'(cast(g));  g = shortcut + g_x;  cast(g) · f   ──►   g, cast(g · f) = norm_backward(g, shortcut, f)
+
+f is of a dropout, whose bits it is, or of stochastic depth, a number for each sample.
 
 The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
 before. The bias of a convolution, which Inductor would add in a kernel of its own, is added by the norm or the
@@ -21,13 +23,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from .factors import Product
 from .formats import is_static
-from .nodes import called, computed, same_order, value_of
+from .nodes import CASTS, FLOATS, called, computed, is_dense, same_order, value_of
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
-CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 
 
 def fuse(graph: Graph) -> bool:
@@ -50,18 +52,21 @@ def add_gradients(graph: Graph) -> None:
 def unfused(graph: Graph) -> int:
     """Bytes that formulas beside norms move more than in exact training, where a compiler fuses them with the norm.
 
-    Of dropout, of stochastic depth, of a layer's scale: what is added in a norm is written and read before, and the
-    gradient that it writes is read once more. On the joint graph, as `choosing` sees it.
+    Of a layer's scale, for one: what is added in a norm is written and read before, and the gradient that it writes is
+    read once more. On the joint graph, as `choosing` sees it.
     """
     ours, nbytes = torch.ops.hotrain, 0
     for node in graph.find_nodes(op="call_function", target=ours.norm_forward.default):
         source = _uncast(_base(node.args[0]))
-        nbytes += sum(2 * _nbytes(t) for t in _sum(source) or () if _is_formula(t) and len(t.users) == 1)
+        alone = [t for t in _sum(source) or () if _is_formula(t) and len(t.users) == 1]
+        merged = next((t for t in alone if Product.of(t) is not None), None)
+        nbytes += sum(2 * _nbytes(t) for t in alone if t is not merged)
     for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
         g_x = next((user for user in node.users if user.args[1] == 0), None)
         readers = [] if g_x is None else _readers(g_x)
         total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
-        if total is not None and any(_is_formula(user) and _sum(user) is None for user in _readers(total)):
+        formulas = [] if total is None else [t for t in _readers(total) if _is_formula(t) and _sum(t) is None]
+        if total is not None and formulas and (len(formulas) > 1 or Product.of_gradient(formulas[0]) is None):
             nbytes += _nbytes(total)
     return nbytes
 
@@ -121,6 +126,9 @@ class _Merging:
         shape = self.node.args[0].meta["val"].shape  # type: ignore[union-attr]
         return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
 
+    def flat(self, before: Node, factor: Node) -> Node:
+        return factor if factor.meta["val"].dim() == 1 else self.call(before, _aten.view.default, factor, [-1])
+
     def replace(self, old: Node, matrix: Node, before: Node) -> None:
         """Put a result, (R, C), in the place of a tensor of any shape."""
         shape = list(old.meta["val"].shape)
@@ -143,17 +151,25 @@ class _Forward(_Merging):
         source = _uncast(_base(x))
         found = _sum(source)
         if branch is not None or found is None:
-            if source is not _base(x) and _is_dense(source):
+            if source is not _base(x) and is_dense(source):
                 self.again(self.node, (self.rows(self.node, source), branch, w, b, *rest))
             return
-        eps, _, y, centered, cast, _, bias = rest
+        eps, _, y, centered, cast, _, bias, factor, times = rest
         after = source.next  # all that reads the sum comes behind it
         if any(isinstance(t, Node) and not t < after for t in (w, b)):
             return
         chain = _chain(x, source)
         keeps = any(user not in (*chain, self.node) for node in chain for user in node.users)
-        one, other = (self.rows(after, t) for t in found)
-        made = self.again(after, (one, other, w, b, eps, source.meta["val"].dtype, y, centered, cast, keeps, bias))
+        one, other = found
+        for t, rest_of in ((other, one), (one, other)):
+            product = Product.of(t) if len(t.users) == 1 else None
+            if product is not None and product.factor < after:
+                one, other, times = rest_of, product.branch, product.times
+                factor = self.flat(after, product.factor)
+                break
+        one, other = (self.rows(after, t) for t in (one, other))
+        total = source.meta["val"].dtype
+        made = self.again(after, (one, other, w, b, eps, total, y, centered, cast, keeps, bias, factor, times))
         if keeps:
             self.replace(source, self.call(after, operator.getitem, made, 0), after)
 
@@ -161,11 +177,9 @@ class _Forward(_Merging):
         y = self.result(1)
         casts = None if y is None else _all_casts(y)
         args: Any = self.node.args
-        *rest, _, centered, cast, keeps, bias = args
-        if not casts or cast:
+        if not casts or args[8]:
             return
-        dtype = casts[0].meta["val"].dtype
-        self.again(self.node, (*rest, dtype, centered, cast, keeps, bias))
+        self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
         _drop(self.graph, casts, self.result(1))
 
 
@@ -175,13 +189,14 @@ class _Backward(_Merging):
         self.cast()
         self.add()
         self.copy()
+        self.multiply()
         return self.changed
 
     def uncast(self) -> None:
         args: Any = self.node.args
         g, *rest = args
         source = _uncast(_base(g))
-        if source is not _base(g) and _is_dense(source):
+        if source is not _base(g) and is_dense(source):
             self.again(self.node, (self.rows(self.node, source), *rest))
 
     def cast(self) -> None:
@@ -189,8 +204,7 @@ class _Backward(_Merging):
         casts = None if g_x is None else _all_casts(g_x)
         if casts:
             args: Any = self.node.args
-            *rest, _, centered, copy = args
-            self.again(self.node, (*rest, casts[0].meta["val"].dtype, centered, copy))
+            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
             _drop(self.graph, casts, self.result(0))
 
     def add(self) -> None:
@@ -204,16 +218,17 @@ class _Backward(_Merging):
             return
         (operand,) = (t for t in total.all_input_nodes if t is not g_x)
         source = _uncast(operand)
-        other = source if _is_dense(source) else operand
+        other = source if is_dense(source) else operand
         if not other < self.node:
             return
         before, args = self.node, self.node.args
-        g, codes, scale, r, w, _, _, centered, _ = args
+        g, codes, scale, r, w, _, _, centered, _, *factor = args
         casts = [user for user in total.users if user.target in CASTS]
         dtypes = {cast.meta["val"].dtype for cast in casts}
-        copy = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(_FLOATS) else None
+        copy = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(FLOATS) else None
         dtype = total.meta["val"].dtype
-        made = self.call(before, before.target, g, codes, scale, r, w, self.rows(before, other), dtype, centered, copy)
+        given = g, codes, scale, r, w, self.rows(before, other), dtype, centered, copy, *factor
+        made = self.call(before, before.target, *given)
         parts = [self.call(before, operator.getitem, made, place) for place in range(3)]
         for cast in casts if copy is not None else ():
             self.replace(cast, parts[2], before)
@@ -226,14 +241,47 @@ class _Backward(_Merging):
         """Also without a sum, g_x in the dtype of a product beside its own: behind a norm after the sum."""
         args: Any = self.node.args
         g_x = self.result(0)
-        casts = [] if g_x is None or args[-1] is not None else _casts(g_x)
+        casts = [] if g_x is None or args[8] is not None else _casts(g_x)
         dtypes = {cast.meta["val"].dtype for cast in casts}
         if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}:
-            self.again(self.node, (*args[:-1], *dtypes))
+            self.again(self.node, (*args[:8], *dtypes, *args[9:]))
             after = self.node.next
             found = self.call(after, operator.getitem, self.node, 2)
             for cast in casts:
                 self.replace(cast, found, after)
+
+    def multiply(self) -> None:
+        """The copy times what the branch was multiplied with in forward."""
+        args: Any = self.node.args
+        copied = args[8] is not None
+        source = self.result(2 if copied else 0)
+        readers = [] if source is None else _users(source)
+        products = [product for product in map(Product.of_gradient, readers) if product is not None]
+        if len(products) != 1 or (copied and len(readers) > 1):
+            return
+        (product,) = products
+        if _base(product.branch) is not source or not self.brings_forward(product.factor):
+            return
+        dtype = product.node.meta["val"].dtype
+        factor = self.flat(self.node, product.factor)
+        self.again(self.node, (*args[:8], dtype, factor, product.times))
+        after = self.node.next
+        found = self.result(2) or self.call(after, operator.getitem, self.node, 2)
+        self.replace(product.node, found, product.node)
+
+    def brings_forward(self, factor: Node) -> bool:
+        """Put what a factor is computed from before the operator; False where that depends on it."""
+        late, waiting = [], [factor]
+        while waiting:
+            node = waiting.pop()
+            if node is self.node:
+                return False
+            if self.node < node and node not in late:
+                late.append(node)
+                waiting += node.all_input_nodes
+        for node in sorted(late):
+            self.node.prepend(node)
+        return True
 
 
 class _Slope(_Merging):
@@ -272,15 +320,18 @@ def _is_alike(node: Any, other: Node) -> bool:
 
 
 class _Bias(_Merging):
-    """An operator that adds a bias, its last argument."""
+    """An operator that adds a bias to its first argument, or a norm that adds it to its branch."""
 
     def merge(self) -> bool:
-        *rest, bias = self.node.args
-        terms = [t for t in rest[:2] if isinstance(t, Node)]  # x, and the branch of a norm
-        for t in terms if bias is None and terms[:1] != terms[1:] else ():
+        args: Any = self.node.args
+        is_norm = self.node.target is torch.ops.hotrain.norm_forward.default
+        place = _BIAS_OF_NORM if is_norm else len(args) - 1
+        multiplied = is_norm and args[place + 1] is not None
+        terms = [t for t in args[: 1 if multiplied else 2] if isinstance(t, Node)]
+        for t in terms if args[place] is None and terms[:1] != terms[1:] else ():
             bias = _taken_bias(t)
             if bias is not None:
-                self.again(self.node, (*rest, bias))
+                self.again(self.node, (*args[:place], bias, *args[place + 1 :]))
                 break
         return self.changed
 
@@ -291,7 +342,7 @@ def _taken_bias(t: Node) -> Node | None:
     while node.target in _ALIASES and len(node.users) == 1:
         node = node.args[0]
     bias = node.args[2] if node.target is _aten.convolution.default else None
-    if bias is None or len(node.users) != 1 or not _is_dense(t):
+    if bias is None or len(node.users) != 1 or not is_dense(t):
         return None
     value = node.meta["val"]
     # The channels are the last axis of the same memory before and behind, so the views between may be any.
@@ -299,7 +350,7 @@ def _taken_bias(t: Node) -> Node | None:
         return None
     node.update_arg(2, None)
     # Before its cast for the product, which would be a launch for a few numbers.
-    return bias.args[0] if bias.target in CASTS and _is_dense(bias.args[0]) else bias  # type: ignore[no-any-return]
+    return bias.args[0] if bias.target in CASTS and is_dense(bias.args[0]) else bias  # type: ignore[no-any-return]
 
 
 def _sums_of_columns(node: Node, columns: int) -> list[Node]:
@@ -316,12 +367,6 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     return found
 
 
-def _is_dense(node: Any) -> bool:
-    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
-    value = value_of(node)
-    return value is not None and value.dtype in _FLOATS and is_static(value) and value.is_contiguous()
-
-
 def _base(node: Any) -> Node:
     """The tensor that a node is a view of."""
     while same_order(node):
@@ -333,7 +378,7 @@ def _uncast(node: Node) -> Node:
     """The tensor that a node is the wider copy of."""
     source = node.args[0] if node.target in CASTS else None
     value, mine = value_of(source), value_of(node)
-    if value is None or mine is None or value.dtype not in _FLOATS or mine.dtype != torch.float32:
+    if value is None or mine is None or value.dtype not in FLOATS or mine.dtype != torch.float32:
         return node
     return source  # type: ignore[return-value]
 
@@ -348,19 +393,27 @@ def _chain(node: Any, end: Node) -> list[Node]:
 
 def _sum(node: Node) -> tuple[Node, Node] | None:
     """The operands of a sum of two dense tensors of one shape, the wider one first."""
-    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2 or not _is_dense(node):
+    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2 or not is_dense(node):
         return None
     operands: Any = node.args
     one, other = operands
-    if not (_is_dense(one) and _is_dense(other)) or one is other:
+    if not (is_dense(one) and is_dense(other)) or one is other:
         return None
-    one, other = ((source if _is_dense(source := _uncast(t)) else t) for t in (one, other))
+    one, other = ((source if is_dense(source := _uncast(t)) else t) for t in (one, other))
     values = value_of(one), value_of(other)
     assert values[0] is not None
     assert values[1] is not None
     if values[0].shape != values[1].shape or values[0].shape != node.meta["val"].shape:
         return None
     return (one, other) if values[0].dtype.itemsize >= values[1].dtype.itemsize else (other, one)
+
+
+def _users(node: Node) -> list[Node]:
+    """Users of a tensor and of its views."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _users(user) if same_order(user) else [user]
+    return found
 
 
 def _casts(node: Node) -> list[Node]:

@@ -13,9 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..private import fakes, inductor, schema_of
+from .formats import is_static
 
 _aten = torch.ops.aten
 VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
 
 
@@ -35,6 +38,12 @@ def same_order(node: Node) -> bool:
     """Whether a node has the elements of its argument in the same order."""
     in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
     return in_order or node.target in VIEWS
+
+
+def is_dense(node: Any) -> bool:
+    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
+    value = value_of(node)
+    return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
 
 
 def is_alias(node: Node) -> bool:

@@ -3,7 +3,7 @@
 ::
 
     pack      x, μ and r                ──►  codes and per-row scales of x̂ = (x − μ) r
-    forward   x (+ bias, branch), γ, β  ──►  their sum, y, r, codes and per-row scales of x̂
+    forward   x (+ bias, branch · factor), γ, β  ──►  their sum, y, r, codes and per-row scales of x̂
     gradient  g_y, codes, r, γ          ──►  g_x (+ the gradient of a shortcut), and Σ g, Σ g x̂ per channel
 
 Each is one pass over its inputs and outputs, where the reference in plain PyTorch has twenty. Eager mode packs what
@@ -86,11 +86,26 @@ def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tenso
 
 
 @triton.jit
+def _factors(
+    factors, row, column, inside, live, span, times, COLUMNS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Of entries (row, column): one for each `span` rows, or `times` where a bit is set, of eight runs of such rows."""
+    if BITS:
+        run = row // span
+        place = row - run * span
+        at = (place.to(tl.int64) if WIDE else place)[:, None] * COLUMNS + column[None, :]
+        flags = tl.load(factors + at, mask=inside, other=0).to(tl.int32) >> run[:, None]
+        return (flags & 1).to(tl.float32) * times
+    else:
+        return tl.load(factors + row // span, mask=live, other=0).to(tl.float32)[:, None]
+
+
+@triton.jit
 def _forward_kernel(
-    x, branch, w, b, bias, total, y, r, codes, scale, rows, eps,
+    x, branch, w, b, bias, factors, total, y, r, codes, scale, rows, eps, span, times,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEEPS: tl.constexpr, HAS_BRANCH: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_BIAS: tl.constexpr, CENTERED: tl.constexpr, CAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr,
+    CENTERED: tl.constexpr, CAST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """KEEPS is whether the sum is stored, CENTERED whether μ is subtracted, CAST whether x̂ is rounded before γ."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -105,8 +120,13 @@ def _forward_kernel(
         low += tl.load(bias + column, mask=there, other=0).to(tl.float32)[None, :]
         high += tl.load(bias + HALF + column, mask=there, other=0).to(tl.float32)[None, :]
     if HAS_BRANCH:
-        low = (low + tl.load(branch + at, mask=inside, other=0).to(tl.float32)).to(total.dtype.element_ty)
-        high = (high + tl.load(branch + at + HALF, mask=inside, other=0).to(tl.float32)).to(total.dtype.element_ty)
+        more_l = tl.load(branch + at, mask=inside, other=0).to(tl.float32)
+        more_h = tl.load(branch + at + HALF, mask=inside, other=0).to(tl.float32)
+        if HAS_FACTOR:
+            times_32 = tl.full((1,), times, tl.float32)
+            more_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
+            more_h *= _factors(factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
+        low, high = (low + more_l).to(total.dtype.element_ty), (high + more_h).to(total.dtype.element_ty)
         if KEEPS:
             tl.store(total + at, low, mask=inside)
             tl.store(total + at + HALF, high, mask=inside)
@@ -144,8 +164,10 @@ def forward(
     cast: bool,
     keeps: bool = True,
     bias: Tensor | None = None,
+    factor: Tensor | None = None,
+    times: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A layer or RMS norm over rows, of x + bias + branch.
+    """A layer or RMS norm over rows, of x + bias + branch · factor.
 
     Args:
         x: (rows, C), contiguous, C a multiple of 4.
@@ -157,10 +179,13 @@ def forward(
         cast: whether x̂ is rounded to y's dtype before γ.
         keeps: whether the sum with the branch is wanted.
         bias: (C,), contiguous, added in float32; None for 0.
+        factor: of the branch, one for each of as many runs of rows, (n,) with n a divisor of rows; or uint8, the bits
+            of `saved.Bits`, (rows · C / 8,) with rows a multiple of 8; None for 1.
+        times: what a bit is worth.
 
     Returns:
-        x + bias + branch (empty if there is no branch, or if it is not wanted), y, both (rows, C); r, (rows,) in
-        float32; codes of x̂, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
+        The sum (empty if there is no branch, or if it is not wanted) and y, both (rows, C); r, (rows,) in float32;
+        codes of x̂, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
     """
     rows, columns = x.shape
     half = columns // 2
@@ -173,21 +198,32 @@ def forward(
     each, warps = max(1, _TILE // block), 4 if block <= 512 else 8
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "KEEPS": keeps, "HAS_BRANCH": branch is not None,
-        "HAS_W": w is not None, "HAS_B": b is not None, "HAS_BIAS": bias is not None, "CENTERED": centered,
-        "CAST": cast, "WIDE": is_wide(x.numel()),
+        "HAS_W": w is not None, "HAS_B": b is not None, "HAS_BIAS": bias is not None,
+        **_of_factor(factor), "CENTERED": centered, "CAST": cast, "WIDE": is_wide(x.numel()),
     }  # fmt: skip
-    vectors = (x if t is None else t for t in (w, b, bias))
+    vectors = (x if t is None else t for t in (w, b, bias, factor))
     tensors = (x, x if branch is None else branch, *vectors, total, y, r, codes, scale)
-    case = (x.device, rows, eps, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
-    launch(_forward_kernel, cdiv(rows, each), case, (*tensors, rows, eps), constants, num_warps=warps)
+    numbers = rows, eps, _span(factor, rows), times
+    case = (x.device, numbers, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
+    launch(_forward_kernel, cdiv(rows, each), case, (*tensors, *numbers), constants, num_warps=warps)
     return total, y, r, codes, scale
+
+
+def _of_factor(factor: Tensor | None) -> dict[str, bool]:
+    return {"HAS_FACTOR": factor is not None, "BITS": factor is not None and factor.dtype == torch.uint8}
+
+
+def _span(factor: Tensor | None, rows: int) -> int:
+    """Rows of a factor, or of a run of bits."""
+    return 1 if factor is None else max(1, rows // (8 if factor.dtype == torch.uint8 else factor.numel()))
 
 
 @triton.jit
 def _gradient_kernel(
-    g, codes, scale, r, w, other, g_x, copy, parts, rows, blocks, programs,
+    g, codes, scale, r, w, other, factors, g_x, copy, parts, rows, blocks, programs, span, times,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_W: tl.constexpr, HAS_OTHER: tl.constexpr,
-    HAS_COPY: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    HAS_COPY: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """CENTERED is whether μ was subtracted, so that the gradient's mean is subtracted too."""
     column = tl.arange(0, BLOCK)
@@ -231,6 +267,10 @@ def _gradient_kernel(
         tl.store(g_x + at, out_l.to(g_x.dtype.element_ty), mask=inside)
         tl.store(g_x + at + HALF, out_h.to(g_x.dtype.element_ty), mask=inside)
         if HAS_COPY:
+            if HAS_FACTOR:
+                times_32 = tl.full((1,), times, tl.float32)
+                out_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
+                out_h *= _factors(factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
             tl.store(copy + at, out_l.to(copy.dtype.element_ty), mask=inside)
             tl.store(copy + at + HALF, out_h.to(copy.dtype.element_ty), mask=inside)
     left = parts + tl.program_id(0).to(tl.int64) * (4 * HALF) + column
@@ -250,6 +290,8 @@ def gradient(
     centered: bool,
     other: Tensor | None = None,
     copy: torch.dtype | None = None,
+    factor: Tensor | None = None,
+    times: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a norm over rows.
 
@@ -261,10 +303,11 @@ def gradient(
         dtype: of g_x.
         centered: whether the norm subtracts the mean, as layer norm does.
         other: (rows, C), contiguous, which is added to g_x; None for 0.
-        copy: of g_x in a second dtype; None for none.
+        copy: of g_x · factor, its dtype; None for none.
+        factor, times: as of `forward`.
 
     Returns:
-        g_x in `dtype`; [Σ g, Σ g x̂] as (2, C) in float32; the copy of g_x (empty without one).
+        g_x in `dtype`; [Σ g, Σ g x̂] as (2, C) in float32; the copy (empty without one).
     """
     rows, columns = g.shape
     half = columns // 2
@@ -277,11 +320,11 @@ def gradient(
     parts = g.new_empty(programs, 2, columns, dtype=torch.float32)
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "HAS_W": w is not None, "HAS_OTHER": other is not None,
-        "HAS_COPY": copy is not None, "CENTERED": centered, "WIDE": is_wide(g.numel()),
+        "HAS_COPY": copy is not None, **_of_factor(factor), "CENTERED": centered, "WIDE": is_wide(g.numel()),
         "STAGES": 1 if block == 512 else 3,
     }  # fmt: skip
-    given = (g, codes, scale, r, r if w is None else w, g if other is None else other)
-    tensors = (*given, g_x, twin, parts)
-    case = (g.device, rows, programs, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
-    launch(_gradient_kernel, programs, case, (*tensors, rows, blocks, programs), constants, num_warps=warps)
+    given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
+    tensors, numbers = (*given, g_x, twin, parts), (rows, blocks, programs, _span(factor, rows), times)
+    case = (g.device, numbers, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
+    launch(_gradient_kernel, programs, case, (*tensors, *numbers), constants, num_warps=warps)
     return g_x, parts.sum(0), twin

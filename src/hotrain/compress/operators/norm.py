@@ -24,7 +24,7 @@ from ...private import differentiates, memory_format_of
 from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
-from ..formats import FORMATS, GROUPED
+from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
 from .base import Handlers, Scope, custom_op, float32, is_large, wants_gradient, with_codes, without_autocast
@@ -135,7 +135,7 @@ def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) 
 def _norm_forward_fake(
     x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    total, y, _, _, keeps, _ = args
+    total, y, _, _, keeps, *_ = args
     rows, columns = x.shape
     return (
         x.new_empty((rows, columns) if keeps and branch is not None else (0,), dtype=total),
@@ -148,18 +148,19 @@ def _norm_forward_fake(
 
 @opaque(
     "norm_forward(Tensor x, Tensor? branch, Tensor? w, Tensor? b, float eps, ScalarType total, ScalarType y, "
-    "bool centered, bool cast, bool keeps, Tensor? bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool centered, bool cast, bool keeps, Tensor? bias, Tensor? factor, float times) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_forward_fake,
 )
 def _norm_forward(
     x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A norm over rows (R, C), of x + bias + branch, for compiled graphs; arguments and results as the kernel's."""
-    total, y, centered, cast, keeps, bias = args
+    """A norm over rows (R, C), of x + bias + branch · factor, for compiled graphs; all as the kernel's."""
+    total, y, centered, cast, keeps, bias, *factor = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         added = x if bias is None else wide(x) + bias
-        added = added if branch is None else (added + branch).to(total)
+        added = added if branch is None else (added + _multiplied(branch, *factor)).to(total)
         lifted = wide(added)
         lifted = lifted - lifted.mean(1, keepdim=True) if centered else lifted
         r = torch.rsqrt(lifted.square().mean(1) + eps)
@@ -171,25 +172,35 @@ def _norm_forward(
         return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(normal)
 
     dtypes = total, y
-    return launch(x.device, "norm.forward", reference, x, branch, w, b, eps, dtypes, centered, cast, keeps, bias)  # type: ignore[no-any-return]
+    given = x, branch, w, b, eps, dtypes, centered, cast, keeps, bias, *factor
+    return launch(x.device, "norm.forward", reference, *given)  # type: ignore[no-any-return]
+
+
+def _multiplied(t: Tensor, factor: Tensor | None, times: float) -> Tensor:
+    """Rows times a factor for each of as many runs, or `times` where a bit is set."""
+    if factor is None:
+        return t
+    if factor.dtype == torch.uint8:
+        return wide(t) * BITS.restore((factor,), t.shape) * times
+    return wide(t) * factor.repeat_interleave(len(t) // len(factor))[:, None]
 
 
 def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, _, copy = args[-3:]
+    dtype, _, copy, *_ = args[5:]
     twin = g.new_empty(0, dtype=dtype) if copy is None else g.new_empty(g.shape, dtype=copy)
     return g.new_empty(g.shape, dtype=dtype), g.new_empty(2, g.shape[1], dtype=torch.float32), twin
 
 
 @opaque(
     "norm_backward(Tensor g, Tensor codes, Tensor scale, Tensor r, Tensor? w, Tensor? other, ScalarType dtype, "
-    "bool centered, ScalarType? copy) -> (Tensor, Tensor, Tensor)",
+    "bool centered, ScalarType? copy, Tensor? factor, float times) -> (Tensor, Tensor, Tensor)",
     _norm_backward_fake,
 )
 def _norm_backward(
     g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, other: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a norm over rows (R, C); arguments and results as the kernel's."""
-    dtype, centered, copy = args
+    dtype, centered, copy, *factor = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         lifted = wide(g)
@@ -200,10 +211,11 @@ def _norm_backward(
         assert g_b is not None
         assert g_w is not None
         g_x = g_x if other is None else g_x + other
-        twin = g.new_empty(0, dtype=dtype) if copy is None else g_x.to(copy)
+        twin = g.new_empty(0, dtype=dtype) if copy is None else _multiplied(g_x, *factor).to(copy)
         return g_x.to(dtype), torch.stack([g_b, g_w]), twin
 
-    return launch(g.device, "norm.gradient", reference, g, codes, scale, r, w, dtype, centered, other, copy)  # type: ignore[no-any-return]
+    given = g, codes, scale, r, w, dtype, centered, other, copy, *factor
+    return launch(g.device, "norm.gradient", reference, *given)  # type: ignore[no-any-return]
 
 
 # ---- autograd function ----
@@ -224,7 +236,8 @@ class Norm(torch.autograd.Function):
         if compiled and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
-            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, kind == "layer", cast, False, None)
+            flags = kind == "layer", cast, False
+            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, *flags, None, None, 1.0)
             _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(w, r, codes, scale)
             return y.view(x.shape), *with_codes(ctx, codes, scale)
@@ -249,7 +262,7 @@ class Norm(torch.autograd.Function):
         kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
         if _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
-            args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None)
+            args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None, None, 1.0)
             g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
             g_x = g_x.view(shape)
         else:
