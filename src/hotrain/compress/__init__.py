@@ -14,6 +14,6 @@ compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch
 nodes                     values, views and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
 exact_norms               batch norm of exact training, put back into such a step
-fusing                    kernels of a compiled step merged with what is around them
+fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
 kernel_nodes              kernels as nodes of the graph, which Inductor launches itself, where there is no CUDA graph
 """
