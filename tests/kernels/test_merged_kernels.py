@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -585,9 +586,14 @@ class Branch(nn.Module):
         return x + self.two(self.second(x))
 
 
-def inductor(change: str) -> Any:
-    """Dropout is a formula to Inductor's own generator alone, which needs its compiler."""
-    return torch._inductor.config.patch(fallback_random=change == "stochastic depth")
+@contextlib.contextmanager
+def inductor(change: str) -> Iterator[None]:
+    """Dropout is a formula to Inductor's own generator alone, which needs its compiler; no graph of an earlier run."""
+    with (
+        torch._inductor.config.patch(fallback_random=change == "stochastic depth", fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("change", ["", "dropout", "stochastic depth", "scale"])
