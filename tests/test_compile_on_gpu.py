@@ -123,3 +123,24 @@ def test_a_training_step_waits_for_nothing() -> None:
                 y.float().square().mean().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("plan", ["memory", "graphs"])
+@pytest.mark.parametrize("method", ["hq8", "hot"])
+def test_frozen_layers_leave_nothing_in_the_memory_of_a_cuda_graph(method: str, plan: str) -> None:
+    """As LoRA freezes them: their steps look up tensors that no trained layer's has made before."""
+    net, x = model()
+    for block in net:
+        for layer in (block.fc1, block.fc2):
+            layer.weight.requires_grad_(False)
+            layer.bias.requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert len(trained) == 4
+    want = torch.autograd.grad(net(x).float().square().mean(), trained)
+    hotrain.convert(net, method, plan=plan)
+    run = torch.compile(net, mode="reduce-overhead")
+    for _ in range(4):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = run(x)
+        got = torch.autograd.grad(y.float().square().mean(), trained)
+        assert distance(list(got), list(want)) < 0.5

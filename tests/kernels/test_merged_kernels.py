@@ -578,6 +578,8 @@ class Branch(nn.Module):
         branch = self.one(self.first(x))
         if self.change == "dropout":
             branch = F.dropout(branch, 0.1)
+        elif self.change == "stochastic depth, transformers":
+            branch = branch.div(0.9) * (torch.rand(len(x), 1, 1, device=x.device) + 0.9).floor_()
         elif self.change == "stochastic depth":
             branch = branch * (torch.rand(len(x), 1, 1, device=x.device) < 0.9).to(branch.dtype)
         elif self.scale is not None:
@@ -590,13 +592,13 @@ class Branch(nn.Module):
 def inductor(change: str) -> Iterator[None]:
     """Dropout is a formula to Inductor's own generator alone, which needs its compiler; no graph of an earlier run."""
     with (
-        torch._inductor.config.patch(fallback_random=change == "stochastic depth", fx_graph_cache=False),
+        torch._inductor.config.patch(fallback_random=change != "dropout", fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         yield
 
 
-@pytest.mark.parametrize("change", ["", "dropout", "stochastic depth", "scale"])
+@pytest.mark.parametrize("change", ["", "dropout", "stochastic depth", "stochastic depth, transformers", "scale"])
 def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
     change: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -622,7 +624,7 @@ def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("change", ["dropout", "stochastic depth"])
+@pytest.mark.parametrize("change", ["dropout", "stochastic depth", "stochastic depth, transformers"])
 def test_dropout_and_stochastic_depth_are_merged_with_the_norm(
     change: str, autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

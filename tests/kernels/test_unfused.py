@@ -236,8 +236,8 @@ def test_a_branch_and_a_gradient_are_multiplied(
         mask = torch.rand(shape, device=device) < 0.7
         (factor,), times, full = BITS.keep(mask), 1.25, mask * 1.25
     else:
-        factor, times = torch.tensor([0.0, 1.25, 0.0, 1.5], device=device), 1.0
-        full = factor.repeat_interleave(shape[0] // 4)[:, None].expand(shape)
+        factor, times = torch.tensor([0.0, 1.0, 0.0, 1.5], device=device), 1.25
+        full = factor.repeat_interleave(shape[0] // 4)[:, None].expand(shape) * times
     rest = (w, b, 1e-5, (torch.float32, torch.float32), True, False, True, None)
     got = norm.forward(x, more, *rest, factor, times)
     product = more.float() * full

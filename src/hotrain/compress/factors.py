@@ -29,7 +29,7 @@ class Product:
         node: the product.
         branch: what is multiplied, of its shape.
         factor: a number for each sample, (B, 1, …), or the bits of a dropout's mask.
-        times: what a bit is worth.
+        times: a number that both are multiplied with.
     """
 
     node: Node
@@ -47,7 +47,9 @@ class Product:
             mask, x = one.args
             bits = _packed(mask) if isinstance(mask, Node) and len(one.users) == 1 else None
             return cls(node, x, bits, other) if isinstance(x, Node) and bits is not None and _is_like(x, node) else None
-        return cls._of_samples(node)
+        found = cls._of_samples(node)
+        scaled = None if found is None or len(found.branch.users) > 1 else _scaled(found.branch)
+        return found if found is None or scaled is None else cls(node, scaled[0], found.factor, scaled[1])
 
     @classmethod
     def of_gradient(cls, reader: Node) -> Product | None:
@@ -56,7 +58,10 @@ class Product:
             return None
         g, times = reader.args
         if not isinstance(times, float):
-            return cls._of_samples(reader)
+            found = cls._of_samples(reader)
+            user = next(iter(reader.users)) if len(reader.users) == 1 else None
+            scaled = None if found is None or user is None else _scaled(user)
+            return found if found is None or scaled is None else cls(user, found.branch, found.factor, scaled[1])  # type: ignore[arg-type]
         node = next(iter(reader.users))
         if len(reader.users) > 1 or node.target is not _aten.where.self or node.args[1] is not reader:
             return None
@@ -75,6 +80,16 @@ class Product:
             if value is not None and len(shape) > 2 and value.dtype in FLOATS and list(value.shape) == wanted:
                 return cls(node, branch, factor) if _is_like(branch, node) else None
         return None
+
+
+def _scaled(node: Node) -> tuple[Node, float] | None:
+    """What a node multiplies with a number, or divides by it, and that number."""
+    of, number = (*node.args, None, None)[:2]
+    if not (isinstance(of, Node) and isinstance(number, float) and is_dense(node) and _is_like(of, node)):
+        return None
+    if node.target is _aten.div.Tensor and number:
+        return of, 1 / number
+    return (of, number) if node.target is _aten.mul.Tensor else None
 
 
 def _is_like(node: Any, other: Node) -> bool:

@@ -89,7 +89,7 @@ def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tenso
 def _factors(
     factors, row, column, inside, live, span, times, COLUMNS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Of entries (row, column): one for each `span` rows, or `times` where a bit is set, of eight runs of such rows."""
+    """`times` the number of each `span` rows, or where a bit is set, of eight runs of such rows."""
     if BITS:
         run = row // span
         place = row - run * span
@@ -97,7 +97,7 @@ def _factors(
         flags = tl.load(factors + at, mask=inside, other=0).to(tl.int32) >> run[:, None]
         return (flags & 1).to(tl.float32) * times
     else:
-        return tl.load(factors + row // span, mask=live, other=0).to(tl.float32)[:, None]
+        return tl.load(factors + row // span, mask=live, other=0).to(tl.float32)[:, None] * times
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def forward(
         bias: (C,), contiguous, added in float32; None for 0.
         factor: of the branch, one for each of as many runs of rows, (n,) with n a divisor of rows; or uint8, the bits
             of `saved.Bits`, (rows · C / 8,) with rows a multiple of 8; None for 1.
-        times: what a bit is worth.
+        times: what the factor is multiplied with.
 
     Returns:
         The sum (empty if there is no branch, or if it is not wanted) and y, both (rows, C); r, (rows,) in float32;

@@ -177,12 +177,12 @@ def _norm_forward(
 
 
 def _multiplied(t: Tensor, factor: Tensor | None, times: float) -> Tensor:
-    """Rows times a factor for each of as many runs, or `times` where a bit is set."""
+    """Rows times a factor for each of as many runs, or where a bit is set, and times a number."""
     if factor is None:
         return t
     if factor.dtype == torch.uint8:
         return wide(t) * BITS.restore((factor,), t.shape) * times
-    return wide(t) * factor.repeat_interleave(len(t) // len(factor))[:, None]
+    return wide(t) * factor.repeat_interleave(len(t) // len(factor))[:, None] * times
 
 
 def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
