@@ -80,7 +80,7 @@ def calls() -> None:
         r, dtypes = torch.empty(rows), (torch.float32, torch.bfloat16)
         found = norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, bias=w)
         norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16)
-        for factor in (torch.empty(8), torch.empty(rows * columns // 8, dtype=torch.uint8)):
+        for factor in (torch.empty(8), torch.empty(1, columns), torch.empty(rows * columns // 8, dtype=torch.uint8)):
             norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, True, None, factor, 1.25)
             norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16, factor, 1.25)
         norm.pack(x, None, r, True)

@@ -220,12 +220,12 @@ def test_a_norm_of_a_sum_with_a_bias(
         assert (got[3] != codes).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
 
 
-@pytest.mark.parametrize("kind", ["samples", "bits"])
+@pytest.mark.parametrize("kind", ["samples", "channels", "bits"])
 @pytest.mark.parametrize("shape", [(16, 48), (48, 100), (24, 1024)])
 def test_a_branch_and_a_gradient_are_multiplied(
     kind: str, shape: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a number for each of four samples, or by a dropout's mask: as the products themselves, and the definition.
+    """By a number for each of four samples or channel, or a dropout's mask: as the products, and the definition.
 
     Products with no more than 16 significant bits are exact, so that what is added is the same to the bit.
     """
@@ -235,6 +235,9 @@ def test_a_branch_and_a_gradient_are_multiplied(
     if kind == "bits":
         mask = torch.rand(shape, device=device) < 0.7
         (factor,), times, full = BITS.keep(mask), 1.25, mask * 1.25
+    elif kind == "channels":
+        factor, times = torch.randint(1, 9, (1, shape[1]), device=device) / 4, 1.25
+        full = (factor * times).expand(shape)
     else:
         factor, times = torch.tensor([0.0, 1.0, 0.0, 1.5], device=device), 1.25
         full = factor.repeat_interleave(shape[0] // 4)[:, None].expand(shape) * times

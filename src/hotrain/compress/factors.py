@@ -1,4 +1,4 @@
-"""Products by which a compiled graph drops entries, or whole samples: of dropout, and of stochastic depth.
+"""Products of a branch in a compiled graph: of dropout, of stochastic depth, and of a layer's scale.
 
 Beside a norm they are an argument of its kernel (`fusing`), where a compiler would have fused them with its own.
 """
@@ -28,7 +28,7 @@ class Product:
     Attributes:
         node: the product.
         branch: what is multiplied, of its shape.
-        factor: a number for each sample, (B, 1, …), or the bits of a dropout's mask.
+        factor: a number for each sample, (B, 1, …), or for each channel, (C,); or the bits of a dropout's mask.
         times: a number that both are multiplied with.
     """
 
@@ -47,7 +47,7 @@ class Product:
             mask, x = one.args
             bits = _packed(mask) if isinstance(mask, Node) and len(one.users) == 1 else None
             return cls(node, x, bits, other) if isinstance(x, Node) and bits is not None and _is_like(x, node) else None
-        found = cls._of_samples(node)
+        found = cls._of_samples(node) or cls._of_channels(node)
         scaled = None if found is None or len(found.branch.users) > 1 else _scaled(found.branch)
         return found if found is None or scaled is None else cls(node, scaled[0], found.factor, scaled[1])
 
@@ -71,6 +71,14 @@ class Product:
         return cls(node, g, bits, times) if bits is not None and is_zero and _is_like(g, node) else None  # type: ignore[arg-type]
 
     @classmethod
+    def _of_channels(cls, node: Node) -> Product | None:
+        args: Any = node.args
+        for branch, factor in (args, args[::-1]):
+            if _is_of_channels(factor, node) and _is_like(branch, node):
+                return cls(node, branch, factor)
+        return None
+
+    @classmethod
     def _of_samples(cls, node: Node) -> Product | None:
         args: Any = node.args
         for branch, factor in (args, args[::-1]):
@@ -80,6 +88,11 @@ class Product:
             if value is not None and len(shape) > 2 and value.dtype in FLOATS and list(value.shape) == wanted:
                 return cls(node, branch, factor) if _is_like(branch, node) else None
         return None
+
+
+def _is_of_channels(node: Any, product: Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype in FLOATS and list(value.shape) == [product.meta["val"].shape[-1]]
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:

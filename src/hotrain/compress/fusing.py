@@ -52,23 +52,38 @@ def add_gradients(graph: Graph) -> None:
 def unfused(graph: Graph) -> int:
     """Bytes that formulas beside norms move more than in exact training, where a compiler fuses them with the norm.
 
-    Of a layer's scale, for one: what is added in a norm is written and read before, and the gradient that it writes is
-    read once more. On the joint graph, as `choosing` sees it.
+    What is added in a norm, and is no product that its kernel takes, is written and read before; the gradient that the
+    norm writes is read once more. On the joint graph, as `choosing` sees it.
     """
     ours, nbytes = torch.ops.hotrain, 0
     for node in graph.find_nodes(op="call_function", target=ours.norm_forward.default):
         source = _uncast(_base(node.args[0]))
-        alone = [t for t in _sum(source) or () if _is_formula(t) and len(t.users) == 1]
-        merged = next((t for t in alone if Product.of(t) is not None), None)
-        nbytes += sum(2 * _nbytes(t) for t in alone if t is not merged)
+        alone = [t for t in _sum(source) or () if _is_alone(t)]
+        merged = next((product for product in map(Product.of, alone) if product is not None), None)
+        if merged is not None:
+            alone.remove(merged.node)
+            alone += filter(_is_alone, [_uncast(merged.branch)])
+        nbytes += sum(2 * _nbytes(t) for t in alone)
     for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
         g_x = next((user for user in node.users if user.args[1] == 0), None)
         readers = [] if g_x is None else _readers(g_x)
         total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
         formulas = [] if total is None else [t for t in _readers(total) if _is_formula(t) and _sum(t) is None]
-        if total is not None and formulas and (len(formulas) > 1 or Product.of_gradient(formulas[0]) is None):
+        merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
+        # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
+        if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
             nbytes += _nbytes(total)
     return nbytes
+
+
+def _is_alone(node: Node) -> bool:
+    """Whether a formula's result is read by one other alone, so that a compiler would not write it."""
+    return _is_formula(node) and len(node.users) == 1
+
+
+def _is_summed(node: Node) -> bool:
+    """Whether sums are all that reads a node."""
+    return all(user.target is _aten.sum.dim_IntList for user in _readers(node))
 
 
 def _is_formula(node: Node) -> bool:
@@ -127,7 +142,11 @@ class _Merging:
         return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
 
     def flat(self, before: Node, factor: Node) -> Node:
-        return factor if factor.meta["val"].dim() == 1 else self.call(before, _aten.view.default, factor, [-1])
+        """A factor as the operator takes it: of samples (n,), of channels (1, C); bits as they are."""
+        value = factor.meta["val"]
+        if value.dtype == torch.uint8:
+            return factor
+        return self.call(before, _aten.view.default, factor, [1, -1] if value.dim() == 1 else [-1])
 
     def replace(self, old: Node, matrix: Node, before: Node) -> None:
         """Put a result, (R, C), in the place of a tensor of any shape."""
@@ -164,7 +183,7 @@ class _Forward(_Merging):
         for t, rest_of in ((other, one), (one, other)):
             product = Product.of(t) if len(t.users) == 1 else None
             if product is not None and product.factor < after:
-                one, other, times = rest_of, product.branch, product.times
+                one, other, times = rest_of, _uncast(product.branch), product.times
                 factor = self.flat(after, product.factor)
                 break
         one, other = (self.rows(after, t) for t in (one, other))

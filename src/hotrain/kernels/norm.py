@@ -87,15 +87,18 @@ def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tenso
 
 @triton.jit
 def _factors(
-    factors, row, column, inside, live, span, times, COLUMNS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr
-):
-    """`times` the number of each `span` rows, or where a bit is set, of eight runs of such rows."""
+    factors, row, column, inside, live, span, times, COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`times` the number of each `span` rows, of each channel, or where a bit is set, of eight runs of such rows."""
     if BITS:
         run = row // span
         place = row - run * span
         at = (place.to(tl.int64) if WIDE else place)[:, None] * COLUMNS + column[None, :]
         flags = tl.load(factors + at, mask=inside, other=0).to(tl.int32) >> run[:, None]
         return (flags & 1).to(tl.float32) * times
+    elif BY_CHANNEL:
+        return tl.load(factors + column, mask=column < COLUMNS, other=0).to(tl.float32)[None, :] * times
     else:
         return tl.load(factors + row // span, mask=live, other=0).to(tl.float32)[:, None] * times
 
@@ -105,7 +108,7 @@ def _forward_kernel(
     x, branch, w, b, bias, factors, total, y, r, codes, scale, rows, eps, span, times,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEEPS: tl.constexpr, HAS_BRANCH: tl.constexpr,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr,
-    CENTERED: tl.constexpr, CAST: tl.constexpr, WIDE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, CENTERED: tl.constexpr, CAST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """KEEPS is whether the sum is stored, CENTERED whether μ is subtracted, CAST whether x̂ is rounded before γ."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -124,8 +127,10 @@ def _forward_kernel(
         more_h = tl.load(branch + at + HALF, mask=inside, other=0).to(tl.float32)
         if HAS_FACTOR:
             times_32 = tl.full((1,), times, tl.float32)
-            more_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
-            more_h *= _factors(factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
+            more_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, BY_CHANNEL, WIDE)
+            more_h *= _factors(
+                factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, BY_CHANNEL, WIDE
+            )
         low, high = (low + more_l).to(total.dtype.element_ty), (high + more_h).to(total.dtype.element_ty)
         if KEEPS:
             tl.store(total + at, low, mask=inside)
@@ -179,8 +184,8 @@ def forward(
         cast: whether x̂ is rounded to y's dtype before γ.
         keeps: whether the sum with the branch is wanted.
         bias: (C,), contiguous, added in float32; None for 0.
-        factor: of the branch, one for each of as many runs of rows, (n,) with n a divisor of rows; or uint8, the bits
-            of `saved.Bits`, (rows · C / 8,) with rows a multiple of 8; None for 1.
+        factor: of the branch: one for each of as many runs of rows, (n,) with n a divisor of rows; one for each
+            channel, (1, C); or uint8, the bits of `saved.Bits`, (rows · C / 8,) with rows a multiple of 8; None for 1.
         times: what the factor is multiplied with.
 
     Returns:
@@ -210,20 +215,23 @@ def forward(
 
 
 def _of_factor(factor: Tensor | None) -> dict[str, bool]:
-    return {"HAS_FACTOR": factor is not None, "BITS": factor is not None and factor.dtype == torch.uint8}
+    bits, by_channel = factor is not None and factor.dtype == torch.uint8, factor is not None and factor.dim() == 2
+    return {"HAS_FACTOR": factor is not None, "BITS": bits, "BY_CHANNEL": by_channel}
 
 
 def _span(factor: Tensor | None, rows: int) -> int:
     """Rows of a factor, or of a run of bits."""
-    return 1 if factor is None else max(1, rows // (8 if factor.dtype == torch.uint8 else factor.numel()))
+    if factor is None or factor.dim() == 2:
+        return 1
+    return max(1, rows // (8 if factor.dtype == torch.uint8 else factor.numel()))
 
 
 @triton.jit
 def _gradient_kernel(
     g, codes, scale, r, w, other, factors, g_x, copy, parts, rows, blocks, programs, span, times,
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_W: tl.constexpr, HAS_OTHER: tl.constexpr,
-    HAS_COPY: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_COPY: tl.constexpr, HAS_FACTOR: tl.constexpr, BITS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    CENTERED: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """CENTERED is whether μ was subtracted, so that the gradient's mean is subtracted too."""
     column = tl.arange(0, BLOCK)
@@ -269,8 +277,10 @@ def _gradient_kernel(
         if HAS_COPY:
             if HAS_FACTOR:
                 times_32 = tl.full((1,), times, tl.float32)
-                out_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
-                out_h *= _factors(factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, WIDE)
+                out_l *= _factors(factors, row, column, inside, live, span, times_32, 2 * HALF, BITS, BY_CHANNEL, WIDE)
+                out_h *= _factors(
+                    factors, row, column + HALF, inside, live, span, times_32, 2 * HALF, BITS, BY_CHANNEL, WIDE
+                )
             tl.store(copy + at, out_l.to(copy.dtype.element_ty), mask=inside)
             tl.store(copy + at + HALF, out_h.to(copy.dtype.element_ty), mask=inside)
     left = parts + tl.program_id(0).to(tl.int64) * (4 * HALF) + column

@@ -177,12 +177,13 @@ def _norm_forward(
 
 
 def _multiplied(t: Tensor, factor: Tensor | None, times: float) -> Tensor:
-    """Rows times a factor for each of as many runs, or where a bit is set, and times a number."""
+    """Rows times a factor of each of as many runs, of each channel, or where a bit is set, and times a number."""
     if factor is None:
         return t
     if factor.dtype == torch.uint8:
         return wide(t) * BITS.restore((factor,), t.shape) * times
-    return wide(t) * factor.repeat_interleave(len(t) // len(factor))[:, None] * times
+    each = factor if factor.dim() == 2 else factor.repeat_interleave(len(t) // len(factor))[:, None]
+    return wide(t) * each * times
 
 
 def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
