@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +183,7 @@ def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleT
         bench("step", "vit", "exact+compile", 41.0, round=2),
     )
     text = records.steps(tmp_path)
-    end = " | 0123456789 |"
+    end = " | 0123456789, a |"
     assert "| vit | exact+compile | 40.00 ± 0.50 |  | 2.00 | 3.00 | 0.00 | –" + end in text, "the mean of its rounds"
     assert "| vit | hotrain | 30.00 ± 0.50 | 0.750 | – | – | 0.00 | –" + end in text, (
         "a record from before these fields"
@@ -457,10 +457,10 @@ def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: Mo
     )
     table, _, notes = records.zoo(tmp_path).partition("\n\n")
     assert table.splitlines()[2:] == [
-        f"| {resnet} | 20.00 | 10.00 | 0.50 | 8.00 (9.00) | 4.00 (5.00) | 0.50 | – | – | – | 0123456789 |",
+        f"| {resnet} | 20.00 | 10.00 | 0.50 | 8.00 (9.00) | 4.00 (5.00) | 0.50 | – | – | – | 0123456789, a |",
         f"| {VIT_B} | 20.00 | 24.00 | 1.20 | 8.00 (9.00) | 4.00 (5.00) | 0.50 | 22.00 | 3.00 (4.00) "
-        "| `exact+compile+checkpoint` | 0123456789 |",
-        f"| {gpt2} | 20.00 | – | – | 8.00 (9.00) | – | – | – | – | – | 0123456789 |",
+        "| `exact+compile+checkpoint` | 0123456789, a |",
+        f"| {gpt2} | 20.00 | – | – | 8.00 (9.00) | – | – | – | – | – | 0123456789, a |",
     ]
     assert notes.startswith(f"* {gpt2}, `hotrain-default`: OutOfMemoryError.\n* a device")
     shown = records.steps(tmp_path)
@@ -490,7 +490,9 @@ def front(records: ModuleType) -> ModuleType:
 VIT_B = "vit_base_patch16_224/b128"
 
 
-def test_the_headline_is_one_run_of_the_default_and_marks_what_is_not_in_it(front: ModuleType, tmp_path: Path) -> None:
+def test_the_headline_is_one_run_of_the_default_and_marks_what_is_not_in_it(
+    front: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gib = 1 << 30
     assert "`hotrain bench step --out" in front.headline(tmp_path)
     write(
@@ -515,9 +517,10 @@ def test_the_headline_is_one_run_of_the_default_and_marks_what_is_not_in_it(fron
     assert "where exact took 10.0 ms)" in text
     assert text.count("¹") == 2
     assert "not recorded yet" in text
-    comparison(tmp_path, "small_vit_default_h200_2026-11-22", "hq8", (0, 80.0, 79.0), (1, 82.0, 83.0))
+    line = SimpleNamespace(group="small ViT, CIFAR-10", method="hq8", gaps=(-1.0, 1.0))
+    monkeypatch.setattr(front, "lines", lambda study, rows: [line, SimpleNamespace(**{**vars(line), "method": "hot"})])
     text = front.headline(tmp_path)
-    assert "over 2 paired seeds: small ViT +0.00 ± 1.41 (" in text
+    assert "mean ± standard error: small ViT, CIFAR-10 +0.00 ± 1.00, 2 seeds (" in text
 
 
 def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front: ModuleType, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import records
+from hotrain_study.cells import lines, mean_text, read_rows
+from hotrain_study.studies import pretraining
 
 import hotrain
 from hotrain.presets import DEFAULT, describe
@@ -26,7 +28,7 @@ SHOWN = {
 
 
 def headline(folder: Path = records.RESULTS) -> str:
-    """The latest run of one model: time, peak and, from the comparisons of the default, accuracy.
+    """The latest run of one model: time, peak and, from the study of pre-training, accuracy.
 
     What was not in that run is marked, as a multiple of exact in its own.
     """
@@ -35,7 +37,7 @@ def headline(folder: Path = records.RESULTS) -> str:
         return records._none_yet("step")
     base = _baseline(run, SUBJECT)
     assert base is not None
-    lines, others = [], {}
+    cells, others = [], {}
     for variant, name in SHOWN.items():
         if variant in BASELINES and variant != base[0]:
             continue
@@ -51,8 +53,8 @@ def headline(folder: Path = records.RESULTS) -> str:
         ms, peak = (records._step_mean(source, SUBJECT, variant, *more) for more in ((), ("peak_bytes",)))
         assert ms is not None
         if peak is not None:
-            lines.append([name + mark, f"{ms:.1f}", f"{ms / exact:.2f}", f"{peak / records.GIB:.2f}"])
-    text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], lines)
+            cells.append([name + mark, f"{ms:.1f}", f"{ms / exact:.2f}", f"{peak / records.GIB:.2f}"])
+    text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], cells)
     text += f"\n\nOne run on {_where(run[0])}"
     if others:
         text += " (¹ " + "; ".join(f"{where}, where exact took {ms:.1f} ms" for where, ms in others.items()) + ")"
@@ -60,7 +62,7 @@ def headline(folder: Path = records.RESULTS) -> str:
     layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
         text += f"; the default ran {_counted(layers[-1])}"
-    return f"{text}. {_accuracies(_comparisons(folder))}"
+    return f"{text}. {_accuracies(folder)}"
 
 
 def _counted(groups: list[dict[str, Any]]) -> str:
@@ -74,9 +76,6 @@ def _counted(groups: list[dict[str, Any]]) -> str:
     ]
     exact = [f"{counts['exact']} exact"] if "exact" in counts else []
     return ", ".join([*converted, *exact])
-
-
-LABELS = {"small_vit": "small ViT", "small_resnet18": "ResNet-18"}
 
 
 def _where(row: dict[str, Any]) -> str:
@@ -109,40 +108,17 @@ def _baseline(run: list[dict[str, Any]], subject: str) -> tuple[str, float] | No
     return None
 
 
-def _comparisons(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Model → rows of the latest comparison of the default, with exact under the same seeds, on a GPU."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path, summary in records.summaries(folder):
-        for model in LABELS:
-            rows = records._measured(summary)
-            if "_default_h200_" in path.name and records.paired_gaps(rows, model, DEFAULT):
-                found[model] = rows
-    return found
-
-
-def _accuracies(compared: dict[str, list[dict[str, Any]]]) -> str:
-    """The default's accuracy against exact, of each network: as `convert` gives it, and with every layer converted."""
-    if not compared:
+def _accuracies(folder: Path) -> str:
+    """The default's accuracy against exact, of each network of the pre-training study, every layer converted."""
+    rows = read_rows([folder / "studies" / "pretraining.jsonl"])
+    found = [line for line in lines(pretraining(), rows) if line.method == DEFAULT and line.gaps]
+    if not found:
         return "Accuracy of exactly this configuration is not recorded yet; what is: [results](docs/results.md)."
-    gaps = []
-    for model, rows in compared.items():
-        ran = [row["layers"] for row in rows if (row["model"], row["method"]) == (model, DEFAULT) and row.get("layers")]
-        gap = _gap(rows, model, DEFAULT)
-        if ran and all(group["g_w"] == "exact" for group in ran[-1]):
-            everything = _gap(rows, model, f"{DEFAULT}@memory")
-            gap = f"{everything} with every layer converted, {gap} where the plan leaves these small layers exact"
-        gaps.append(f"{LABELS[model]} {gap}")
-    counts = {len(records.paired_gaps(rows, model, DEFAULT)) for model, rows in compared.items()}
-    seeds = " and ".join(map(str, sorted(counts)))
+    gaps = [f"{line.group} {mean_text(line.gaps, error=True, sign='+')}, {len(line.gaps)} seeds" for line in found]
     return (
-        f"Accuracy against exact on CIFAR-10, in points, mean ± deviation over {seeds} paired seeds: "
-        f"{'; '.join(gaps)} ([results](docs/results.md))."
+        f"Accuracy against exact with every layer converted, in points, mean ± standard error: {'; '.join(gaps)} "
+        "([results](docs/results.md))."
     )
-
-
-def _gap(rows: list[dict[str, Any]], model: str, method: str) -> str:
-    gaps = records.paired_gaps(rows, model, method)
-    return records._mean(gaps, sign="+") if gaps else "not measured"
 
 
 MOST = 8  # lines of a table in the README
@@ -157,7 +133,7 @@ def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
             how many are between.
     """
     rows = records._of_bench("step", folder)
-    lines = []
+    found = []
     for subject in dict.fromkeys(row["subject"] for row in rows):
         run = _run_of_default(subject, folder)
         base = run and _baseline(run, subject)
@@ -171,8 +147,8 @@ def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
         if everything:
             gib.append(f"{float(peaks[1] or 0) / float(peaks[0] or 1):.2f}")
         cells = [f"{base[1]:.1f}", f"{ms:.1f}", f"{ms / base[1]:.2f}", *gib, f"`{base[0]}`", records._place(run[0])]
-        lines.append((ms / base[1], [f"`{subject}`", *cells]))
-    if not lines:
+        found.append((ms / base[1], [f"`{subject}`", *cells]))
+    if not found:
         return records._none_yet("step")
     headers = [
         "model / batch",
@@ -186,7 +162,7 @@ def pays(folder: Path = records.RESULTS, everything: bool = False) -> str:
     ]
     if everything:
         headers.insert(6, "× peak")
-    ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    ordered = [cells for _, cells in sorted(found, key=lambda line: line[0])]
     if len(ordered) > MOST and not everything:
         between = f"… {len(ordered) - MOST} more: [does it pay?](docs/pays.md#models-that-were-measured)"
         ordered[MOST // 2 : -(MOST // 2)] = [[between, *[""] * (len(headers) - 1)]]

@@ -73,7 +73,7 @@ class Question:
         weights: dtype of the parameters.
         bias: whether there is one.
         needs_x: whether x requires a gradient.
-        trained: whether the weight does.
+        trained: whether the weight does, and the bias.
         method: that the layer would follow.
         grid: of its tokens, where known.
         transposed: whether the weight is (I, O), as in transformers' Conv1D.
@@ -264,7 +264,7 @@ class _Layer:
                 x = x.to(memory_format=torch.channels_last)
             self.x = x.requires_grad_(q.needs_x)
             self.w = self._noise(q, q.w, q.weights).requires_grad_(q.trained)
-            self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_() if q.bias else None
+            self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_(q.trained) if q.bias else None
             self.q, config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
             with self.mode():
                 self.call = autograd.call_of(config, self.x)

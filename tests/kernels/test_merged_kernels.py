@@ -583,6 +583,12 @@ class Branch(nn.Module):
             branch = branch.div(0.9) * kept.floor_()
         elif self.change == "stochastic depth":
             branch = branch * (torch.rand(len(x), 1, 1, device=x.device) < 0.9).to(branch.dtype)
+        elif self.change == "transposed dropout":
+            branch = F.dropout(branch.transpose(1, 2).contiguous().transpose(1, 2), 0.1)
+        elif self.change == "gate of two":
+            branch = branch * torch.sigmoid(x[:, 0, :2])[:, 1].view(-1, 1, 1)
+        elif self.change == "one gate":
+            branch = branch * self.one.weight[0, :1].view(1, 1, 1).expand(len(x), 1, 1)
         elif self.change == "sine":
             branch = torch.sin(branch)
         elif self.scale is not None:
@@ -595,7 +601,7 @@ class Branch(nn.Module):
 def inductor(change: str) -> Iterator[None]:
     """Dropout is a formula to Inductor's own generator alone, which needs its compiler; no graph of an earlier run."""
     with (
-        torch._inductor.config.patch(fallback_random=change != "dropout", fx_graph_cache=False),
+        torch._inductor.config.patch(fallback_random="dropout" not in change, fx_graph_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         yield
@@ -628,15 +634,10 @@ def test_formulas_beside_norms_cost_what_a_compiler_would_not_move(
     assert found == [3 * x.nbytes if change == "sine" else 0]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("change", ["dropout", "stochastic depth", "stochastic depth, transformers", "scale"])
-def test_products_of_a_branch_are_merged_with_the_norm(
+def with_and_without_merging(
     change: str, autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward: of the same random numbers, the values of the graph without merging.
-
-    Under autocast the product is not rounded to bfloat16 before it is added, which moves codes.
-    """
+) -> tuple[list[Tensor], list[Tensor], list[torch.fx.Graph]]:
+    """A step with merging, one without it on the same random numbers, and the graphs of the first."""
     torch.manual_seed(0)
     model, x = Branch(change).to(device).train(), torch.randn(8, 96, WIDTH, device=device)
     hotrain.convert(model, "exact", memory="block")
@@ -656,17 +657,41 @@ def test_products_of_a_branch_are_merged_with_the_norm(
     monkeypatch.setattr(fusing, "fuse", kept)
     got = run()
     monkeypatch.setattr(fusing, "fuse", lambda graph: False)
-    want = run()
-    forward, backward = graphs
+    return got, run(), graphs
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", ["dropout", "stochastic depth", "stochastic depth, transformers", "scale"])
+def test_products_of_a_branch_are_merged_with_the_norm(
+    change: str, autocast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: of the same random numbers, the values of the graph without merging.
+
+    Under autocast the product is not rounded to bfloat16 before it is added, which moves codes.
+    """
+    got, want, (forward, backward) = with_and_without_merging(change, autocast, device, monkeypatch)
     norms = forward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_forward.default)
     assert [n.args[11] is not None for n in norms] == [False, True]
     gradients = backward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default)
     assert [n.args[9] is not None for n in gradients] == [change != "scale", False]
     products = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.where.self
-    for graph in graphs if change != "scale" else [forward]:
+    for graph in (forward, backward) if change != "scale" else (forward,):
         dense = [n for n in graph.nodes if n.target in products]
-        assert not [n for n in dense if n.meta["val"].numel() == x.numel() and n.meta["val"].is_floating_point()]
+        assert not [n for n in dense if n.meta["val"].numel() == 8 * 96 * WIDTH and n.meta["val"].is_floating_point()]
     assert difference(got, want) < (0.05 if autocast else 1e-5)
+
+
+@pytest.mark.parametrize("change", ["transposed dropout", "gate of two", "one gate"])
+def test_products_that_the_kernel_would_read_otherwise_are_not_merged(
+    change: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits that are packed in another order than that of the rows, and numbers that are not one behind the other."""
+    got, want, (forward, backward) = with_and_without_merging(change, False, device, monkeypatch)
+    norms = forward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_forward.default)
+    gradients = backward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default)
+    assert [n.args[11] for n in norms] == [None, None]
+    assert [n.args[9] for n in gradients] == [None, None]
+    assert difference(got, want) < 1e-5
 
 
 class Sines(nn.Module):

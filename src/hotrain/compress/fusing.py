@@ -141,6 +141,11 @@ class _Merging:
         shape = self.node.args[0].meta["val"].shape  # type: ignore[union-attr]
         return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
 
+    def has_its_rows(self, product: Product) -> bool:
+        """Whether the operator's rows are those of a product, which it may see through views."""
+        rows: Any = self.node.args[0]
+        return bool(product.node.meta["val"].shape[-1] == rows.meta["val"].shape[-1])
+
     def flat(self, before: Node, factor: Node) -> Node:
         """A factor as the operator takes it: of samples (n,), of channels (1, C); bits as they are."""
         value = factor.meta["val"]
@@ -182,7 +187,7 @@ class _Forward(_Merging):
         one, other = found
         for t, rest_of in ((other, one), (one, other)):
             product = Product.of(t) if len(t.users) == 1 else None
-            if product is not None and product.factor < after:
+            if product is not None and self.has_its_rows(product) and product.factor < after:
                 one, other, times = rest_of, _uncast(product.branch), product.times
                 factor = self.flat(after, product.factor)
                 break
@@ -279,7 +284,9 @@ class _Backward(_Merging):
         if len(products) != 1 or (copied and len(readers) > 1):
             return
         (product,) = products
-        if _base(product.branch) is not source or not self.brings_forward(product.factor):
+        if _base(product.branch) is not source or not self.has_its_rows(product):
+            return
+        if not self.brings_forward(product.factor):
             return
         dtype = product.node.meta["val"].dtype
         factor = self.flat(self.node, product.factor)

@@ -223,7 +223,9 @@ def _span(factor: Tensor | None, rows: int) -> int:
     """Rows of a factor, or of a run of bits."""
     if factor is None or factor.dim() == 2:
         return 1
-    return max(1, rows // (8 if factor.dtype == torch.uint8 else factor.numel()))
+    runs = 8 if factor.dtype == torch.uint8 else factor.numel()
+    assert rows % runs == 0, (rows, runs)
+    return rows // runs
 
 
 @triton.jit
