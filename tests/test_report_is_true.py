@@ -186,3 +186,16 @@ def test_what_is_multiplied(_: str, kernel: int, groups: int, method: str, g_x: 
     # The sums of a transposed convolution are ordered as PyTorch's own; codes of 8 bits are off by 1 % of the norm.
     error = float((grads[0] - grads[1]).norm() / grads[0].norm())
     assert error < 1e-6 if g_x == "exact" else error > 1e-3
+
+
+def test_a_frozen_layer_without_a_gradient_says_so() -> None:
+    """Below the first trained layer nothing is computed by the method; above it, g_x is."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).train()
+    net[0].requires_grad_(False)
+    net[2].requires_grad_(False)
+    report = hotrain.convert(net)
+    assert "no gradient" not in str(report), "before the first step it is not known"
+    net(torch.randn(8, 16, 64)).sum().backward()
+    first, _, last = report.converted
+    assert str(first) == "hq8  no gradient was asked of it"
+    assert "none: the weight is frozen" in str(last)

@@ -26,11 +26,13 @@ class ConvertedRow:
         name: fully qualified.
         method: with the number format chosen for the device of the weight.
         ran: what the last training step did.
+        reached: whether a forward has run through it.
     """
 
     name: str
     method: Method
     ran: Ran = field(compare=False)
+    reached: bool = False
 
     @property
     def saved(self) -> list[tuple[str, int]]:
@@ -48,7 +50,7 @@ class ConvertedRow:
 
     def __str__(self) -> str:
         if self.ran.method is None:
-            return str(self.method)
+            return f"{self.method.name}  no gradient was asked of it" if self.reached else str(self.method)
         g_x, g_w, x = formats(self.ran)
         of = "" if not self.ran.exact_bytes or self.ran.frozen else f" of {bytes_text(self.ran.exact_bytes)}"
         return f"{self.method.name}  g_x:{g_x}  g_w:{g_w}  x:{x}, {bytes_text(self.saved_bytes)}{of}"
@@ -103,7 +105,7 @@ class ConversionReport:
             elif trained and not state.reached:
                 yield KeptRow(name, _UNCALLED)
             else:
-                yield ConvertedRow(name, state.running, state.ran)
+                yield ConvertedRow(name, state.running, state.ran, state.reached)
 
     @property
     def converted(self) -> list[ConvertedRow]:
