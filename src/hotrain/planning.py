@@ -73,12 +73,13 @@ class Question:
         weights: dtype of the parameters.
         bias: whether there is one.
         needs_x: whether x requires a gradient.
-        trained: whether the weight does, and the bias.
+        trained: whether the weight does.
         method: that the layer would follow.
         grid: of its tokens, where known.
         transposed: whether the weight is (I, O), as in transformers' Conv1D.
         geometry: of a convolution, None for a Linear.
         device: a GPU.
+        trains_bias: whether the bias requires a gradient.
     """
 
     x: tuple[int, ...]
@@ -93,6 +94,7 @@ class Question:
     transposed: bool
     geometry: Geometry | None
     device: torch.device
+    trains_bias: bool = True
 
     @property
     def columns(self) -> int:
@@ -264,7 +266,7 @@ class _Layer:
                 x = x.to(memory_format=torch.channels_last)
             self.x = x.requires_grad_(q.needs_x)
             self.w = self._noise(q, q.w, q.weights).requires_grad_(q.trained)
-            self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_(q.trained) if q.bias else None
+            self.b = self._noise(q, (q.outputs,), q.weights).requires_grad_(q.trains_bias) if q.bias else None
             self.q, config = q, Config(q.method, q.grid, q.transposed, q.geometry, name="planned")
             with self.mode():
                 self.call = autograd.call_of(config, self.x)

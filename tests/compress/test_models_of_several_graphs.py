@@ -58,7 +58,7 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
 
     def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
-        x, dtype, device, needs_x, w, weights, trained, bias = facts
+        x, dtype, device, needs_x, w, weights, trained, bias, _ = facts
         rest = (self.running, self.grid, self.transposed, geometry, device)
         return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *rest)
 

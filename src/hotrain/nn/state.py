@@ -239,14 +239,13 @@ class LayerState:
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
         """The layer on a GPU as a question to `hotrain.planning`; None elsewhere."""
-        x, dtype, device, needs_x, w, weights, trained, bias = facts
+        x, dtype, device, needs_x, w, weights, trained, bias, trains_bias = facts
         if device.type != "cuda":
             return None
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
-        return planning.Question(
-            x, w, dtype, weights, bias, needs_x, trained, self.running, self.grid, self.transposed, geometry, device
-        )
+        of_layer = self.running, self.grid, self.transposed, geometry, device
+        return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *of_layer, trains_bias)
 
     def _why_exact(self, question: planning.Question | None, samples: bool) -> str | None:
         """Why the layer stays exact, or None.
@@ -296,9 +295,10 @@ def _sizes_of_gradients(question: planning.Question, config: Config) -> tuple[in
 
 def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:
     """What a plan depends on: of x its shape, dtype in a product, device and gradient, then of the weight, and bias."""
-    w = module.weight
+    w, b = module.weight, module.bias
     of_x = constants(x.shape), autocast_dtype(x), x.device, x.requires_grad
-    return *of_x, constants(w.shape), w.dtype, w.requires_grad, module.bias is not None
+    of_b = b is not None, b is not None and b.requires_grad
+    return *of_x, constants(w.shape), w.dtype, w.requires_grad, *of_b
 
 
 def _constant(place: Place) -> Place:
