@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from ..planning import Roofs
 from . import costs, exact_norms, fusing
 from .formats import is_static
-from .nodes import MOVES, called, numel
+from .nodes import MOVES, bytes_of, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
 
 _aten = torch.ops.aten
@@ -159,7 +159,7 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
         x: Any = norm.args[0]
         parts = sum(numel(part) for part in norm.users if part.args[1] != 0)  # codes, scales and marks, of a byte
         ms = costs.excess(norm, roofs) + costs.excess(gradient, roofs)
-        nbytes = numel(x) * x.meta["val"].dtype.itemsize - parts
+        nbytes = bytes_of(x) - parts
         apply = functools.partial(exact_norms.put_back, graph, norm, gradient)
         found.append(Candidate(_BATCH_NORM, ms, nbytes, apply))
     return found
@@ -273,7 +273,7 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
         else:
             ms += 1e3 * 4 * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
-    nbytes += numel(reading.tensor) * reading.tensor.meta["val"].dtype.itemsize
+    nbytes += bytes_of(reading.tensor)
 
     return Candidate(_what(reading), ms, nbytes, functools.partial(_put_back, reading))
 

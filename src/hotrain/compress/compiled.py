@@ -32,10 +32,9 @@ from . import choosing, formats, fusing, graph, kernel_nodes, rules
 from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
-from .nodes import VIEWS, base_of, is_alias, same_order
+from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
 
 _inductor = inductor()
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
@@ -271,7 +270,7 @@ def _has_rows(node: Node, columns: int, depth: int) -> bool:
     if node.target in _MATRICES or str(node.target).startswith("hotrain."):
         return isinstance(value, Tensor) and value.shape[-1] == columns
     alike = (n for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.dim() > 1)
-    by_element = same_order(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    by_element = same_order(node) or is_pointwise(node)
     return by_element and any(_has_rows(n, columns, depth - 1) for n in alike if n.meta["val"].shape[-1] == columns)
 
 
@@ -304,7 +303,7 @@ def _is_large(node: Node) -> bool:
     value = node.meta.get("val")
     return (
         isinstance(value, fakes.tensor)
-        and value.dtype in _FLOATS
+        and value.dtype in FLOATS
         and bool(_region(node))
         and entries(node) >= SMALL
         and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded tensor takes little memory
@@ -348,9 +347,9 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
             return {}
         if value.dtype == torch.bool and formats.is_static(value):
             form, each = "bits", 1 / 8
-        elif kind == rules.SIGN and value.dtype in _FLOATS:
+        elif kind == rules.SIGN and value.dtype in FLOATS:
             form, each = "sign", 1
-        elif value.dtype not in _FLOATS or number < SMALL:
+        elif value.dtype not in FLOATS or number < SMALL:
             form, each = "", value.dtype.itemsize
         elif kind == rules.RATIO or graph.spans_magnitudes(factor, known):
             form, each = ("bfloat16" if value.dtype == torch.float32 else ""), 2

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from ..planning import Roofs, agreed, captured, timed
 from ..private import no_dispatch_modes
+from .nodes import bytes_of
 
 _EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
 _OF_STATISTICS = 0.56  # that their sums over an image's pixels reach: ResNet-50 and DenseNet-121, on an H200
@@ -28,25 +29,19 @@ _aten, _ops = torch.ops.aten, torch.ops.hotrain
 _measured: dict[str, tuple[float, float] | None] = {}
 
 
-def _size(t: Any) -> int:
-    """Bytes of a node's tensor."""
-    value = t.meta["val"] if isinstance(t, Node) else t
-    return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
-
-
 def _norm_forward(node: Node) -> int:
     args, (_, y, *_) = node.args, node.meta["val"]
-    return _size(args[0]) + _size(args[1]) + _size(y)
+    return bytes_of(args[0]) + bytes_of(args[1]) + bytes_of(y)
 
 
 def _norm_backward(node: Node) -> int:
     g, (g_x, *_) = node.args[0], node.meta["val"]
-    return _size(g) + 2 * _size(g_x)  # x is of g_x's dtype
+    return bytes_of(g) + 2 * bytes_of(g_x)  # x is of g_x's dtype
 
 
 def _slope_gradient(node: Node) -> int:
     """The layer before sums the result for its bias, which `fusing` makes a part of the operator."""
-    return (3 + _is_summed(node)) * _size(node.args[0])
+    return (3 + _is_summed(node)) * bytes_of(node.args[0])
 
 
 def _is_summed(node: Node) -> bool:
@@ -68,18 +63,18 @@ def _norm_gradient(node: Node) -> int:
     args: Any = node.args
     g, other, *_, name, passes_on = args
     again = 1 if passes_on or other is None else 2
-    return (5 + 2 * bool(name) + bool(passes_on)) * _size(g) + again * _size(other)
+    return (5 + 2 * bool(name) + bool(passes_on)) * bytes_of(g) + again * bytes_of(other)
 
 
 # Operator → bytes that exact training moves in its place; codes are packed and unpacked in no one's place.
 _EXACT: dict[Any, Callable[[Node], int]] = {
     _ops.norm_forward.default: _norm_forward,
     _ops.norm_backward.default: _norm_backward,
-    _ops.activate.default: lambda node: 2 * _size(node.args[0]),
+    _ops.activate.default: lambda node: 2 * bytes_of(node.args[0]),
     _ops.slope_gradient.default: _slope_gradient,
-    _ops.gated_gradient.default: lambda node: 5 * _size(node.args[0]),  # reads g_y, x and b, writes both gradients
-    _ops.channel_statistics.default: lambda node: _size(node.args[0]),
-    _ops.normalize.default: lambda node: 2 * _size(node.args[0]) + _size(node.args[5]),
+    _ops.gated_gradient.default: lambda node: 5 * bytes_of(node.args[0]),  # reads g_y, x and b, writes both gradients
+    _ops.channel_statistics.default: lambda node: bytes_of(node.args[0]),
+    _ops.normalize.default: lambda node: 2 * bytes_of(node.args[0]) + bytes_of(node.args[5]),
     _ops.norm_gradient.default: _norm_gradient,
     _ops.keep_codes.default: lambda node: 0,
     _ops.restore_codes.default: lambda node: 0,
@@ -105,9 +100,9 @@ def excess(node: Node, roofs: Roofs) -> float:
         _measured[key] = agreed(f"cost {key}", own)
     found = _measured[key]
     if found is None:
-        inputs = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
+        inputs = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
         results = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
-        found = 1e3 * (inputs + sum(map(_size, results))) / roofs.copy, 1e3 * nbytes / roofs.copy
+        found = 1e3 * (inputs + sum(map(bytes_of, results))) / roofs.copy, 1e3 * nbytes / roofs.copy
     return found[0] - found[1] / (_OF_STATISTICS if node.target is STATISTICS else _EFFICIENCY)
 
 
@@ -152,7 +147,7 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     try:
         with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
             target: Any = node.target
-            read = sum(map(_size, dict.fromkeys(node.all_input_nodes)))
+            read = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
             given = _sets(lambda: map_arg(node.args, _random), read, device)
             half = min(max(nbytes // 2, 1), _MOST_COPIED)
             copied = _sets(lambda: torch.empty(2, half, dtype=torch.uint8, device=device).random_(), 2 * half, device)

@@ -7,7 +7,7 @@ operator, so they become arguments of it:
     s = x + branch · f;  y = cast(norm(s))  ──►   s, y = norm_forward(x, branch, f)
     g_x = norm'(cast(g));  g = shortcut + g_x;  cast(g) · f   ──►   g, cast(g · f) = norm_backward(g, shortcut, f)
 
-f is of a dropout, whose bits it is, or of stochastic depth, a number for each sample.
+f is of a dropout, whose bits it is, or of stochastic depth, a number for each sample; forward, of a layer's scale, too.
 
 The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
 before. The bias of a convolution, which Inductor would add in a kernel of its own, is added by the norm or the
@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from .factors import Product
 from .formats import is_static
-from .nodes import CASTS, FLOATS, called, computed, is_dense, same_order, value_of
+from .nodes import CASTS, FLOATS, bytes_of, called, computed, is_dense, is_pointwise, same_order, value_of
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
@@ -55,7 +55,7 @@ def unfused(graph: Graph) -> int:
     What is added in a norm, and is no product that its kernel takes, is written and read before; the gradient that the
     norm writes is read once more. On the joint graph, as `choosing` sees it.
     """
-    ours, nbytes = torch.ops.hotrain, 0
+    ours, moved = torch.ops.hotrain, 0
     for node in graph.find_nodes(op="call_function", target=ours.norm_forward.default):
         source = _uncast(_base(node.args[0]))
         alone = [t for t in _sum(source) or () if _is_alone(t)]
@@ -63,7 +63,7 @@ def unfused(graph: Graph) -> int:
         if merged is not None:
             alone.remove(merged.node)
             alone += filter(_is_alone, [_uncast(merged.branch)])
-        nbytes += sum(2 * _nbytes(t) for t in alone)
+        moved += sum(2 * bytes_of(t) for t in alone)
     for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
         g_x = next((user for user in node.users if user.args[1] == 0), None)
         readers = [] if g_x is None else _readers(g_x)
@@ -72,8 +72,8 @@ def unfused(graph: Graph) -> int:
         merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
         # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
         if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
-            nbytes += _nbytes(total)
-    return nbytes
+            moved += bytes_of(total)
+    return moved
 
 
 def _is_alone(node: Node) -> bool:
@@ -87,20 +87,15 @@ def _is_summed(node: Node) -> bool:
 
 
 def _is_formula(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and node.target not in CASTS
+    return is_pointwise(node) and node.target not in CASTS
 
 
-def _readers(node: Node) -> list[Node]:
-    """Users of a tensor, and of its views and casts."""
+def _readers(node: Node, through: tuple[Any, ...] = CASTS) -> list[Node]:
+    """Users of a tensor, of its views, and of the nodes of those targets: its casts."""
     found: list[Node] = []
     for user in node.users:
-        found += _readers(user) if same_order(user) or user.target in CASTS else [user]
+        found += _readers(user, through) if same_order(user) or user.target in through else [user]
     return found
-
-
-def _nbytes(node: Node) -> int:
-    value = node.meta["val"]
-    return int(value.numel()) * int(value.dtype.itemsize)
 
 
 def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
@@ -279,7 +274,7 @@ class _Backward(_Merging):
         args: Any = self.node.args
         copied = args[8] is not None
         source = self.result(2 if copied else 0)
-        readers = [] if source is None else _users(source)
+        readers = [] if source is None else _readers(source, through=())
         products = [product for product in map(Product.of_gradient, readers) if product is not None]
         if len(products) != 1 or (copied and len(readers) > 1):
             return
@@ -432,14 +427,6 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
     if values[0].shape != values[1].shape or values[0].shape != node.meta["val"].shape:
         return None
     return (one, other) if values[0].dtype.itemsize >= values[1].dtype.itemsize else (other, one)
-
-
-def _users(node: Node) -> list[Node]:
-    """Users of a tensor and of its views."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _users(user) if same_order(user) else [user]
-    return found
 
 
 def _casts(node: Node) -> list[Node]:

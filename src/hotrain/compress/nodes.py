@@ -34,6 +34,17 @@ def numel(node: Any) -> int:
     return 0 if value is None else int(value.numel())
 
 
+def bytes_of(t: Any) -> int:
+    """Bytes of a tensor, or of what a node computes; 0 where it is no tensor."""
+    value = t.meta["val"] if isinstance(t, Node) else t
+    return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a node computes each entry from one entry of each argument."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def same_order(node: Node) -> bool:
     """Whether a node has the elements of its argument in the same order."""
     in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
