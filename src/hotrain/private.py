@@ -269,6 +269,20 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
     return graph
 
 
+class _Later:
+    """A text that is made when it is written.
+
+    Args:
+        text: makes it of the other arguments.
+    """
+
+    def __init__(self, text: Callable[..., str], *args: Any) -> None:
+        self.text, self.args = text, args
+
+    def __str__(self) -> str:
+        return self.text(*self.args)
+
+
 class Inductor(NamedTuple):
     """What `compress.compiled` uses of Inductor and AOTAutograd."""
 
@@ -283,13 +297,23 @@ class Inductor(NamedTuple):
 
 @functools.cache
 def inductor() -> Inductor:
-    """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back."""
+    """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back.
+
+    Before 2.13, Inductor describes all that the arguments of a custom operator are computed from, where it first meets
+    that operator, for a log that is mostly off. In a deep graph this takes hours, so it is left until it is written.
+    """
     import torch._inductor.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
 
     _ = config.custom_partitioner_fn  # AttributeError where the setting is missing
+    if torch.__version__ < "2.13":
+        with suppress(ImportError, AttributeError):
+            from torch._inductor.exc import OperatorIssue
+
+            described = OperatorIssue.operator_str
+            OperatorIssue.operator_str = staticmethod(functools.partial(_Later, described))  # type: ignore[assignment]
     with suppress(ImportError):
         importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")  # an attribute of torch from then on
     wrap = "_higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper"

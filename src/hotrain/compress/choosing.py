@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..planning import Roofs
 from . import costs, exact_norms, fusing
 from .formats import is_static
-from .nodes import MOVES, bytes_of, called, numel
+from .nodes import MOVES, base_of, bytes_of, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
 
 _aten = torch.ops.aten
@@ -48,7 +49,8 @@ _NAMES = {
     _aten.addmm.default: "linear (exact product)",
     _aten.bmm.default: "matmul",
 }
-_BATCH_NORM = "batch_norm"
+_BATCH_NORM, _NORM = "batch_norm", "norm"
+_NORMS = torch.ops.hotrain.norm_forward.default, torch.ops.hotrain.norm_backward.default
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
 _MARGIN = 1.15  # of costs, since alone on the device operators are faster than in a step
@@ -106,19 +108,21 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
         return {}, math.inf
     graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
-    beside = 1e3 * fusing.unfused(graph) / roofs.copy
-    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), beside]
+    beside = [_beside(node, roofs) for target in _NORMS for node in graph.find_nodes(op="call_function", target=target)]
+    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside]
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
     late -= _interpolation(graph, roofs)
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
         all_of[_BATCH_NORM] = norms
+    if norms := len(graph.find_nodes(op="call_function", target=_NORMS[0])):
+        all_of[_NORM] = norms
     kept: collections.Counter[str] = collections.Counter()
     late = _keep_exact(found, late, kept)
     graph.eliminate_dead_code()
     if late > 0:
-        # Behind the others: codes that no layer reads any more are batch norm's alone.
-        late = _keep_exact(_batch_norms(graph, roofs), late, kept)
+        # Behind the others: codes that no layer reads any more are a norm's alone.
+        late = _keep_exact([*_batch_norms(graph, roofs), *_norms(graph, roofs)], late, kept)
         graph.eliminate_dead_code()
     return {what: (kept[what], count) for what, count in all_of.items()}, -late
 
@@ -163,6 +167,22 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
         apply = functools.partial(exact_norms.put_back, graph, norm, gradient)
         found.append(Candidate(_BATCH_NORM, ms, nbytes, apply))
     return found
+
+
+def _norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
+    """Layer and RMS norms whose codes nothing but their own backward reads."""
+    found = []
+    for norm, gradient in exact_norms.row_pairs(graph):
+        x: Any = norm.args[0]
+        ms = sum(costs.excess(node, roofs) + _beside(node, roofs) for node in (norm, gradient))
+        apply = functools.partial(exact_norms.put_rows_back, graph, norm, gradient)
+        found.append(Candidate(_NORM, ms, bytes_of(x) - numel(x) / 2, apply))
+    return found
+
+
+def _beside(norm: Node, roofs: Roofs) -> float:
+    """ms of what exact training fuses with a norm."""
+    return 1e3 * fusing.unfused(norm) / roofs.copy
 
 
 def _statistics(graph: Graph, roofs: Roofs) -> list[float]:
@@ -333,6 +353,9 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
     def apply() -> None:
+        if bias is not None:
+            # Computed again in backward, it could get another memory layout than the kernel accepts.
+            base_of(given[3]).meta["recompute"] = CheckpointPolicy.MUST_SAVE
         results = _BACKWARD[forward.target](graph, node, forward, g, dropout, causal, scale)
         for user in list(node.users):
             place: Any = user.args[1]

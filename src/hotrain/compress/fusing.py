@@ -17,7 +17,7 @@ activation function that reads the convolution. Sums are in float32 and rounded 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from torch.fx import Graph, Node
 
 from .factors import Product
 from .formats import is_static
-from .nodes import CASTS, FLOATS, bytes_of, called, computed, is_dense, is_pointwise, same_order, value_of
+from .nodes import CASTS, FLOATS, bytes_of, called, computed, is_alias, is_dense, is_pointwise, same_order, value_of
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
+_COPIES = (_aten.clone.default, _aten.index.Tensor, _aten.constant_pad_nd.default, _aten.cat.default)
+_FORWARD = torch.ops.hotrain.norm_forward.default
 _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 
 
@@ -49,36 +51,53 @@ def add_gradients(graph: Graph) -> None:
     _merge(graph, {torch.ops.hotrain.norm_gradient: _Joint})
 
 
-def unfused(graph: Graph) -> int:
-    """Bytes that formulas beside norms move more than in exact training, where a compiler fuses them with the norm.
+def unfused(norm: Node) -> int:
+    """Bytes that formulas and copies beside a norm move more than in exact training, where a compiler fuses them.
 
-    What is added in a norm, and is no product that its kernel takes, is written and read before; the gradient that the
-    norm writes is read once more. On the joint graph, as `choosing` sees it.
+    What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that is
+    written in another order next (of windows); the gradient that the norm writes is read once more. On the joint graph,
+    as `choosing` sees it.
+
+    Args:
+        norm: a node of `norm_forward` or `norm_backward`.
     """
-    ours, moved = torch.ops.hotrain, 0
-    for node in graph.find_nodes(op="call_function", target=ours.norm_forward.default):
-        source = _uncast(_base(node.args[0]))
-        alone = [t for t in _sum(source) or () if _is_alone(t)]
-        merged = next((product for product in map(Product.of, alone) if product is not None), None)
-        if merged is not None:
-            alone.remove(merged.node)
-            alone += filter(_is_alone, [_uncast(merged.branch)])
-        moved += sum(2 * bytes_of(t) for t in alone)
-    for node in graph.find_nodes(op="call_function", target=ours.norm_backward.default):
-        g_x = next((user for user in node.users if user.args[1] == 0), None)
-        readers = [] if g_x is None else _readers(g_x)
-        total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
-        formulas = [] if total is None else [t for t in _readers(total) if _is_formula(t) and _sum(t) is None]
-        merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
-        # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
-        if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
-            moved += bytes_of(total)
+    return _unfused_forward(norm) if norm.target is _FORWARD else _unfused_backward(norm)
+
+
+def _unfused_forward(norm: Node) -> int:
+    source = _uncast(_base(norm.args[0]))
+    operands = _sum(source)
+    moved = bytes_of(source) if operands is None and _is_formula(source) else 0  # exact training has it in registers
+    alone = [t for t in operands or () if _is_alone(t)]
+    merged = next((product for product in map(Product.of, alone) if product is not None), None)
+    if merged is not None:
+        alone.remove(merged.node)
+        alone += filter(_is_alone, [_uncast(merged.branch)])
+    y = next((user for user in norm.users if user.args[1] == 1), None)
+    readers = [] if y is None else list(_behind(y))
+    copies = [t for t in readers if t.target in _COPIES]
+    again = bool(copies) + (len(copies) == len(readers)) if copies else 0
+    return moved + sum(2 * bytes_of(t) for t in alone) + again * bytes_of(y)
+
+
+def _unfused_backward(norm: Node) -> int:
+    g = _uncast(_base(norm.args[0]))
+    moved = 2 * bytes_of(g) if _is_alone(g) else 0
+    g_x = next((user for user in norm.users if user.args[1] == 0), None)
+    readers = [] if g_x is None else _readers(g_x)
+    total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
+    formulas = [] if total is None else [t for t in _behind(total) if _is_formula(t) and _sum(t) is None]
+    merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
+    # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
+    if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
+        moved += bytes_of(total)
     return moved
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether a formula's result is read by one other alone, so that a compiler would not write it."""
-    return _is_formula(node) and len(node.users) == 1
+    """Whether a tensor is a formula's, read by one operator alone, so that a compiler would not write it."""
+    source = _base(node)
+    return _is_formula(source) and len(source.users) == 1 and len(node.users) == 1
 
 
 def _is_summed(node: Node) -> bool:
@@ -87,7 +106,16 @@ def _is_summed(node: Node) -> bool:
 
 
 def _is_formula(node: Node) -> bool:
-    return is_pointwise(node) and node.target not in CASTS
+    return (is_pointwise(node) or node.target in _COPIES) and node.target not in CASTS
+
+
+def _behind(node: Node) -> Iterator[Node]:
+    """Users of a tensor, of its views in any order, and of its casts."""
+    for user in node.users:
+        if is_alias(user) or user.target in CASTS or user.target is torch.ops.hotrain.marked.default:
+            yield from _behind(user)
+        else:
+            yield user
 
 
 def _readers(node: Node, through: tuple[Any, ...] = CASTS) -> list[Node]:
