@@ -362,6 +362,40 @@ class Masked(Block):
         return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
+class Composed(Block):
+    """Attention written out, as windows have it: backward of softmax and of the product behind it read its result."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) * 0.1).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_softmax_is_kept_exact_with_the_product_behind_it(
+    late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its codes were packed as well, and their time was in no sum. Put back, gradients are exact's."""
+    torch.manual_seed(0)
+    model, x = Composed(False).to(device).train(), torch.randn(4, 96, WIDTH, device=device)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "exact", memory="block")
+    kept = no_time_left(monkeypatch) if late else {}
+    traced = Traced(model)
+    got = step(traced.call, model, x, False)
+    (exponential,) = traced.calls("forward", torch.ops.aten.exp.default)
+    rounded, waiting = [], [exponential]
+    while waiting:  # up to the product, what the weights become
+        for user in waiting.pop().users:
+            if user.target is torch.ops.aten.round.default:
+                rounded.append(user)
+            elif user.op == "call_function" and "mm" not in str(user.target):
+                waiting.append(user)
+    assert bool(rounded) is not late
+    assert ("matmul" in kept) is late
+    assert difference(got, want) < (1e-2 if late else 0.3)  # its norms' codes stay, in 4 bits
+
+
 def test_attention_with_a_mask_can_be_kept_exact(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd gives its backward the metadata of the mask's nodes, which are forward's first."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -24,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from ..planning import Roofs
 from . import costs, exact_norms, fusing
 from .formats import is_static
-from .nodes import MOVES, base_of, bytes_of, called, numel
+from .nodes import MOVES, bytes_of, called, numel
 from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
 
 _aten = torch.ops.aten
@@ -49,7 +49,7 @@ _NAMES = {
     _aten.addmm.default: "linear (exact product)",
     _aten.bmm.default: "matmul",
 }
-_BATCH_NORM, _NORM = "batch_norm", "norm"
+_BATCH_NORM, _FORMULA = "batch_norm", "mul"
 _NORMS = torch.ops.hotrain.norm_forward.default, torch.ops.hotrain.norm_backward.default
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
@@ -115,14 +115,12 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
         all_of[_BATCH_NORM] = norms
-    if norms := len(graph.find_nodes(op="call_function", target=_NORMS[0])):
-        all_of[_NORM] = norms
     kept: collections.Counter[str] = collections.Counter()
     late = _keep_exact(found, late, kept)
     graph.eliminate_dead_code()
     if late > 0:
-        # Behind the others: codes that no layer reads any more are a norm's alone.
-        late = _keep_exact([*_batch_norms(graph, roofs), *_norms(graph, roofs)], late, kept)
+        # Behind the others: codes that no layer reads any more are batch norm's alone.
+        late = _keep_exact(_batch_norms(graph, roofs), late, kept)
         graph.eliminate_dead_code()
     return {what: (kept[what], count) for what, count in all_of.items()}, -late
 
@@ -166,17 +164,6 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
         nbytes = bytes_of(x) - parts
         apply = functools.partial(exact_norms.put_back, graph, norm, gradient)
         found.append(Candidate(_BATCH_NORM, ms, nbytes, apply))
-    return found
-
-
-def _norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
-    """Layer and RMS norms whose codes nothing but their own backward reads."""
-    found = []
-    for norm, gradient in exact_norms.row_pairs(graph):
-        x: Any = norm.args[0]
-        ms = sum(costs.excess(node, roofs) + _beside(node, roofs) for node in (norm, gradient))
-        apply = functools.partial(exact_norms.put_rows_back, graph, norm, gradient)
-        found.append(Candidate(_NORM, ms, bytes_of(x) - numel(x) / 2, apply))
     return found
 
 
@@ -226,7 +213,7 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
         candidate = _attention(graph, node, roofs, readings, others)
         if candidate is not None:
             found.append(candidate)
-    found += [_of_one(reading, roofs) for reading in readings]
+    found += [_of_group(group, roofs) for group in _groups(readings)]
     packed = {keeper for reading in readings for keeper in reading.keepers}
     kept = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_codes.default)
     fixed = [node for target in costs.REPLACING for node in graph.find_nodes(op="call_function", target=target)]
@@ -273,16 +260,35 @@ def _is_packed(node: Node) -> bool:
     return bool(number == PACKED)
 
 
-def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
-    """A tensor, and all that is read in its place."""
-    kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
-    ms, nbytes = sum(costs.excess(node, roofs) for node in kernels), 0.0
-    for place in () if kernels else reading.places:
-        # Read from memory by what is no formula that a compiler fuses, it is written there first.
-        written = any(user.target in _PRODUCTS for user in _readers(place))
-        ms += 1e3 * numel(place) * (1 + (2 if written else -2)) / roofs.copy
-    inside = {*reading.path, *reading.places}
-    for keeper in reading.keepers:
+def _groups(readings: list[Reading]) -> list[list[Reading]]:
+    """Tensors that backward makes from the same codes of a formula, as of a softmax and the product behind it.
+
+    Only where all of them are kept exact, nothing is packed.
+    """
+    groups: list[list[Reading]] = []
+    for reading in readings:
+        packed = set(filter(_is_packed, reading.keepers))
+        mine: list[list[Reading]] = []
+        others: list[list[Reading]] = []
+        for group in groups:
+            (mine if any(packed & other.keepers for other in group) else others).append(group)
+        groups = [*others, [*itertools.chain.from_iterable(mine), reading]]
+    return groups
+
+
+def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
+    """Tensors that belong together, and all that is read in their place."""
+    ms = nbytes = 0.0
+    inside = {node for reading in group for node in (*reading.path, *reading.places)}
+    for reading in group:
+        kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
+        ms += sum(costs.excess(node, roofs) for node in kernels)
+        for place in () if kernels else reading.places:
+            # Read from memory by what is no formula that a compiler fuses, it is written there first.
+            written = any(user.target in _PRODUCTS for user in _readers(place))
+            ms += 1e3 * numel(place) * (1 + (2 if written else -2)) / roofs.copy
+        nbytes += bytes_of(reading.tensor)
+    for keeper in {keeper: None for reading in group for keeper in reading.keepers}:
         by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
         parts = list(keeper.users) if by_kernel else [keeper]
         if not (by_kernel or by_formula) or any(user not in inside for part in parts for user in part.users):
@@ -293,15 +299,19 @@ def _of_one(reading: Reading, roofs: Roofs) -> Candidate:
         else:
             ms += 1e3 * 4 * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
-    nbytes += bytes_of(reading.tensor)
-
-    return Candidate(_what(reading), ms, nbytes, functools.partial(_put_back, reading))
+    names = sorted(map(_what, group), key=lambda name: name == _FORMULA)
+    return Candidate(names[0], ms, nbytes, functools.partial(_put_all_back, group))
 
 
 def _what(reading: Reading) -> str:
     """The operator that reads it, as the report names it."""
     readers = {user.target for place in reading.places for user in _readers(place)}
-    return next((name for target, name in _NAMES.items() if target in readers), "mul")
+    return next((name for target, name in _NAMES.items() if target in readers), _FORMULA)
+
+
+def _put_all_back(group: list[Reading]) -> None:
+    for reading in group:
+        _put_back(reading)
 
 
 def _put_back(reading: Reading) -> None:
@@ -353,9 +363,6 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
     def apply() -> None:
-        if bias is not None:
-            # Computed again in backward, it could get another memory layout than the kernel accepts.
-            base_of(given[3]).meta["recompute"] = CheckpointPolicy.MUST_SAVE
         results = _BACKWARD[forward.target](graph, node, forward, g, dropout, causal, scale)
         for user in list(node.users):
             place: Any = user.args[1]

@@ -14,7 +14,7 @@ from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
-from ..rematerialize import keep
+from ..rematerialize import in_place_of, keep, source
 from .base import (
     Handlers,
     Scope,
@@ -38,7 +38,8 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, form: str) -> tuple[Tensor, ...]:
         y = torch.softmax(x, dim)
-        ordered = y.movedim(dim, -1)
+        marked, ctx.source = source(y) if y.dtype == torch.float32 else (y, None)
+        ordered = marked.movedim(dim, -1)
         codes, scale = keep(GROUPED[form], ordered)
         ctx.save_for_backward(codes, scale)
         ctx.dim, ctx.form, ctx.shape = dim, form, ordered.shape
@@ -47,7 +48,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
-        y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim)
+        y = in_place_of(ctx.source, unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim))
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
         return *once("softmax", (g_x,), g_y), None, None
 
