@@ -174,3 +174,22 @@ def test_nothing_is_warned_of_where_all_is_there() -> None:
     out = step_without("torch.pi", "hq8")
     assert "warned []" in out
     assert "equal False" in out
+
+
+def test_inductor_describes_operators_only_where_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a deep graph that text grows exponentially, and before 2.13 each first operator of a kind made it."""
+    from torch._inductor.exc import OperatorIssue
+    from torch.torch_version import TorchVersion
+
+    described: list[str] = []
+
+    def slow(target: object, args: object, kwargs: object) -> str:
+        described.append(str(target))
+        return f"target: {target}"
+
+    monkeypatch.setattr(OperatorIssue, "operator_str", staticmethod(slow))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    private.inductor.__wrapped__()
+    text = OperatorIssue.operator_str("aten.mm", [], {})
+    assert described == []
+    assert f"{text}" == "target: aten.mm"

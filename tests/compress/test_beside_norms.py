@@ -7,44 +7,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotrain
 from hotrain.compress import fusing
-from hotrain.planning import Roofs
 
 assert hotrain
-ROWS, CHANNELS, EPS = 48, 64, 1e-5
-ROOFS = Roofs(copy=4e12, product=7e14)
+ROWS, CHANNELS = 48, 64
+FLAT = torch.float32, torch.float32, True, False  # dtypes of the sum and of y; centered; without a cast
 FORWARD = torch.ops.hotrain.norm_forward.default
 BACKWARD = torch.ops.hotrain.norm_backward.default
 
 
 def joint(
-    centered: bool,
-    cast: bool = False,
-    affine: bool = True,
-    dtype: torch.dtype = torch.float32,
-    behind: Callable[[Tensor], Tensor] = lambda y: y,
-    gradient: Callable[[Tensor], Tensor] = lambda g: g,
-) -> tuple[GraphModule, list[Tensor]]:
-    """Forward and backward of one norm, traced, and random arguments."""
-    x, g = (torch.randn(ROWS, CHANNELS, dtype=dtype) for _ in range(2))
-    w, b = (torch.randn(CHANNELS) if affine else None for _ in range(2))
-    b = b if centered else None
+    behind: Callable[[Tensor], Tensor] = lambda y: y, gradient: Callable[[Tensor], Tensor] = lambda g: g
+) -> Graph:
+    """Forward and backward of one norm, traced."""
 
-    def step(x: Tensor, g: Tensor, *rest: Tensor) -> list[Tensor]:
-        terms = iter(rest)
-        mine, bias = next(terms, None), next(terms, None)
-        options = EPS, dtype, dtype, centered, cast, False, None, None, 1.0
-        _, y, r, codes, scale = torch.ops.hotrain.norm_forward(x, None, mine, bias, *options)
-        rows = gradient(g)
-        grads = torch.ops.hotrain.norm_backward(rows, codes, scale, r, mine, None, dtype, centered, None, None, 1.0)
+    def step(x: Tensor, g: Tensor) -> list[Tensor]:
+        _, y, r, codes, scale = torch.ops.hotrain.norm_forward(x, None, None, None, 1e-5, *FLAT, False, None, None, 1.0)
+        grads = torch.ops.hotrain.norm_backward(gradient(g), codes, scale, r, None, None, *FLAT[1:3], None, None, 1.0)
         return [behind(y), *grads[:2]]
 
-    given = [x, g, *(t for t in (w, b) if t is not None)]
-    return make_fx(step, tracing_mode="fake")(*given), given
+    x, g = (torch.randn(ROWS, CHANNELS) for _ in range(2))
+    return make_fx(step, tracing_mode="fake")(x, g).graph
 
 
 def one_of(graph: Graph, target: Any) -> Any:
@@ -62,6 +49,6 @@ def test_copies_into_windows_count() -> None:
     size = ROWS * CHANNELS * 4
     for behind, gradient, wanted in ((None, None, (0, 0)), (windows, None, (2, 0)), (None, windows, (0, 2))):
         options = {name: f for name, f in (("behind", behind), ("gradient", gradient)) if f is not None}
-        graph = joint(True, **options)[0].graph  # type: ignore[arg-type]
+        graph = joint(**options)
         found = fusing.unfused(one_of(graph, FORWARD)), fusing.unfused(one_of(graph, BACKWARD))
         assert found == tuple(number * size for number in wanted)

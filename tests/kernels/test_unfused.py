@@ -251,8 +251,9 @@ def test_a_branch_and_a_gradient_are_multiplied(
     kept, r = got[3:], got[2]
     plain = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float32)
     multiplied = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.bfloat16, factor, times)
-    assert torch.equal(multiplied[0], plain[0])
-    assert torch.equal(multiplied[1], plain[1])
+    # Two compilations, which may contract other products and sums to one rounding; terms of up to 2⁴ cancel.
+    for one, another in zip(multiplied[:2], plain[:2], strict=True):
+        torch.testing.assert_close(one, another, rtol=2.0**-20, atol=2.0**-18)
     wanted = plain[2] * full
     torch.testing.assert_close(multiplied[2].float(), wanted, rtol=2.0**-7, atol=0)
     assert torch.equal(multiplied[2] == 0, wanted == 0)
