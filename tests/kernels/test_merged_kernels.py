@@ -372,12 +372,13 @@ class Composed(Block):
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("tokens", [96, 49])  # whole groups of codes; Swin's windows, whose rows are padded
 def test_a_softmax_is_kept_exact_with_the_product_behind_it(
-    late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tokens: int, late: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its codes were packed as well, and their time was in no sum. Put back, gradients are exact's."""
     torch.manual_seed(0)
-    model, x = Composed(False).to(device).train(), torch.randn(4, 96, WIDTH, device=device)
+    model, x = Composed(False).to(device).train(), torch.randn(8, tokens, WIDTH, device=device)
     want = step(model, model, x, False)
     hotrain.convert(model, "exact", memory="block")
     kept = no_time_left(monkeypatch) if late else {}
@@ -392,7 +393,7 @@ def test_a_softmax_is_kept_exact_with_the_product_behind_it(
             elif user.op == "call_function" and "mm" not in str(user.target):
                 waiting.append(user)
     assert bool(rounded) is not late
-    assert ("matmul" in kept) is late
+    assert bool({"matmul", "mul"} & kept.keys()) is late
     assert difference(got, want) < (1e-2 if late else 0.3)  # its norms' codes stay, in 4 bits
 
 

@@ -48,7 +48,10 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         g = wide(g_y)
-        y = in_place_of(ctx.source, unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype).movedim(-1, ctx.dim))
+        y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype)
+        if ctx.source is not None:
+            y = y.contiguous()  # of rows that were padded it is a slice, which could not be marked
+        y = in_place_of(ctx.source, y.movedim(-1, ctx.dim))
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
         return *once("softmax", (g_x,), g_y), None, None
 
