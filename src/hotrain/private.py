@@ -269,20 +269,6 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
     return graph
 
 
-class _Later:
-    """A text that is made when it is written.
-
-    Args:
-        text: makes it of the other arguments.
-    """
-
-    def __init__(self, text: Callable[..., str], *args: Any) -> None:
-        self.text, self.args = text, args
-
-    def __str__(self) -> str:
-        return self.text(*self.args)
-
-
 class Inductor(NamedTuple):
     """What `compress.compiled` uses of Inductor and AOTAutograd."""
 
@@ -311,9 +297,10 @@ def inductor() -> Inductor:
     if torch.__version__ < "2.13":
         with suppress(ImportError, AttributeError):
             from torch._inductor.exc import OperatorIssue
+            from torch._logging import LazyString
 
-            described = OperatorIssue.operator_str
-            OperatorIssue.operator_str = staticmethod(functools.partial(_Later, described))  # type: ignore[assignment]
+            later: Any = functools.partial(LazyString, OperatorIssue.operator_str)  # type: ignore[call-arg]
+            OperatorIssue.operator_str = staticmethod(later)  # type: ignore[assignment]
     with suppress(ImportError):
         importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")  # an attribute of torch from then on
     wrap = "_higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper"

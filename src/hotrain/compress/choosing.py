@@ -299,8 +299,8 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
         else:
             ms += 1e3 * 4 * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
-    names = sorted(map(_what, group), key=lambda name: name == _FORMULA)
-    return Candidate(names[0], ms, nbytes, functools.partial(_put_all_back, group))
+    what = min(map(_what, group), key=lambda name: name == _FORMULA)
+    return Candidate(what, ms, nbytes, functools.partial(_put_back, group))
 
 
 def _what(reading: Reading) -> str:
@@ -309,14 +309,10 @@ def _what(reading: Reading) -> str:
     return next((name for target, name in _NAMES.items() if target in readers), _FORMULA)
 
 
-def _put_all_back(group: list[Reading]) -> None:
+def _put_back(group: list[Reading]) -> None:
     for reading in group:
-        _put_back(reading)
-
-
-def _put_back(reading: Reading) -> None:
-    for place in reading.places:
-        place.replace_all_uses_with(reading.tensor)
+        for place in reading.places:
+            place.replace_all_uses_with(reading.tensor)
 
 
 def _keeper(node: Any) -> Node:
@@ -368,8 +364,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place] if place < 3 + wants_mask else node)
             graph.erase_node(user)
-        for reading in mine:
-            _put_back(reading)
+        _put_back(mine)
         for keeper in alone:
             _pack_the_output(graph, keeper)
 

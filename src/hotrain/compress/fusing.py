@@ -76,8 +76,9 @@ def _unfused_forward(norm: Node) -> int:
     y = next((user for user in norm.users if user.args[1] == 1), None)
     readers = [] if y is None else list(_behind(y))
     copies = [t for t in readers if t.target in _COPIES]
-    again = bool(copies) + (len(copies) == len(readers)) if copies else 0
-    return moved + sum(2 * bytes_of(t) for t in alone) + again * bytes_of(y)
+    if copies:
+        moved += (1 + (len(copies) == len(readers))) * bytes_of(y)
+    return moved + sum(2 * bytes_of(t) for t in alone)
 
 
 def _unfused_backward(norm: Node) -> int:
