@@ -21,6 +21,7 @@ from hotrain.kernels import (
     batch_norm,
     codes,
     dispatch,
+    dropout,
     gated,
     gemm,
     lift,
@@ -125,6 +126,7 @@ def layers(fp8: bool) -> None:
     kept = dispatch.keep(x, method, lay, key, history)
     dispatch.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
     noise.hashes(key, 4096, 1, 0)
+    dropout.mask(key, 4096, 0, 1 << 29)
     luq.luq(torch.empty(8, 64, 8, 8, dtype=torch.bfloat16), torch.empty(()), key, 1, torch.bfloat16)
     if not fp8:
         a, b = torch.empty(4096, 64, dtype=torch.int8), torch.empty(64, 4096, dtype=torch.int8)
@@ -135,7 +137,20 @@ def layers(fp8: bool) -> None:
 if __name__ == "__main__":
     gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
     gemm.multiprocessors = lambda _: 108
-    of_ours = activation, attention, batch_norm, codes, gated, lift, luq, noise, norm, picked_rows, quantize_kernels
+    of_ours = (
+        activation,
+        attention,
+        batch_norm,
+        codes,
+        dropout,
+        gated,
+        lift,
+        luq,
+        noise,
+        norm,
+        picked_rows,
+        quantize_kernels,
+    )
     for module in of_ours:
         module.launch = _recorded  # type: ignore[attr-defined]
     for capability in map(int, sys.argv[1:]):

@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .nodes import CASTS, is_dense, same_order, value_of
+from .nodes import is_dense, same_order, value_of
 
 _aten = torch.ops.aten
 _INVERTED = torch.ops.prims.bitwise_not.default  # how `rematerialize.restore` begins
-_PACKING = (_aten.slice.Tensor, CASTS[0], _aten.__lshift__.Scalar, _aten.bitwise_or.Tensor)
-_UNPACKING = (
-    _aten.ne.Scalar, _aten.bitwise_and.Scalar, _aten.__rshift__.Tensor, _aten.unsqueeze.default,
-    _aten.bitwise_not.default,
-)  # fmt: skip
+_UNPACKING = (_aten.ne.Scalar, _aten.bitwise_and.Scalar, _aten.__rshift__.Tensor, _aten.unsqueeze.default)
 
 
 @dataclass
@@ -41,14 +37,11 @@ class Product:
 
     @classmethod
     def of(cls, node: Node) -> Product | None:
-        """Of forward: stochastic depth, or a dropout as Inductor writes it, (mask · x) · number."""
+        """Of forward: stochastic depth, or a dropout's where(mask, x · number, 0)."""
+        if node.target is _aten.where.self:
+            return cls._of_mask(node)
         if node.target is not _aten.mul.Tensor or not is_dense(node):
             return None
-        one, other = _two(node)
-        if isinstance(other, float) and isinstance(one, Node) and one.target is _aten.mul.Tensor:
-            mask, x = _two(one)
-            bits = _packed(mask) if _is_mask(mask, node) and len(one.users) == 1 else None
-            return cls(node, x, bits, other) if bits is not None and _is_like(x, node) else None
         found = cls._of_samples(node) or cls._of_channels(node)
         scaled = None if found is None or len(found.branch.users) > 1 else _scaled(found.branch)
         return found if found is None or scaled is None else cls(node, scaled[0], found.factor, scaled[1])
@@ -58,20 +51,23 @@ class Product:
         """Of backward, by what reads a gradient: stochastic depth, or a dropout's where(mask, g · number, 0)."""
         if reader.target is not _aten.mul.Tensor or not is_dense(reader):
             return None
-        g, times = _two(reader)
-        if not isinstance(times, float):
+        if not isinstance(reader.args[1], float):
             found = cls._of_samples(reader)
             user = next(iter(reader.users)) if len(reader.users) == 1 else None
             scaled = None if found is None or user is None else _scaled(user)
             return found if found is None or scaled is None else cls(user, found.branch, found.factor, scaled[1])  # type: ignore[arg-type]
         node = next(iter(reader.users), reader)
-        if len(reader.users) != 1 or node.target is not _aten.where.self or node.args[1] is not reader:
-            return None
-        condition: Any = node.args
-        mask, _, zero = condition
-        bits = _unpacked(mask) if _is_mask(mask, node) else None
+        return cls._of_mask(node) if node.target is _aten.where.self and node.args[1] is reader else None
+
+    @classmethod
+    def _of_mask(cls, node: Node) -> Product | None:
+        """A dropout's where(mask, x · number, 0), which alone reads the product."""
+        args: Any = node.args
+        mask, product, zero = args
+        scaled = _scaled(product) if len(product.users) == 1 and _is_like(product, node) else None
+        bits = _bits_of(mask) if _is_mask(mask, node) else None
         is_zero = isinstance(zero, Node) and zero.target is _aten.full.default and zero.args[1] == 0
-        return cls(node, g, bits, times) if bits is not None and is_zero and _is_like(g, node) else None  # type: ignore[arg-type]
+        return cls(node, scaled[0], bits, scaled[1]) if scaled and bits is not None and is_zero else None
 
     @classmethod
     def _of_channels(cls, node: Node) -> Product | None:
@@ -120,48 +116,18 @@ def _is_like(node: Any, other: Node) -> bool:
     return is_dense(node) and node.meta["val"].shape == other.meta["val"].shape
 
 
-def _packed(mask: Node) -> Node | None:
-    """The bits of a mask, as `saved.Bits` packs them: what eight slices of it are put together to."""
-    closure, waiting = [mask], [mask]
-    while waiting:
-        for user in waiting.pop().users:
-            if (user.target in _PACKING or same_order(user)) and user not in closure:
-                closure.append(user)
-                waiting.append(user)
-    ends = [node for node in closure if node.target is _aten.bitwise_or.Tensor and not set(node.users) & set(closure)]
-    if len(ends) != 1 or not _are_bits(ends[0], mask):
-        return None
-    run = ends[0].meta["val"].numel()
-    slices = [node for node in closure if node.target is _aten.slice.Tensor]
-    in_order = [node.args[1:4] for node in slices] == [(0, n * run, (n + 1) * run) for n in range(8)]
-    return ends[0] if in_order and [_shift(node) for node in slices] == list(range(8)) else None
-
-
-def _shift(node: Node) -> Any:
-    """By how much the cast of a slice is shifted."""
-    while len(node.users) == 1:
-        (node,) = node.users
-        if node.target is _aten.__lshift__.Scalar:
-            return node.args[1]
-        if node.target is not CASTS[0]:
-            break
-    return 0
-
-
-def _unpacked(mask: Node) -> Node | None:
+def _bits_of(mask: Node) -> Node | None:
     """The bits that a mask is unpacked from, as `saved.Bits` does it; None where anything else is between."""
     node: Any = mask
     passed = []
-    while node.target is not _INVERTED:
+    while node.target in _UNPACKING or same_order(node):
         if node.target in _UNPACKING:
             passed.append(node.target)
-        elif not same_order(node):
-            return None
         node = node.args[0]
-        if not isinstance(node, Node):
-            return None
-    bits = node.args[0]
-    return bits if tuple(passed) == _UNPACKING and _are_bits(bits, mask) else None
+    if node.target is _INVERTED and passed[-1:] == [_aten.bitwise_not.default]:
+        node = node.args[0]
+        passed.pop()
+    return node if tuple(passed) == _UNPACKING and _are_bits(node, mask) else None
 
 
 def _are_bits(node: Node, mask: Node) -> bool:

@@ -1,4 +1,8 @@
-"""Dropout, whose backward needs the mask alone: 1 bit per element."""
+"""Dropout, whose backward needs the mask alone: 1 bit per element.
+
+Compiled, the mask's bits are drawn by a kernel of their own, which forward reads as backward does, and the kernel of a
+norm too; PyTorch's generator gives its key.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...draws import DeviceKey, hash_bits
 from ...saved import as_it_was, memory_order
 from ..formats import BITS
+from ..launcher import is_eager, launch, opaque
 from ..rematerialize import restore
 from .base import Handlers, Scope, custom_op, is_large, written
+
+_STREAM = 0
+
+
+@opaque(
+    "drawn_mask(Tensor key, SymInt run, float p) -> Tensor", lambda key, run, p: key.new_empty(run, dtype=torch.uint8)
+)
+def _drawn_mask(key: Tensor, run: int, p: float) -> Tensor:
+    """Bits of 8 ``run`` draws as `saved.Bits` packs them, each 0 with probability p; key: int64, ()."""
+    limit = min(round(p * 2**32), 2**32 - 1)
+
+    def reference() -> Tensor:
+        unsigned = hash_bits(8 * run, DeviceKey(key), _STREAM, key.device).long() & 0xFFFFFFFF
+        return BITS.keep(unsigned >= limit)[0]
+
+    return launch(key.device, "dropout.mask", reference, key, run, _STREAM, limit)  # type: ignore[no-any-return]
 
 
 class Dropout(torch.autograd.Function):
@@ -19,18 +41,25 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        y, mask = torch.native_dropout(x, p, True)
-        ctx.order = memory_order(mask)
-        ordered = mask.permute(ctx.order)
-        ctx.save_for_backward(*BITS.keep(ordered))
-        ctx.p, ctx.shape = p, ordered.shape
-        return y
+        ctx.p, ctx.order = p, memory_order(x)
+        ctx.shape = x.permute(ctx.order).shape
+        if is_eager(x):
+            y, mask = torch.native_dropout(x, p, True)
+            ctx.save_for_backward(*BITS.keep(mask.permute(ctx.order)))
+            return y
+        key = torch.randint(1 << 62, (), device=x.device)
+        bits = torch.ops.hotrain.drawn_mask(key, (x.numel() + 7) // 8, p)
+        ctx.save_for_backward(bits)
+        return _masked(x, BITS.restore((bits,), ctx.shape), ctx)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        mask = as_it_was(restore(BITS, ctx.saved_tensors, ctx.shape), ctx.order)
-        scale = 0.0 if ctx.p == 1 else 1 / (1 - ctx.p)
-        return torch.where(mask, g_y * scale, 0.0), None
+        return _masked(g_y, restore(BITS, ctx.saved_tensors, ctx.shape), ctx), None
+
+
+def _masked(t: Tensor, mask: Tensor, ctx: Any) -> Tensor:
+    """t / (1 − p) where the mask is set, 0 elsewhere."""
+    return torch.where(as_it_was(mask, ctx.order), t * (0.0 if ctx.p == 1 else 1 / (1 - ctx.p)), 0.0)
 
 
 dropout = custom_op("kept_dropout(Tensor x, float p) -> Tensor", Dropout.apply)
