@@ -79,7 +79,7 @@ def _traced_writes() -> str:
     if graph is None:
         return f"{next(_graphs)} unknown"
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
-    return f"{number} {sum(map(_writes, graph.nodes))}"
+    return f"{number} {sum(map(writes, graph.nodes))}"
 
 
 @constant_in_graphs
@@ -100,7 +100,7 @@ def read_apart() -> bool:
 _graphs = itertools.count()
 
 
-def _writes(node: torch.fx.Node) -> bool:
+def writes(node: torch.fx.Node) -> bool:
     """Whether a node writes to a large tensor, which may share memory with one of known origin."""
     if node.op not in ("call_function", "call_method"):
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from ...autograd import once
 from ...casting import outside_autocast
 from ..rematerialize import FASTER, noted
-from .base import Handlers, Scope, custom_op, is_large, pair, uncompressed, wants_gradient
+from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair, uncompressed, wants_gradient
 
 
 def _weights(before: int, after: int, scale: float | None, corners: bool | None, like: Tensor) -> Tensor:
@@ -32,6 +33,26 @@ def _weights(before: int, after: int, scale: float | None, corners: bool | None,
     return found[0].to(like.dtype)
 
 
+def plain(x: Tensor, size: Sequence[int], scales: Sequence[float], corners: bool | None) -> Tensor:
+    """Y, by PyTorch's function; arguments as of `Interpolated`."""
+    if size:
+        return F.interpolate(x, list(size), mode="bilinear", align_corners=corners)
+    return F.interpolate(x, scale_factor=list(scales), mode="bilinear", align_corners=corners)  # type: ignore[arg-type]
+
+
+def gradient(g_y: Tensor, height: int, width: int, scales: Sequence[float], corners: bool | None) -> Tensor:
+    """g_X of (N, C, height, width), in g_y's memory layout."""
+    along = scales or (None, None)
+    along_h = _weights(height, g_y.shape[2], along[0], corners, g_y)
+    along_w = _weights(width, g_y.shape[3], along[1], corners, g_y)
+    if not is_channels_last(g_y):
+        return along_h @ (g_y @ along_w.mT)
+    images, channels = g_y.shape[:2]
+    rows = along_w @ g_y.permute(0, 2, 3, 1)  # (N, H', W, C)
+    g = along_h @ rows.reshape(images, g_y.shape[2], -1)
+    return g.view(images, height, width, channels).permute(0, 3, 1, 2)
+
+
 _numbers = itertools.count()
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
@@ -41,24 +62,17 @@ class Interpolated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
-        ctx.shape, ctx.scales, ctx.corners = x.shape, scales or [None, None], corners
+        ctx.shape, ctx.scales, ctx.corners = x.shape, scales, corners
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        how = {"mode": "bilinear", "align_corners": corners}
         with noted(FASTER, next(_numbers)):
-            return F.interpolate(x, size, **how) if size else F.interpolate(x, scale_factor=scales, **how)  # type: ignore[arg-type]
+            return plain(x, size, scales, corners)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        images, channels, height, width = ctx.shape
+        order = torch.channels_last if ctx.channels_last else torch.contiguous_format
+        height, width = ctx.shape[2:]
         with outside_autocast(g_y):
-            along_h = _weights(height, g_y.shape[2], ctx.scales[0], ctx.corners, g_y)
-            along_w = _weights(width, g_y.shape[3], ctx.scales[1], ctx.corners, g_y)
-            if ctx.channels_last:
-                rows = along_w @ g_y.permute(0, 2, 3, 1)  # (N, H', W, C)
-                g = along_h @ rows.reshape(images, g_y.shape[2], -1)
-                g_x = g.view(images, height, width, channels).permute(0, 3, 1, 2)
-            else:
-                g_x = along_h @ (g_y @ along_w.mT)
+            g_x = gradient(g_y.contiguous(memory_format=order), height, width, ctx.scales, ctx.corners)
         return *once("interpolate", (g_x,), g_y), None, None, None
 
 
@@ -80,19 +94,28 @@ def _interpolate(
 ) -> Tensor | None:
     if mode == "area":
         _area(scope, input)
-    plain = (
+    is_bilinear = (
         mode == "bilinear" and not antialias and not recompute_scale_factor and (size is None) != (scale_factor is None)
     )
-    if not (plain and torch.compiler.is_compiling() and input.dim() == 4 and wants_gradient(input)):
+    if not (is_bilinear and torch.compiler.is_compiling() and input.dim() == 4 and wants_gradient(input)):
         return None
     sizes = [] if size is None else pair(size)
     scales = [] if scale_factor is None else [float(factor) for factor in pair(scale_factor)]
     if not is_large(input) or not all(isinstance(n, int) for n in sizes):
         return None
     factor = math.prod(scales) if scales else math.prod(sizes) / math.prod(input.shape[2:])
-    if input.numel() * factor > _LARGEST:
+    small = input.numel() * factor <= _LARGEST
+    return (interpolate if small else plain)(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
+
+
+def arguments(node: torch.fx.Node) -> tuple[torch.fx.Node, list[int], list[float], bool | None] | None:
+    """Those of `plain` of a node that `_interpolate` has made, of Dynamo's graph; None for another node."""
+    if node.target is torch.ops.hotrain.interpolate:
+        return node.args  # type: ignore[return-value]
+    if node.target is not F.interpolate or node.kwargs.get("mode") != "bilinear" or len(node.args) != 1:
         return None
-    return interpolate(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
+    given: Any = (node.kwargs.get("size") or [], node.kwargs.get("scale_factor") or [])
+    return node.args[0], *given, node.kwargs["align_corners"]  # type: ignore[return-value]
 
 
 HANDLERS: Handlers = {F.interpolate: _interpolate}

@@ -1,0 +1,123 @@
+"""Cross entropy of interpolated logits in compiled graphs, as segmentation has it: a few images at a time.
+
+    Y = A_h X A_wᵀ,  L = Σ_p w_p (log Σ_c exp Y_cp − Y_tp) / Σ_p w_p:  g_Y = w_p (softmax(Y) − 1_t) / Σ_p w_p
+
+Y, its softmax and g_Y have an entry for each class of each pixel, more than all else in such a model. Here forward
+computes g_X at once, and saves it, of the size of X: what is of the size of Y exists for a few images only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional as F
+
+from ...autograd import once
+from ...casting import outside_autocast
+from ...private import constant_in_graphs
+from ...quantize.integer import wide
+from ..mode_stack import traced_graph
+from ..sharing import writes
+from . import interpolate
+from .base import custom_op, float32
+
+_SMALLEST = 1 << 24  # entries of Y from which on it is worth it
+_PIECE = 1 << 25  # entries of Y that exist at a time, but of one image at least
+_PIECES = 32  # at most: each is a part of the graph
+_CALL = inspect.signature(F.cross_entropy)
+
+
+class InterpolatedCrossEntropy(torch.autograd.Function):
+    """``size``, ``scales`` and ``corners`` as of `interpolate.Interpolated`; the rest as of PyTorch's function."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, size: list[int], scales: list[float],
+        corners: bool | None, ignored: int, mean: bool,
+    ) -> Tensor:  # fmt: skip
+        (dtype,) = {t.dtype for t in float32("log_softmax.int", x)}
+        with outside_autocast(x):
+            loss, g_x = _with_gradient(x, target, weight, (size, scales, corners), ignored, mean)
+        ctx.save_for_backward(g_x)
+        return loss.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (g_x,) = ctx.saved_tensors
+        return *once("cross_entropy", ((g_x * g).to(g_x.dtype),), g), *[None] * 7
+
+
+def _with_gradient(
+    x: Tensor, target: Tensor, weight: Tensor | None, how: tuple[Any, ...], ignored: int, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss in at least float32, and its gradient in x's dtype."""
+    images, classes, height, width = x.shape
+    counts = target != ignored
+    label = torch.where(counts, target, 0)
+    times = counts.to(wide(x).dtype) if weight is None else torch.where(counts, wide(weight)[label], 0.0)
+    numbers = torch.arange(classes, device=x.device).view(1, -1, 1, 1)
+    each = max(1, _PIECE * images // (classes * target.numel()), -(-images // _PIECES))
+    sums, gradients = [], []
+    for first in range(0, images, each):
+        part = slice(first, first + each)
+        y = wide(interpolate.plain(x[part], *how))
+        labels, factor = label[part].unsqueeze(1), times[part].unsqueeze(1)
+        normalizer = y.logsumexp(1, keepdim=True)
+        loss = torch.where(counts[part].unsqueeze(1), normalizer - y.gather(1, labels), 0.0)
+        sums.append((loss * factor).sum())
+        g_y = ((y - normalizer).exp() - (numbers == labels).to(y.dtype)) * factor
+        gradients.append(interpolate.gradient(g_y.to(x.dtype), height, width, *how[1:]))
+    total, g_x = torch.stack(sums).sum(), torch.cat(gradients)
+    if not mean:
+        return total, g_x
+    of = times.sum()
+    return total / of, (g_x * torch.where(of == 0, 0.0, 1 / of)).to(x.dtype)
+
+
+custom_op(
+    "interpolated_cross_entropy(Tensor x, Tensor target, Tensor? weight, int[] size, float[] scales, bool? corners, "
+    "int ignored, bool mean) -> Tensor",
+    InterpolatedCrossEntropy.apply,
+)
+
+
+@constant_in_graphs
+def compute_by_images() -> bool:
+    """Let losses of interpolated logits in the graph that is traced be computed so; whether there are any.
+
+    At the end of a model's forward: Dynamo passes a loss that is constructed there (`nn.CrossEntropyLoss`) to no mode.
+    """
+    graph = traced_graph()
+    nodes = [] if graph is None else graph.find_nodes(op="call_function", target=F.cross_entropy)
+    return sum(map(_compute_by_images, nodes)) > 0  # each of them
+
+
+def _compute_by_images(loss: Node) -> bool:
+    nodes = loss.graph.nodes
+    given = _CALL.bind(*loss.args, **loss.kwargs)
+    given.apply_defaults()
+    call = given.arguments
+    y, target, weight = call["input"], call["target"], call["weight"]
+    found = interpolate.arguments(y)
+    plain = call["size_average"] is None and call["reduce"] is None and call["label_smoothing"] == 0.0
+    if found is None or set(y.users) != {loss} or not plain or call["reduction"] == "none":
+        return False
+    between = itertools.takewhile(lambda node: node is not loss, itertools.dropwhile(lambda node: node is not y, nodes))
+    if any(map(writes, between)):
+        return False
+    logits, labels = y.meta["example_value"], target.meta["example_value"]
+    sizes = (*logits.shape, *labels.shape)
+    if not all(isinstance(n, int) for n in sizes) or logits.numel() < _SMALLEST or labels.is_floating_point():
+        return False
+    if not logits.requires_grad or (weight is not None and weight.meta["example_value"].requires_grad):
+        return False
+    x, *how = found
+    loss.target = torch.ops.hotrain.interpolated_cross_entropy
+    loss.args = (x, target, weight, *how, call["ignore_index"], call["reduction"] == "mean")  # type: ignore[arg-type]
+    loss.kwargs = {}
+    return True
