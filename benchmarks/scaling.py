@@ -75,10 +75,11 @@ class Cell:
         others = _allocated(device)
         self.task = task = build(subject, device, args.tiny)
         generator = torch.Generator(device).manual_seed(dist.get_rank())
-        for batch in task.batches:  # images of its own on every process
-            for tensor in batch if isinstance(batch, tuple) else (batch,):
-                if tensor.is_floating_point():
-                    tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
+        with torch.no_grad():  # Llama's inputs have gradients
+            for batch in task.batches:  # images of its own on every process
+                for tensor in batch if isinstance(batch, tuple) else (batch,):
+                    if tensor.is_floating_point():
+                        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
         self.report = None
         if variant == "hotrain-default":
             self.report = hotrain.convert(task.model, plan="graphs" if graphs else "speed")

@@ -274,6 +274,7 @@ class Inductor(NamedTuple):
 
     config: Any  # whose `custom_partitioner_fn` it sets
     partitioner: type  # the base class of that setting
+    graph_pass: type  # the base class of its `pre_grad_custom_pass`, which it sets too
     cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
     decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
     # The target of a node that launches a Triton kernel, which writes to its arguments. None: operators stay.
@@ -283,17 +284,17 @@ class Inductor(NamedTuple):
 
 @functools.cache
 def inductor() -> Inductor:
-    """Inductor's hook for partitioners. Without it: AttributeError or ImportError, and `GRAPHS` falls back.
+    """Inductor's hooks for partitioners and graphs. Without it: AttributeError or ImportError, and `GRAPHS` falls back.
 
     Before 2.13, Inductor describes all that the arguments of a custom operator are computed from, where it first meets
     that operator, for a log that is mostly off. In a deep graph this takes hours, so it is left until it is written.
     """
     import torch._inductor.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
     from torch._inductor.decomposition import select_decomp_table
 
-    _ = config.custom_partitioner_fn  # AttributeError where the setting is missing
+    _ = config.custom_partitioner_fn, config.pre_grad_custom_pass  # AttributeError where a setting is missing
     if torch.__version__ < "2.13":
         with suppress(ImportError, AttributeError):
             from torch._inductor.exc import OperatorIssue
@@ -307,9 +308,8 @@ def inductor() -> Inductor:
     launch, with_results = (_find(f"{wrap}_{name}", SLOWER) for name in ("mutation", "functional"))
     if with_results is None:
         launch = None
-    return Inductor(
-        config, CustomPartitionerFn, min_cut_rematerialization_partition, select_decomp_table, launch, with_results
-    )
+    cut = min_cut_rematerialization_partition
+    return Inductor(config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, launch, with_results)
 
 
 _exact_names = EXACT not in MISSING.values()

@@ -65,7 +65,7 @@ def test_a_seed_gives_the_same_step_and_another_one_others(device: torch.device)
         assert x.grad is not None
         return y.detach(), x.grad
 
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         y, g = step(1)
     assert "hotrain::drawn_mask" in {event.name for event in profile.events() or ()}
     again, g_again = step(1)

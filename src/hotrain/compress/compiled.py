@@ -32,6 +32,7 @@ from . import choosing, formats, fusing, graph, kernel_nodes, rules
 from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
+from .losses import compute_by_images
 from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
 
 _inductor = inductor()
@@ -56,6 +57,8 @@ def region(buffers: Any) -> str:
     config = _inductor.config
     if not isinstance(config.custom_partitioner_fn, Partitioner):
         config.custom_partitioner_fn = Partitioner(config.custom_partitioner_fn)
+    if not isinstance(config.pre_grad_custom_pass, Losses):
+        config.pre_grad_custom_pass = Losses(config.pre_grad_custom_pass)
     _regions[buffers.name] = buffers
     buffers.uncut = True
     return buffers.name
@@ -83,6 +86,27 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
             return ours
         theirs = self.inner.uuid()
         return None if theirs is None else (ours, theirs)
+
+
+class Losses(_inductor.graph_pass):  # type: ignore[name-defined,misc]
+    """`losses.compute_by_images` on the graphs of Dynamo, and then another pass.
+
+    Args:
+        inner: that pass, or several.
+    """
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = () if inner is None else (inner,) if callable(inner) else tuple(inner)
+
+    def __call__(self, graph: Graph) -> None:
+        compute_by_images(graph)
+        for each in self.inner:
+            each(graph)
+
+    def uuid(self) -> object:
+        """The part of Inductor's cache key for these passes; None where one of them has none."""
+        theirs = [getattr(each, "uuid", lambda: None)() for each in self.inner]
+        return None if None in theirs else (_hash_of_sources(), *theirs)
 
 
 @functools.cache

@@ -27,7 +27,6 @@ from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, left_to_eager, top, traced_graph, without_own_modes
 from .operators import REGISTRY
 from .operators.base import Scope
-from .operators.cross_entropy import compute_by_images
 from .operators.norm import ComposedRMSNorm, is_composed
 from .report import ATTRIBUTE, Buffers
 from .sharing import Origins, current_checkpoint, traced_number
@@ -151,10 +150,7 @@ class Wrapped(Mixin):
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
             with Compressed(buffers, (Origins(checkpoint=current_checkpoint()), graph)):
-                y = self._in_its_region(buffers.region(), *args, **kwargs)
-            if compute_by_images():
-                buffers.record("cross_entropy", "the gradient of the logits before their interpolation")
-            return y
+                return self._in_its_region(buffers.region(), *args, **kwargs)
         standing = top()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
         if buffers.example is None and buffers.root is not None and buffers.root() is self:

@@ -12,7 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-from . import activation, attention, batch_norm, dropout, interpolate, linear, norm, pooling, product, softmax, views
+from . import (
+    activation,
+    attention,
+    batch_norm,
+    cross_entropy,
+    dropout,
+    interpolate,
+    linear,
+    norm,
+    pooling,
+    product,
+    softmax,
+    views,
+)
 from .base import Handlers, Scope
 
 REGISTRY: Handlers = {
@@ -24,6 +37,7 @@ REGISTRY: Handlers = {
     **dropout.HANDLERS,
     **pooling.HANDLERS,
     **interpolate.HANDLERS,
+    **cross_entropy.HANDLERS,
     **product.HANDLERS,
     **linear.HANDLERS,
     **views.HANDLERS,

@@ -8,28 +8,19 @@ computes g_X at once, and saves it, of the size of X: what is of the size of Y e
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
-from torch.nn import functional as F
 
 from ...autograd import once
 from ...casting import outside_autocast
-from ...private import constant_in_graphs
 from ...quantize.integer import wide
-from ..mode_stack import traced_graph
-from ..sharing import writes
 from . import interpolate
-from .base import custom_op, float32
+from .base import Handlers, custom_op, float32
 
-_SMALLEST = 1 << 24  # entries of Y from which on it is worth it
 _PIECE = 1 << 25  # entries of Y that exist at a time, but of one image at least
 _PIECES = 32  # at most: each is a part of the graph
-_CALL = inspect.signature(F.cross_entropy)
 
 
 class InterpolatedCrossEntropy(torch.autograd.Function):
@@ -85,39 +76,4 @@ custom_op(
     InterpolatedCrossEntropy.apply,
 )
 
-
-@constant_in_graphs
-def compute_by_images() -> bool:
-    """Let losses of interpolated logits in the graph that is traced be computed so; whether there are any.
-
-    At the end of a model's forward: Dynamo passes a loss that is constructed there (`nn.CrossEntropyLoss`) to no mode.
-    """
-    graph = traced_graph()
-    nodes = [] if graph is None else graph.find_nodes(op="call_function", target=F.cross_entropy)
-    return sum(map(_compute_by_images, nodes)) > 0  # each of them
-
-
-def _compute_by_images(loss: Node) -> bool:
-    nodes = loss.graph.nodes
-    given = _CALL.bind(*loss.args, **loss.kwargs)
-    given.apply_defaults()
-    call = given.arguments
-    y, target, weight = call["input"], call["target"], call["weight"]
-    found = interpolate.arguments(y)
-    plain = call["size_average"] is None and call["reduce"] is None and call["label_smoothing"] == 0.0
-    if found is None or set(y.users) != {loss} or not plain or call["reduction"] == "none":
-        return False
-    between = itertools.takewhile(lambda node: node is not loss, itertools.dropwhile(lambda node: node is not y, nodes))
-    if any(map(writes, between)):
-        return False
-    logits, labels = y.meta["example_value"], target.meta["example_value"]
-    sizes = (*logits.shape, *labels.shape)
-    if not all(isinstance(n, int) for n in sizes) or logits.numel() < _SMALLEST or labels.is_floating_point():
-        return False
-    if not logits.requires_grad or (weight is not None and weight.meta["example_value"].requires_grad):
-        return False
-    x, *how = found
-    loss.target = torch.ops.hotrain.interpolated_cross_entropy
-    loss.args = (x, target, weight, *how, call["ignore_index"], call["reduction"] == "mean")  # type: ignore[arg-type]
-    loss.kwargs = {}
-    return True
+HANDLERS: Handlers = {}  # `losses` puts the operator into graphs

@@ -76,9 +76,13 @@ class Interpolated(torch.autograd.Function):
         return *once("interpolate", (g_x,), g_y), None, None, None
 
 
-interpolate = custom_op(
-    "interpolate(Tensor x, int[] size, float[] scales, bool? corners) -> Tensor", Interpolated.apply
-)
+def _interpolated(x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
+    factor = math.prod(scales) if scales else math.prod(size) / math.prod(x.shape[2:])
+    apply = Interpolated.apply if x.numel() * factor <= _LARGEST else plain
+    return apply(x, size, scales, corners)  # type: ignore[no-any-return]
+
+
+interpolate = custom_op("interpolate(Tensor x, int[] size, float[] scales, bool? corners) -> Tensor", _interpolated)
 _area = uncompressed("interpolate", 'mode="area" saves its input; other modes save nothing')
 
 
@@ -94,28 +98,16 @@ def _interpolate(
 ) -> Tensor | None:
     if mode == "area":
         _area(scope, input)
-    is_bilinear = (
+    plainly = (
         mode == "bilinear" and not antialias and not recompute_scale_factor and (size is None) != (scale_factor is None)
     )
-    if not (is_bilinear and torch.compiler.is_compiling() and input.dim() == 4 and wants_gradient(input)):
+    if not (plainly and torch.compiler.is_compiling() and input.dim() == 4 and wants_gradient(input)):
         return None
     sizes = [] if size is None else pair(size)
     scales = [] if scale_factor is None else [float(factor) for factor in pair(scale_factor)]
     if not is_large(input) or not all(isinstance(n, int) for n in sizes):
         return None
-    factor = math.prod(scales) if scales else math.prod(sizes) / math.prod(input.shape[2:])
-    small = input.numel() * factor <= _LARGEST
-    return (interpolate if small else plain)(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
-
-
-def arguments(node: torch.fx.Node) -> tuple[torch.fx.Node, list[int], list[float], bool | None] | None:
-    """Those of `plain` of a node that `_interpolate` has made, of Dynamo's graph; None for another node."""
-    if node.target is torch.ops.hotrain.interpolate:
-        return node.args  # type: ignore[return-value]
-    if node.target is not F.interpolate or node.kwargs.get("mode") != "bilinear" or len(node.args) != 1:
-        return None
-    given: Any = (node.kwargs.get("size") or [], node.kwargs.get("scale_factor") or [])
-    return node.args[0], *given, node.kwargs["align_corners"]  # type: ignore[return-value]
+    return interpolate(input, sizes, scales, align_corners)  # type: ignore[no-any-return]
 
 
 HANDLERS: Handlers = {F.interpolate: _interpolate}
