@@ -26,9 +26,6 @@ def presets() -> tuple[str, ...]:
 def preset(name: str, /, **overrides: Any) -> Method:
     """The method of that name, with overrides applied.
 
-    >>> print(preset("hot", rank=4))
-    hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
-
     Args:
         name: one of `presets`.
         **overrides: as in `Method.override`.
@@ -38,6 +35,10 @@ def preset(name: str, /, **overrides: Any) -> Method:
 
     Raises:
         ValueError: the name or an override is not accepted; the message names what is.
+
+    Examples:
+        >>> print(preset("hot", rank=4))
+        hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
     """
     if name not in _PRESETS:
         near = difflib.get_close_matches(str(name), _PRESETS, n=1)
