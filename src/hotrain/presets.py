@@ -23,6 +23,9 @@ def presets() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+_NUMBERS = ("fp8", "int8", "e4m3", "e5m2")
+
+
 def preset(name: str, /, **overrides: Any) -> Method:
     """The method of that name, with overrides applied.
 
@@ -43,6 +46,8 @@ def preset(name: str, /, **overrides: Any) -> Method:
     if name not in _PRESETS:
         near = difflib.get_close_matches(str(name), _PRESETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        if name in _NUMBERS:
+            hint = " Both gradients in 8 bits are 'hq8', with number='e4m3' in fp8 and with number='int' in integers."
         raise ValueError(f"unknown preset {name!r}.{hint} Known presets: {', '.join(_PRESETS)}")
     return _PRESETS[name]().override(**overrides)
 
