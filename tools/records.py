@@ -586,9 +586,10 @@ def campaign(folder: Path = RESULTS) -> str:
         lines.append([subject, what, f"{sum(row['cases'] for row in rows):,}", told, str(findings)])
     if not lines:
         return "*Nothing is recorded yet: `python benchmarks/campaign.py fuzz|faults|soak` tries some thousand cases.*"
-    heads = dict.fromkeys(
-        f"{row['device']}, PyTorch {row['torch']}, commit {_commit(row)}" for run, _ in runs for row in run[:1]
-    )
+    commits: dict[str, list[str]] = {}
+    for run, _ in runs:
+        commits.setdefault(f"{run[0]['device']}, PyTorch {run[0]['torch']}", []).append(_commit(run[0]))
+    heads = [f"{where}, commit {', '.join(dict.fromkeys(names))}" for where, names in commits.items()]
     table = _markdown(["campaign", "what", "cases", "what became of them", "findings"], lines)
     return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}"
 
@@ -975,7 +976,7 @@ def optimizer(folder: Path = RESULTS) -> str:
                 lines.append([subject, f"`{variant}`", *gib, "–" if ms is None else f"{ms:.2f}"])
         if lines:
             headers = ["subject", "variant", "peak GiB", "state GiB", "above state GiB", "ms/step"]
-            tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+            tables += [_markdown(headers, lines), folded(COMMANDS, [f"* {_conditions(rows[0])}"])]
     return "\n\n".join(tables) or (
         "*Not measured yet: `hotrain bench step vit_base_patch16_224/b128 --variants "
         f"{','.join(OPTIMIZER_VARIANTS)} --out benchmarks/results/step_DEVICE_DATE.jsonl` measures on a GPU, "

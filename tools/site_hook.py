@@ -3,7 +3,8 @@
 In the repository a document names a file in a code span (`src/hotrain/backward.py`) and links CONTRIBUTING.md beside
 its folder. On the site both are links: to a page with the file's source, and to the page of that document. Names of
 the library (`hotrain.fit`) lead to the API reference. A document that is called by its file (``maths.md``) has its
-name in the navigation, and Markdown within ``<details>`` is rendered.
+name in the navigation, Markdown within ``<details>`` is rendered, and a number of a table does not break before its
+unit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _SPAN = r"(?<!`)`(?P<span>[^`\n]+)`(?!`)"
 _BARE = r"(?<![\w/])docs/(?P<bare>\w+)\.md"
 _PARTS = re.compile(rf"{_FENCE}|^(?P<heading>\#[^\n]*)$|{_LINK}|{_SPAN}|{_BARE}", re.DOTALL | re.MULTILINE)
 _DOCUMENT = re.compile(r"`?(?:docs/)?(\w+\.md)`?")
+_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+# spaces within a number, and before it where it has a name
+_HELD = re.compile(r" (?=± )|(?<=[±≤≥<>]) (?=[\d.])|(?<=\d) (?=(?:[KMG]iB|ms|[×%])(?![\w/]))|(?<=\bg_\w) (?=[<>\d])")
 _NAME = re.compile(r"(hotrain\.\w+)(?:\(.*\))?")
 _ELSEWHERE = {"hotrain.presets": "hotrain.presets.presets"}  # a function, and a module of its name
 
@@ -68,6 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[`{span}`][{_ELSEWHERE.get(name[1], name[1])}]"
         return match[0]
 
+    markdown = _ROW.sub(lambda row: _HELD.sub("\N{NO-BREAK SPACE}", row[0]), markdown)
     return _PARTS.sub(linked, markdown.replace("\n<details>", "\n<details markdown>"))
 
 
