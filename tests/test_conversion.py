@@ -239,6 +239,7 @@ def test_a_layer_converted_inside_a_part_takes_its_name_from_the_whole() -> None
     ("options", "message"),
     [
         ({"method": "hott"}, r"unknown preset 'hott'. Did you mean 'hot'"),
+        ({"method": "fp8"}, r"unknown preset 'fp8'. Both gradients in 8 bits are 'hq8'"),
         ({"method": 3}, r"method 3 is neither"),
         ({"grid": 4}, r"grid=4 is not \(height, width\)"),
         ({"grid": (4, 4, 4)}, r"grid=\(4, 4, 4\)"),
@@ -283,6 +284,14 @@ def test_nothing_matched_raises_and_says_why() -> None:
         hotrain.convert(nn.LayerNorm(8), memory="linear")
     with pytest.raises(ValueError, match="0: too small"):
         hotrain.convert(nn.Sequential(nn.Linear(4, 4)), memory="linear")
+    many = nn.Sequential(*(nn.Linear(64, 64) for _ in range(14)))
+    with pytest.raises(ValueError, match="  11: excluded by filter_fn\n  … and 2 more\n"):
+        hotrain.convert(many, filter_fn=lambda module, name: False)
+
+
+def test_a_filter_that_is_no_function_is_named() -> None:
+    with pytest.raises(TypeError, match=r"filter_fn='mlp' is no function; accepted is one of \(module, name\)"):
+        hotrain.convert(Net(), filter_fn="mlp")  # type: ignore[arg-type]
 
 
 def test_filter_fn_replaces_the_default_exclusions() -> None:

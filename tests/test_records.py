@@ -189,7 +189,8 @@ def test_steps_are_over_the_mean_of_both_rounds_of_the_baseline(records: ModuleT
         "a record from before these fields"
     )
     assert "| vit | torchao | ModuleNotFoundError: a\\|b |  |  |  |  | " + end in text
-    assert text.endswith("\n\n* a device, PyTorch 2.13.0, commit 0123456789: `make bench`")
+    folded = text[text.index("\n\n<details>\n<summary>") :]
+    assert folded.endswith("\n\n* a device, PyTorch 2.13.0, commit 0123456789: `make bench`\n\n</details>")
 
 
 def test_steps_are_the_latest_of_each_variant_over_the_baseline_of_its_run(records: ModuleType, tmp_path: Path) -> None:
@@ -462,7 +463,8 @@ def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: Mo
         "| `exact+compile+checkpoint` | 0123456789, a |",
         f"| {gpt2} | 20.00 | – | – | 8.00 (9.00) | – | – | – | – | – | 0123456789, a |",
     ]
-    assert notes.startswith(f"* {gpt2}, `hotrain-default`: OutOfMemoryError.\n* a device")
+    assert notes.startswith(f"* {gpt2}, `hotrain-default`: OutOfMemoryError.\n\n<details>")
+    assert "\n* a device" in notes
     shown = records.steps(tmp_path)
     assert "another/b8" in shown, "of a model that is not among the thirty"
     assert resnet not in shown, "a line of the zoo"

@@ -35,6 +35,14 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(pages) == sorted([*(p.name for p in DOCS.glob("*.md")), "contributing.md", "changelog.md"])
 
 
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *DOCS.glob("*.md")], ids=lambda path: path.name)
+def test_what_belongs_to_an_item_of_a_list_is_four_spaces_in(path: Path) -> None:
+    """GitHub takes two, Python-Markdown ends the list there, and shows what follows as it is written."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    inside = re.findall(r"\n\n( +)\S[^\n]*", text)
+    assert [spaces for spaces in inside if len(spaces) % 4] == []
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     names = re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(names) == len(set(names))

@@ -81,14 +81,15 @@ def test_one_unit_everywhere(count: int, text: str) -> None:
         ("800MB", 800 * 10**6),
         ("1.5 gib", 3 * 2**29),
         ("64k", 64000),
-        ("12", 12),
+        ("1000", 1000),
+        ("12B", 12),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "24 apples", "iB", "1e9"])
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "24 apples", "iB", "1e9", "24"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="24GB"):
         parse_bytes(text)

@@ -291,9 +291,10 @@ def step_figures() -> str:
 
     lines = []
     for subject, points in records.step_points().items():
-        best = ", ".join(f"`{name}`" for name in undominated(points))
+        best = [f"`{name}`" for name in undominated(points)]
+        line = " (dashed line)" if len(best) > 1 else ""
         lines.append(f"![Peak memory against step time: {subject}]({FIGURES}/{_figure_name(subject)})")
-        lines.append(f"{subject}: no other variant takes both less memory and less time than {best} (dashed line).")
+        lines.append(f"{subject}: no other variant takes both less memory and less time than {', '.join(best)}{line}.")
     return (
         "\n\n".join(lines)
         or f"*No run with `{records.SMALLER}` is recorded yet: `make docs` draws the figures of one.*"

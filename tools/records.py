@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,17 @@ def _ratio(row: dict[str, Any], control: dict[str, Any], field: str) -> str:
 
 def _conditions(row: dict[str, Any]) -> str:
     torch = row.get("torch") or row.get("versions", {}).get("torch", "?")
-    threads = f", {row['threads']} threads" if row.get("threads") else ""
+    count, _, rest = str(row.get("threads") or "").partition(" ")  # 4, or "1 a run"
+    threads = f", {count} thread{'' if count == '1' else 's'} {rest}".rstrip() if count else ""
     return f"{row['device']}{threads}, PyTorch {torch}, commit {_commit(row)}: `{row['command'].strip()}`"
+
+
+COMMANDS = "Devices, versions, commits and commands"
+
+
+def folded(summary: str, lines: Iterable[str]) -> str:
+    """Lines of Markdown that a page shows when it is asked for them."""
+    return "\n".join(["<details>", f"<summary>{summary}</summary>", "", *lines, "", "</details>"])
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
@@ -271,7 +280,7 @@ def steps(folder: Path = RESULTS) -> str:
         for note in dict.fromkeys(row["note"] for row in rows if row.get("note"))
     ]
     commands = [f"* {_conditions(run[0])}" for run in runs.values()]
-    return _markdown(headers, lines) + "\n\n" + "\n".join([*notes, *commands])
+    return "\n\n".join([_markdown(headers, lines), *(["\n".join(notes)] if notes else []), folded(COMMANDS, commands)])
 
 
 def _has(run: list[dict[str, Any]], subject: str, *variants: str) -> bool:
@@ -311,7 +320,7 @@ def zoo(folder: Path = RESULTS) -> str:
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     commands = [f"* {_conditions(run[0])}" for run in runs.values()]
     table = _markdown(["model", *models.HEADERS, "commit, GPU"], ordered)
-    return table + "\n\n" + "\n".join([*notes, *commands])
+    return "\n\n".join([table, *(["\n".join(notes)] if notes else []), folded(COMMANDS, commands)])
 
 
 def _step_order(run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[bool, float]:
@@ -577,9 +586,10 @@ def campaign(folder: Path = RESULTS) -> str:
         lines.append([subject, what, f"{sum(row['cases'] for row in rows):,}", told, str(findings)])
     if not lines:
         return "*Nothing is recorded yet: `python benchmarks/campaign.py fuzz|faults|soak` tries some thousand cases.*"
-    heads = dict.fromkeys(
-        f"{row['device']}, PyTorch {row['torch']}, commit {_commit(row)}" for run, _ in runs for row in run[:1]
-    )
+    commits: dict[str, list[str]] = {}
+    for run, _ in runs:
+        commits.setdefault(f"{run[0]['device']}, PyTorch {run[0]['torch']}", []).append(_commit(run[0]))
+    heads = [f"{where}, commit {', '.join(dict.fromkeys(names))}" for where, names in commits.items()]
     table = _markdown(["campaign", "what", "cases", "what became of them", "findings"], lines)
     return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}"
 
@@ -966,7 +976,7 @@ def optimizer(folder: Path = RESULTS) -> str:
                 lines.append([subject, f"`{variant}`", *gib, "–" if ms is None else f"{ms:.2f}"])
         if lines:
             headers = ["subject", "variant", "peak GiB", "state GiB", "above state GiB", "ms/step"]
-            tables.append(_conditions(rows[0]) + "\n\n" + _markdown(headers, lines))
+            tables += [_markdown(headers, lines), folded(COMMANDS, [f"* {_conditions(rows[0])}"])]
     return "\n\n".join(tables) or (
         "*Not measured yet: `hotrain bench step vit_base_patch16_224/b128 --variants "
         f"{','.join(OPTIMIZER_VARIANTS)} --out benchmarks/results/step_DEVICE_DATE.jsonl` measures on a GPU, "

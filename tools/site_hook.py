@@ -2,7 +2,9 @@
 
 In the repository a document names a file in a code span (`src/hotrain/backward.py`) and links CONTRIBUTING.md beside
 its folder. On the site both are links: to a page with the file's source, and to the page of that document. Names of
-the library (`hotrain.fit`) lead to the API reference.
+the library (`hotrain.fit`) lead to the API reference. A document that is called by its file (``maths.md``) has its
+name in the navigation, Markdown within ``<details>`` is rendered, and a number of a table does not break before its
+unit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -26,7 +29,12 @@ FOLDERS = ("src", "recipes", "tests", "tools", "benchmarks", "examples")
 _FENCE = r"^(?P<fence>`{3,}).*?^(?P=fence)$"
 _LINK = r"\[(?P<text>(?:`[^`]*`|[^\[\]`])*)\]\((?P<target>[^)\s]+)\)"
 _SPAN = r"(?<!`)`(?P<span>[^`\n]+)`(?!`)"
-_PARTS = re.compile(rf"{_FENCE}|^(?P<heading>\#[^\n]*)$|{_LINK}|{_SPAN}", re.DOTALL | re.MULTILINE)
+_BARE = r"(?<![\w/])docs/(?P<bare>\w+)\.md"
+_PARTS = re.compile(rf"{_FENCE}|^(?P<heading>\#[^\n]*)$|{_LINK}|{_SPAN}|{_BARE}", re.DOTALL | re.MULTILINE)
+_DOCUMENT = re.compile(r"`?(?:docs/)?(\w+\.md)`?")
+_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+# spaces within a number, and before it where it has a name
+_HELD = re.compile(r" (?=± )|(?<=[±≤≥<>]) (?=[\d.])|(?<=\d) (?=(?:[KMG]iB|ms|[×%])(?![\w/]))|(?<=\bg_\w) (?=[<>\d])")
 _NAME = re.compile(r"(hotrain\.\w+)(?:\(.*\))?")
 _ELSEWHERE = {"hotrain.presets": "hotrain.presets.presets"}  # a function, and a module of its name
 
@@ -48,11 +56,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
-    public = _public()
+    public, titles = _public(), _titles(config.nav)
 
     def linked(match: re.Match[str]) -> str:
         if match["target"]:
-            return f"[{match['text']}]({_target(match['target'], uri)})"
+            return f"[{_called(match['text'], titles)}]({_target(match['target'], uri)})"
+        document = f"{match['bare']}.md" if match["bare"] else (match["span"] or "").removeprefix("docs/")
+        if document in titles:
+            return f"[{titles[document]}]({document})"
         span = match["span"]
         if span and _is_file(span):
             return f"[`{span}`]({_source_uri(span)})"
@@ -61,7 +72,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"[`{span}`][{_ELSEWHERE.get(name[1], name[1])}]"
         return match[0]
 
-    return _PARTS.sub(linked, markdown)
+    markdown = _ROW.sub(lambda row: _HELD.sub("\N{NO-BREAK SPACE}", row[0]), markdown)
+    return _PARTS.sub(linked, markdown.replace("\n<details>", "\n<details markdown>"))
+
+
+def _titles(nav: Any) -> dict[str, str]:
+    """Document → its name in the navigation."""
+    found: dict[str, str] = {}
+    for entry in nav:
+        for title, below in entry.items():
+            found |= {below: title} if isinstance(below, str) else _titles(below)
+    return found
+
+
+def _called(text: str, titles: dict[str, str]) -> str:
+    """The text of a link: where it is the name of a file, what the navigation calls that document."""
+    document = _DOCUMENT.fullmatch(text)
+    return titles.get(document[1], text) if document else text
 
 
 @cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import hotrain_study.tables
 from hotrain_study.cells import Study, read_rows
 from hotrain_study.studies import studies
-from records import RESULTS, _markdown
+from records import COMMANDS, RESULTS, _markdown, folded
 
 from hotrain.presets import DEFAULT
 
@@ -33,9 +33,13 @@ def tables(chosen: Study, folder: Path) -> str:
     rows = read_rows([folder / f"{chosen.name}.jsonl"])
     parts = []
     for table in hotrain_study.tables.tables(chosen, rows):
+        if {cell for _, *cells in table.rows for cell in cells if cell} == {hotrain_study.tables.NOT_RUN}:
+            methods = ", ".join(method for method, *_ in table.rows)
+            parts.append(f"**{table.title}** ({'; '.join(table.headers[1:])}): not run yet, with {methods}.")
+            continue
         parts.append(f"**{table.title}**\n\n{_markdown(table.headers, table.rows)}")
         parts += [table.note] if table.note else []
     where = [f"* {line}" for line in hotrain_study.tables.ran_on(chosen, rows)] or [f"* 0 of {len(chosen.cells)} cells"]
     commands = dict.fromkeys(row["command"] for row in chosen.last(rows).values() if "command" in row)
     where += [f"* `{command}`" for command in commands]
-    return "\n\n".join([*parts, "\n".join(where)])
+    return "\n\n".join([*parts, folded(COMMANDS, where) if commands else "\n".join(where)])

@@ -23,11 +23,11 @@ def presets() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+_NUMBERS = ("fp8", "int8", "e4m3", "e5m2")
+
+
 def preset(name: str, /, **overrides: Any) -> Method:
     """The method of that name, with overrides applied.
-
-    >>> print(preset("hot", rank=4))
-    hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
 
     Args:
         name: one of `presets`.
@@ -38,10 +38,16 @@ def preset(name: str, /, **overrides: Any) -> Method:
 
     Raises:
         ValueError: the name or an override is not accepted; the message names what is.
+
+    Examples:
+        >>> print(preset("hot", rank=4))
+        hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
     """
     if name not in _PRESETS:
         near = difflib.get_close_matches(str(name), _PRESETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        if name in _NUMBERS:
+            hint = " Both gradients in 8 bits are 'hq8', with number='e4m3' in fp8 and with number='int' in integers."
         raise ValueError(f"unknown preset {name!r}.{hint} Known presets: {', '.join(_PRESETS)}")
     return _PRESETS[name]().override(**overrides)
 

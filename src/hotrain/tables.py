@@ -95,12 +95,14 @@ def parse_bytes(text: str) -> int:
         text: as ``24GB``, ``24GiB``, ``800 MB`` or ``1000``: powers of 1000, with an i of 1024.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a size, or a number below 1000 without its unit, which is meant otherwise.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
     if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:
         raise ValueError(f"got {text!r}, accepted are sizes as 24GB, 24GiB or 800MB")
+    if text.strip().isdigit() and size < 1000:
+        raise ValueError(f"got {text!r}, which is {size} bytes; give a unit, as {size}GB")
     return size
 
 

@@ -89,7 +89,7 @@ def convert(
         A report with one row per layer.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or `filter_fn` no function.
         ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
             converted with another plan, no layer matched (with a `filter_fn`, or with ``memory="linear"``), or a point
             was measured on another device or PyTorch, or of another model.
@@ -105,6 +105,11 @@ def convert(
             )
         return _follow(model, plan)
     method = as_method(method)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"hotrain.convert: filter_fn={filter_fn!r} is no function; accepted is one of (module, name), such as "
+            "lambda module, name: 'mlp' in name"
+        )
     if number not in (numbers := ("auto", None, *NUMBERS)):
         raise ValueError(f"hotrain.convert: number={number!r} is not one of {', '.join(map(repr, numbers))}")
     if plan not in PLANS:
@@ -144,9 +149,9 @@ def convert(
             chosen.append((name, module, target))
     # Any model has activations between its layers to compress; a filter that matches nothing is a mistake.
     if not chosen and (filter_fn is not None or method.memory != "block"):
-        why = (
-            "\n".join(f"  {row.name}: {row.reason}" for row in report.kept_rows[:12]) or "  it has no Linear or Conv2d"
-        )
+        rows = report.kept_rows
+        why = "\n".join(f"  {row.name}: {row.reason}" for row in rows[:12]) or "  it has no Linear or Conv2d"
+        why += f"\n  … and {len(rows) - 12} more" if len(rows) > 12 else ""
         raise ValueError(
             f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
             "Pass filter_fn=lambda module, name: ... to choose layers yourself; "

@@ -18,7 +18,8 @@ Place = tuple[float, float]
 Points = Mapping[str, Place]
 """Variant → (peak, ms/step)."""
 
-INCHES = (6.4, 4.0)
+INCHES = (4.8, 4.6)
+"""Narrow enough for its labels to be read on a phone, and as wide as the longest of them needs."""
 PEAK = "peak memory of a training step (GiB)"
 SLOWEST = 2.0
 """Times the fastest step: slower variants are drawn at the upper edge, with their time beside the name."""
