@@ -163,7 +163,7 @@ def variant_of(name: str) -> Variant:
 
     Args:
         name: one of `VARIANTS`, or ``hotrain:METHOD`` with optional overrides and plan (``graphs`` by default), as in
-            ``hotrain:hot:rank=4+plan=memory``.
+            ``hotrain:hot:rank=4+plan=memory``, or ``hotrain:hq8+spare=2.5`` (`hotrain.Point.spare_ms`).
 
     Raises:
         ValueError: an unknown variant or method.
@@ -175,7 +175,11 @@ def variant_of(name: str) -> Variant:
         raise ValueError(f"--variants: got {name!r}, accepted are {', '.join(VARIANTS)} and hotrain:METHOD")
     base, overrides = parse_method(text)
     plan = overrides.pop("plan", "graphs")
+    spare = overrides.pop("spare", None)
     method = preset(base, **overrides)
+    if spare is not None:
+        plan = hotrain.Point("spare", method, plan, spare_ms=float(spare))
+        return Variant(name, _converted(plan=plan), METHOD, graphs=True)
     return Variant(name, _converted(method=method, plan=plan), METHOD, graphs=True)
 
 

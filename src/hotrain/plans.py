@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -27,6 +28,8 @@ class Point:
         plan: of `hotrain.convert`, by name.
         recomputed: names of the blocks that backward runs forward again (`hotrain.checkpoint_blocks`).
         offload: whether the activations of exact training wait in the host's memory for backward.
+        spare_ms: of a compiled step on a GPU: the time that its measured step has left against exact training, which
+            the plan, that predicts times, spends on memory.
         ms: median time of a training step; None where no step ran.
         peak_bytes: of a step, with parameters, gradients and the optimizer's state; None where that is not known.
         how: ``"ran"``, peak_bytes is the allocator's peak; ``"predicted"``, it is predicted, as in `hotrain.fit`.
@@ -34,7 +37,8 @@ class Point:
         torch_version: that it was measured with; None: not measured.
 
     Raises:
-        ValueError: the plan has no such name, or offloading is combined with a method or recomputed blocks.
+        ValueError: the plan has no such name, the spare time is negative, or offloading is combined with a method or
+            recomputed blocks.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Point:
     plan: str = "speed"
     recomputed: tuple[str, ...] = ()
     offload: bool = False
+    spare_ms: float = 0.0
     ms: float | None = None
     peak_bytes: int | None = None
     how: str = RAN
@@ -53,6 +58,8 @@ class Point:
             raise ValueError(f"Point: plan={self.plan!r} is not one of {', '.join(map(repr, PLANS))}")
         if self.how not in (RAN, PREDICTED):
             raise ValueError(f"Point: how={self.how!r} is not one of {RAN!r}, {PREDICTED!r}")
+        if not 0 <= self.spare_ms < math.inf:
+            raise ValueError(f"Point: spare_ms={self.spare_ms!r} is no time, in ms from 0 on")
         if self.offload and (self.method is not None or self.recomputed):
             raise ValueError("Point: offload=True is of exact training alone, without a method and recomputed blocks")
 
@@ -102,6 +109,7 @@ class Point:
         Raises:
             ValueError: a field is missing, unknown or has a value that is not accepted.
         """
+        value = {"spare_ms": 0.0, **value}  # not in records of before it
         names = {field.name for field in fields(cls)}
         if names != set(value):
             raise ValueError(f"Point: the fields {', '.join(sorted(names ^ set(value)))} are missing or unknown")

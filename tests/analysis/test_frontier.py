@@ -261,6 +261,37 @@ def test_each_point_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
+@pytest.mark.parametrize(("own", "spare"), [(9.0, 1.0), (9.9, None), (11.0, None), (None, None)])
+def test_time_that_is_left_is_spent_in_a_point_of_its_own(own: float | None, spare: float | None) -> None:
+    """Compiled on a GPU, from two hundredths of exact's time on; not where the converted steps ran out of memory."""
+    measured: list[Point] = []
+    method = hotrain.preset("hq8")
+    plans = module._plans(nn.Sequential(), ((X,), {}), method, torch.device("cuda"), True, measured)
+    for plan in plans:
+        if plan.name == "hotrain-memory":
+            break
+        ms = 10.0 if plan.name == "exact" else own
+        measured.append(replace(plan, ms=ms, peak_bytes=None if ms is None else 1))
+    found = {point.name: point for point in measured}
+    assert list(found) == ["exact", "exact+offload", "hotrain", *["hotrain+spare"] * (spare is not None)]
+    if spare is not None:
+        assert (found["hotrain+spare"].spare_ms, found["hotrain+spare"].plan) == (spare, "graphs")
+
+
+def test_a_plan_with_spare_time_is_followed() -> None:
+    model = Net()
+    chosen = Point("hotrain+spare", hotrain.preset("hq8"), "graphs", spare_ms=2.5)
+    again = Point.from_json(json.loads(json.dumps(chosen.to_json())))
+    assert again == chosen
+    report = hotrain.convert(model, plan=again)
+    assert report.buffers is not None
+    assert report.buffers.spare_ms == 2.5
+    old = {name: value for name, value in chosen.to_json().items() if name != "spare_ms"}
+    assert Point.from_json(old) == replace(chosen, spare_ms=0.0)
+    with pytest.raises(ValueError, match="spare_ms=-1"):
+        replace(chosen, spare_ms=-1)
+
+
 def test_every_step_casts_the_weights() -> None:
     """Under one autocast context for all steps, PyTorch would keep the weights' casts of the first."""
 

@@ -64,7 +64,7 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
 
     found: list[float] = []
 
-    def choose(graph: Any, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[int, int]], float]:
+    def choose(graph: Any, roofs: Roofs, gains: float, spare: float) -> tuple[dict[str, tuple[int, int]], float]:
         found.append(gains)
         return {}, 0.0
 

@@ -231,18 +231,20 @@ def test_a_bias_stays_where_the_sum_is_needed(device: torch.device) -> None:
     assert [n.args[-1] for n in traced.calls("forward", torch.ops.hotrain.activate.default)] == [None, None]
 
 
-def kept_exact(graph: torch.fx.Graph, gains: float) -> dict[str, tuple[int, int]]:
+def kept_exact(graph: torch.fx.Graph, gains: float, spare_ms: float = 0.0) -> dict[str, tuple[int, int]]:
     """What `choose` keeps exact, of how many calls."""
-    return {what: counts for what, counts in choosing.choose(graph, ROOFS, gains)[0].items() if counts[0]}
+    return {what: counts for what, counts in choosing.choose(graph, ROOFS, gains, spare_ms)[0].items() if counts[0]}
 
 
-def chosen(gains: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], int, float]:
+def chosen(
+    gains: float, device: torch.device, monkeypatch: pytest.MonkeyPatch, spare_ms: float = 0.0
+) -> tuple[dict[str, Any], int, float]:
     """What is kept exact, saved bytes, and the gradient's difference from the exact model's."""
     model, x = models(False, device)
     kept: dict[str, Any] = {}
 
     def choose(gm: torch.fx.GraphModule) -> float:
-        kept.update(kept_exact(gm.graph, gains))
+        kept.update(kept_exact(gm.graph, gains, spare_ms))
         gm.recompile()
         return math.inf
 
@@ -267,6 +269,8 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     assert least < more < most
     assert error > smaller > smallest > 0
     assert error < 0.2
+    torch._dynamo.reset()
+    assert chosen(-1e3, device, monkeypatch, spare_ms=1e6)[:2] == (none, least), "the time that was measured to be left"
 
 
 def test_a_converted_layer_keeps_the_codes_that_its_record_names(

@@ -91,13 +91,14 @@ class Reading:
     keepers: set[Node]
 
 
-def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[int, int]], float]:
+def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> tuple[dict[str, tuple[int, int]], float]:
     """Keep exact what the step has no time for, in place.
 
     Args:
         graph: the joint graph of forward and backward.
         roofs: of the device.
         gains: ms of a step that the graph's converted layers are faster than exact ones.
+        spare_ms: that the step may take longer than exact training is predicted to.
 
     Returns:
         Operator → how many of its calls are kept exact, of how many, and the ms that are left for more packing;
@@ -111,7 +112,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float) -> tuple[dict[str, tuple[in
     beside = [_beside(node, roofs) for target in _NORMS for node in graph.find_nodes(op="call_function", target=target)]
     spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside]
     late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
-    late -= _interpolation(graph, roofs)
+    late -= _interpolation(graph, roofs) + spare_ms
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
         all_of[_BATCH_NORM] = norms

@@ -161,7 +161,8 @@ def _choose(gm: GraphModule) -> float:
         roofs = _device_roofs(gm) if buffers.must_not_lose and len(names) == 1 else None
         if roofs is None:
             continue
-        counts, ms = choosing.choose(gm.graph, roofs, buffers.gained(choosing.layers(gm.graph)))
+        gained = buffers.gained(choosing.layers(gm.graph))
+        counts, ms = choosing.choose(gm.graph, roofs, gained, buffers.spare_ms)
         elements = max(ms, 0.0) * 1e-3 * roofs.copy / _FORMULA
         buffers.record_chosen(counts)
     if choosing.forget(gm.graph) or elements < math.inf:

@@ -215,6 +215,8 @@ def _follow(model: nn.Module, point: Point) -> ConversionReport:
         )
     revert(model)
     report = convert(model, "exact" if point.method is None else point.method, plan=point.plan)
+    if report.buffers is not None:
+        report.buffers.spare_ms = point.spare_ms
     recompute({name: found[name] for name in point.recomputed})
     if point.offload:
         offload(model)
