@@ -88,11 +88,6 @@ class Product:
         return None
 
 
-def _two(node: Node) -> tuple[Any, Any]:
-    one, other = node.args
-    return one, other
-
-
 def _is_of_channels(node: Any, product: Node) -> bool:
     return is_dense(node) and list(node.meta["val"].shape) == [product.meta["val"].shape[-1]]
 
