@@ -5,6 +5,7 @@ The same tables are printed by `hotrain study`, in docs/results.md and in the HT
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -336,10 +337,13 @@ def verdict(claim: Claim, study: Study, rows: Iterable[Row]) -> tuple[str, str]:
     return (WORSE if mean < claim.gap else BETTER), told
 
 
-def advice(study: Study, rows: Iterable[Row], default: str) -> list[str]:
+FROM_SCRATCH = ("pretraining", "language", "dense")
+
+
+def advice(chosen: Iterable[Study], rows: Sequence[Row], default: str) -> list[str]:
     """What to choose, a line for each choice: the default where its loss is within two standard errors, else exact."""
     out: dict[str, list[str]] = {}
-    for line in lines(study, rows):
+    for line in itertools.chain.from_iterable(lines(study, rows) for study in chosen):
         if line.method != default or not line.gaps:
             continue
         mean, count = statistics.fmean(line.gaps), len(line.gaps)
@@ -396,5 +400,5 @@ def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> lis
     said = [verdict(claim, studies[claim.study], rows) for claim in CLAIMS]
     told = [f"{kind}: {'; '.join(t for k, t in said if k == kind)}." for kind in dict.fromkeys(k for k, _ in said)]
     told += [*_counted(studies["costs"], rows), *_chosen_scales(studies["fidelity"], rows)]
-    choices = advice(studies["pretraining"], rows, default)
+    choices = advice([studies[name] for name in FROM_SCRATCH], rows, default)
     return [first, *told, *(choices or ["What to choose for which model: not measured yet."])]

@@ -121,13 +121,13 @@ def test_one_seed_decides_nothing() -> None:
     some = [each for each in rows(-5.0, -5.0) if each["seed"] == 0]
     kind, text = verdict(CLAIMS[0], CHOSEN, some)
     assert (kind, text.endswith("-5.10 after one seed")) == (OPEN, True)
-    assert "decides nothing" in advice(CHOSEN, some, "hq8")[0]
+    assert "decides nothing" in advice([CHOSEN], some, "hq8")[0]
     assert verdict(CLAIMS[0], CHOSEN, [])[0] == OPEN
 
 
 def test_what_to_choose_follows_the_gap() -> None:
-    assert advice(CHOSEN, rows(0.0, -0.05), "hq8")[0].endswith(f"costs no accuracy: {GROUP} (-0.05 ± 0.06).")
-    assert advice(CHOSEN, rows(0.0, -0.5), "hq8")[0].startswith("Choose exact unless memory is short")
+    assert advice([CHOSEN], rows(0.0, -0.05), "hq8")[0].endswith(f"costs no accuracy: {GROUP} (-0.05 ± 0.06).")
+    assert advice([CHOSEN], rows(0.0, -0.5), "hq8")[0].startswith("Choose exact unless memory is short")
 
 
 def test_the_head_is_ten_lines_at_most() -> None:
