@@ -52,6 +52,8 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     restored = lambda *t: OPS.restore_codes([*t, None], RECIPE, [4, ROWS // 4, CHANNELS], BF16)  # noqa: E731
     yield "restore_codes", restored, [codes, scale, w]
     yield "keep_heads", lambda *t: OPS.keep_heads(list(t), "int8", "int4 nearest"), [x, x + 1, x + 2, x + 3]
+    key = torch.empty((), dtype=torch.int64, device="cuda")
+    yield "drawn_mask", lambda key: OPS.drawn_mask(key, 512, 0.1), [key]
     yield "channel_statistics", OPS.channel_statistics, [image]
     yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, x, "silu"), [image, v]
     flat = 4 * 6 * 6
