@@ -14,8 +14,7 @@ import hotrain
 from hotrain import functional
 from hotrain.layer import Config
 from hotrain.method import Saved
-from hotrain.quantize.packing import pack_parts, unpack_parts
-from hotrain.saved import Bits, Format, Grouped, Levels, dither, group_size, values
+from hotrain.saved import Bits, Format, Grouped, Levels, dither, group_size, pack_parts, unpack_parts, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED

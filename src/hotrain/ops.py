@@ -28,7 +28,7 @@ from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .private import in_backward
+from .private import graph_task
 from .quantize.integer import wide
 from .saved import Format
 
@@ -89,7 +89,7 @@ def _pair(packed: Packed, like: Tensor) -> tuple[Tensor, Tensor]:
 def _keep(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> tuple[Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     packed = autograd.pack(x, key, found, found.layout(x.shape[:-1]), amax)
-    ran.kept(x, packed, in_backward())
+    ran.kept(x, packed, graph_task() != -1)
     return _pair(packed, x)
 
 
@@ -111,7 +111,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     y, packed = autograd.product(x, w, b, key, found, found.layout(x.shape[:-1]), amax, keeps)
-    ran.kept(x, packed, in_backward())
+    ran.kept(x, packed, graph_task() != -1)
     return y, *_pair(packed, x)
 
 

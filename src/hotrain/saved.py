@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized, wide
-from .quantize.packing import pack_parts, parts, unpack_parts
+from .quantize.integer import Quantized
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -90,6 +89,41 @@ def values(kept: Kept, dtype: torch.dtype) -> Tensor:
 
 _CHUNK = 64  # elements per group, where the number of channels has no suitable divisor
 _SCALE = torch.bfloat16
+
+
+# Codes are packed by parts of the last axis, so that a compiler fuses packing and unpacking into the operations before
+# and after them.
+
+
+def pack_parts(codes: Sequence[Tensor], bits: int) -> Tensor:
+    """Pack 8/bits tensors of codes in 0 … 2^bits − 1, each (..., n), into one: uint8, (..., n), lowest bits first."""
+    packed = codes[0].to(torch.uint8)
+    for place, part in enumerate(codes[1:], 1):
+        packed = packed | (part.to(torch.uint8) << (bits * place))
+    return packed
+
+
+def unpack_parts(packed: Tensor, bits: int) -> Tensor:
+    """The parts that `pack_parts` took: uint8, (..., 8/bits, n).
+
+    The caller flattens them, once and at the end: after two steps a compiler makes the index to read from a remainder
+    of a remainder, and then reads byte by byte.
+    """
+    if bits == 8:
+        return packed.unsqueeze(-2)
+    # Not cached: a compiler that traces this needs its own tensor.
+    shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    return (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
+
+
+def parts(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
+    """The parts of the last axis that `pack_parts` packs into one, each with its first index.
+
+    They are cut before they are quantized: a compiler would write codes that several parts are cut from to memory.
+    """
+    each = 8 // bits
+    n = t.shape[-1] // each
+    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(each)]
 
 
 @cache
@@ -176,8 +210,7 @@ class Grouped:
         """
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
-        rows = t.reshape(-1, columns)
-        rows = wide(rows)
+        rows = t.reshape(-1, columns).to(torch.promote_types(t.dtype, torch.float32))
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
@@ -243,7 +276,8 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        codes = [self._codes(slope(wide(part)), first) for first, part in parts(rows, self.bits)]
+        accurate = torch.promote_types(t.dtype, torch.float32)
+        codes = [self._codes(slope(part.to(accurate)), first) for first, part in parts(rows, self.bits)]
         return (pack_parts(codes, self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:

@@ -8,9 +8,17 @@ import pytest
 import torch
 from oracle import round_pseudo, uniform
 
-from hotrain.quantize.rounding import pseudo, round_, stochastic
+from hotrain.quantize.rounding import pseudo, rounding_of
 
 N = 1 << 18
+
+
+def round_(v: torch.Tensor, name: str, key: int, stream: int, start: int = 0) -> torch.Tensor:
+    return rounding_of(name, key, stream, v.device)(v, start)
+
+
+def stochastic(v: torch.Tensor, key: int, stream: int, start: int = 0) -> torch.Tensor:
+    return round_(v, "stochastic", key, stream, start)
 
 
 def test_nearest_rounds_halves_to_even() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import Origin
-from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, version_of
+from ..private import constant_in_graphs, schema_of, top_hooks, version_of
 from .codes import whole
 from .formats import SMALL
 from .mode_stack import left_to_eager, traced_graph
@@ -55,7 +55,7 @@ _Kind = TypeVar("_Kind", Unfinished, Gate)
 @left_to_eager
 def current_checkpoint() -> int:
     """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks."""
-    hooks, _ = saved_tensor_hooks()
+    hooks = top_hooks(True)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
     return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import draws
 from ..private import fakes
 from . import packing
-from .rounding import round_
+from .rounding import rounding_of
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
@@ -131,15 +131,13 @@ def quantize(
     Raises:
         ValueError: stochastic rounding without a key, or a name that is not accepted.
     """
-    if rounding == "stochastic" and key is None:
-        raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
     step = scale_of(t, bits, scale) if step is None else step
-    limit = largest_code(bits)
+    limit, columns, blocks = largest_code(bits), t.shape[1], row_blocks(t)
     codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
     inverse = step.reciprocal()
-    for rows in row_blocks(t):
-        per_row = inverse[rows] if inverse.dim() == 2 and inverse.shape[0] == t.shape[0] else inverse
-        v = t[rows].to(step.dtype) * per_row
-        round_(v, rounding, key or 0, stream, start=rows.start * t.shape[1])
-        codes[rows].copy_(v.clamp_(-limit, limit))
-    return Quantized(codes, step, bits, t.shape[1])
+    by_row = inverse.dim() == 2 and inverse.shape[0] == t.shape[0]
+    round_ = rounding_of(rounding, key, stream, t.device)
+    for rows in blocks:
+        v = t[rows].to(step.dtype) * (inverse[rows] if by_row else inverse)
+        codes[rows].copy_(round_(v, rows.start * columns).clamp_(-limit, limit))
+    return Quantized(codes, step, bits, columns)

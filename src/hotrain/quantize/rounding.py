@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,16 +13,16 @@ _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
 
 
-def stochastic(v: Tensor, key: draws.Key, stream: int, start: int = 0) -> Tensor:
-    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step. In place.
+def stochastic(key: draws.Key, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
+    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step.
 
     The noise of an element depends only on (key, stream, start + its index in v). Integers are unchanged.
     """
-    noise = draws.noise16(v.numel(), key, stream, v.device, start).view(v.shape)
-    return v.add_(noise, alpha=_STEP16).add_(_HALF16).floor_()
+    noise = draws.noise(key, stream, device)
+    return lambda v, start: v.add_(noise(start, v.numel()).view(v.shape), alpha=_STEP16).add_(_HALF16).floor_()
 
 
-def pseudo(v: Tensor) -> Tensor:
+def pseudo(v: Tensor, _: int = 0) -> Tensor:
     """Pseudo-stochastic rounding: the low bits of the fraction decide whether its high bits round up. In place.
 
     With a = |v|, i = ⌊a⌋, F = ⌊(a − i)·2²²⌋, p = F >> 11, t = F & 0x7FF: sign(v)·(i + (p > t)). The rule of NITI
@@ -34,23 +36,24 @@ def pseudo(v: Tensor) -> Tensor:
     return v.copy_((whole + up).to(v.dtype).copysign(v))
 
 
-def round_(v: Tensor, rounding: str, key: draws.Key, stream: int, start: int = 0) -> Tensor:
-    """Round v in place.
+def rounding_of(name: str, key: draws.Key | None, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
+    """The rounding of that name as a function of (v, start), which rounds v in place.
 
     Args:
-        v: floating point.
-        rounding: ``"stochastic"``, ``"nearest"`` (halves to even) or ``"pseudo"``.
-        key: of the draws, for stochastic rounding.
+        name: ``"stochastic"`` (needs `key`), ``"nearest"`` (halves to even) or ``"pseudo"``.
+        key: of the draws.
         stream: of the draws.
-        start: index of v's first element, for stochastic rounding.
+        device: of v, which is floating point; start: the index of its first element in the tensor that is rounded.
 
     Raises:
-        ValueError: another rounding.
+        ValueError: stochastic rounding without a key, or another name.
     """
-    if rounding == "stochastic":
-        return stochastic(v, key, stream, start)
-    if rounding == "nearest":
-        return v.round_()
-    if rounding == "pseudo":
-        return pseudo(v)
-    raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")
+    if name == "stochastic":
+        if key is None:
+            raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
+        return stochastic(key, stream, device)
+    if name == "nearest":
+        return lambda v, _: v.round_()
+    if name == "pseudo":
+        return pseudo
+    raise ValueError(f"rounding {name!r} is not one of stochastic, nearest, pseudo")
