@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from .casting import autocast, autocast_dtype, autocast_to, outside_autocast
 from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
-from .layer_record import AmaxHistory
-from .private import is_view
+from .layer_record import AmaxHistory, Ran
+from .private import any_autocast, is_view
 from .quantize.integer import wide
 from .saved import Format
 from .transform.tokens import Layout, project
@@ -194,6 +194,7 @@ class Call:
         cast: autocast's dtype, None where it is off.
         layer: whose record is written, and whose amax history the kernels use; None for a function without a layer.
         traced: the words of the history in compiled code, where the work is done by operators.
+        records: of its eager steps, by what differs between them.
     """
 
     config: Config
@@ -201,6 +202,7 @@ class Call:
     cast: torch.dtype | None = None
     layer: Draws | None = None
     traced: Tensor | None = None
+    records: dict[tuple[str, bool, bool], Ran] = field(default_factory=dict, repr=False)
 
     @property
     def history(self) -> AmaxHistory | None:
@@ -245,11 +247,16 @@ class Call:
 
     def note(self, x: Tensor, packed: Packed, source: str, trained: bool, outputs: int) -> None:
         """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
-        if self.layer is not None and self.traced is None:
-            config, ran = self.config, self.layer.ran
+        if self.layer is None or self.traced is not None:
+            return
+        found = source, trained, self.layer.repeats
+        if found not in self.records:
+            config, ran = self.config, Ran()
             ran.kept(x, packed, self.layer.repeats)
             of = config.product(outputs) if config.overlaps else "tokens"
             ran.step(config.method, config.kernels, of, source, not trained)
+            self.records[found] = ran
+        self.layer.ran = self.records[found]
 
 
 def call_of(config: Config, x: Tensor, layer: Draws | None = None) -> Call:
@@ -312,8 +319,7 @@ def not_a_view(y: Tensor) -> Tensor:
 
 def _plain(t: Tensor) -> AbstractContextManager[object]:
     """No gradients and no autocast; in most backward passes both are off."""
-    off = not torch.is_grad_enabled() and autocast_to(t.device.type) is None
-    return nullcontext() if off else _disabled(t)
+    return _disabled(t) if torch.is_grad_enabled() or any_autocast() else nullcontext()
 
 
 @contextmanager

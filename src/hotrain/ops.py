@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,7 +78,10 @@ for _name in ("linear", "conv2d"):
 def _layer_with(words: Tensor) -> tuple[AmaxHistory, Ran]:
     """History and record of the layer of those words; a copy of them has a record that nobody reads."""
     layer = layer_of(words)
-    return (AmaxHistory(words), Ran()) if layer is None or layer.history is None else (layer.history, layer.ran)
+    if layer is None or layer.history is None:
+        return AmaxHistory(words), Ran()
+    layer.ran = replace(layer.ran)  # that of an eager step is its call's
+    return layer.history, layer.ran
 
 
 def _pair(packed: Packed, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
-from ..private import constant_in_graphs, differentiates, static_in_graphs
+from ..private import any_autocast, constant_in_graphs, differentiates, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -135,7 +135,7 @@ class LayerState:
             return None
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
-        cast = autocast_to(device.type)
+        cast = autocast_to(device.type) if any_autocast() else None
         seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
         found = self._calls.get(seen)
         if found is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import casting
-from ...private import autocasts_itself, is_view
+from ...private import any_autocast, autocasts_itself, is_view
 from ...saved import memory_order
 from ..formats import SMALL
 from ..report import Buffers
@@ -54,7 +54,7 @@ def without_autocast(
     """
 
     def run(x: Tensor, *args: Any) -> Any:
-        if casting.autocast_to(x.device.type) is None:
+        if not any_autocast() or casting.autocast_to(x.device.type) is None:
             return function(x, *args)
         given = (x, *args) if cast is None else cast(x, *args)
         with casting.outside_autocast(x):
