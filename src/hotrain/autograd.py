@@ -27,7 +27,6 @@ from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
 from .private import any_autocast, is_view
-from .quantize.integer import wide
 from .saved import Format
 from .transform.tokens import Layout, project
 
@@ -86,9 +85,10 @@ def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory 
     if config.kernels:
         kept: Packed = KERNELS[x.device.type].keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
-    word, dtype = reference_key(key), x.dtype
-    x = x if config.method.saved.bits is None else wide(x)
-    codes, *scale = Format(config.method.saved, x.shape[-1], dtype).keep(project(x, lay, word), word)
+    word = reference_key(key)
+    spec = config.method.saved
+    rows = project(x, lay, word, widened=spec.bits is not None)
+    codes, *scale = Format(spec, x.shape[-1], x.dtype).keep(rows, word)
     return codes, scale[0] if scale else None
 
 

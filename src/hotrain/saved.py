@@ -20,6 +20,7 @@ from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
 from .quantize.integer import Quantized
+from .quantize.packing import pack, unpack
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -53,18 +54,18 @@ class Format:
         if spec.bits is None:
             return (rows.to(self.dtype),)
         if spec.number == "sawb":
-            kept = published.sawb(rows, spec.rounding, key).pack()
+            kept = published.sawb(rows, spec.rounding, key)
         else:
             axis = "token" if spec.scale == "row" else "tensor"
-            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
-        return kept.codes, kept.scale
+            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED)
+        return pack(kept.codes) if spec.bits == 4 else kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
         """The inverse of `keep` up to rounding; codes are not dequantized."""
         if self.spec.bits is None:
             return kept[0]
         codes, scale = kept
-        return Quantized(codes, scale, self.spec.bits, self.columns, packed=self.spec.bits == 4)
+        return Quantized(unpack(codes, self.columns) if self.spec.bits == 4 else codes, scale, self.spec.bits)
 
     def nbytes(self, rows: int) -> int:
         """Bytes of what `keep` returns for that many rows."""

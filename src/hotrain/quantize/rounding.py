@@ -13,16 +13,21 @@ _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
 
 
-def stochastic(key: draws.Key, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
-    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step.
+def stochastic(key: draws.Key | None, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
+    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶, as in `ROUNDINGS`: E[result] = v within 2⁻¹⁷ of a step.
 
     The noise of an element depends only on (key, stream, start + its index in v). Integers are unchanged.
+
+    Raises:
+        ValueError: there is no key.
     """
+    if key is None:
+        raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
     noise = draws.noise(key, stream, device)
     return lambda v, start: v.add_(noise(start, v.numel()).view(v.shape), alpha=_STEP16).add_(_HALF16).floor_()
 
 
-def pseudo(v: Tensor, _: int = 0) -> Tensor:
+def pseudo(v: Tensor) -> Tensor:
     """Pseudo-stochastic rounding: the low bits of the fraction decide whether its high bits round up. In place.
 
     With a = |v|, i = ⌊a⌋, F = ⌊(a − i)·2²²⌋, p = F >> 11, t = F & 0x7FF: sign(v)·(i + (p > t)). The rule of NITI
@@ -36,24 +41,10 @@ def pseudo(v: Tensor, _: int = 0) -> Tensor:
     return v.copy_((whole + up).to(v.dtype).copysign(v))
 
 
-def rounding_of(name: str, key: draws.Key | None, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
-    """The rounding of that name as a function of (v, start), which rounds v in place.
-
-    Args:
-        name: ``"stochastic"`` (needs `key`), ``"nearest"`` (halves to even) or ``"pseudo"``.
-        key: of the draws.
-        stream: of the draws.
-        device: of v, which is floating point; start: the index of its first element in the tensor that is rounded.
-
-    Raises:
-        ValueError: stochastic rounding without a key, or another name.
-    """
-    if name == "stochastic":
-        if key is None:
-            raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
-        return stochastic(key, stream, device)
-    if name == "nearest":
-        return lambda v, _: v.round_()
-    if name == "pseudo":
-        return pseudo
-    raise ValueError(f"rounding {name!r} is not one of stochastic, nearest, pseudo")
+# Name → (key, stream, device) → the rounding as a function of (v, start), in place: v is floating point, and start the
+# index of its first element in the tensor that is rounded.
+ROUNDINGS: dict[str, Callable[[draws.Key | None, int, torch.device], Callable[[Tensor, int], Tensor]]] = {
+    "nearest": lambda *_: lambda v, _: v.round_(),  # halves to even
+    "stochastic": stochastic,
+    "pseudo": lambda *_: lambda v, _: pseudo(v),
+}
