@@ -74,19 +74,13 @@ _functorch = _find("_C._are_functorch_transforms_active", EXACT)
 _forward_level = _find("autograd.forward_ad._current_level", EXACT)
 _top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks", FULL)
 _hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
-_has_hooks = None not in (_top_hooks, _hooks_enabled)
 _version = _find("Tensor._version", FULL)
 _versions = itertools.count()
+
 
 graph_task: Callable[[], int] = _find("_C._current_graph_task_id", EXACT) or (lambda: -1)
 """The number of the backward pass that runs, −1 for none: a forward seen within one is a recomputation. Without it:
 −1, and layers are exact."""
-
-top_hooks: Callable[[bool], Any] = _top_hooks if _has_hooks else lambda _: None
-"""The innermost default saved-tensor hooks, called with True; None for none. Without it: None, see `hooks_allowed`."""
-
-hooks_allowed: Callable[[], bool] = _hooks_enabled if _has_hooks else lambda: False
-"""Whether hooks are allowed. Without it: False, and activations between the layers are saved in full precision."""
 
 version_of: Callable[[Tensor], int] = (lambda _: next(_versions)) if _version is None else _version.__get__
 """The version counter, which grows with in-place writes. Without it: new each time, so that nothing is reused."""
@@ -114,6 +108,25 @@ def _is_traced_or_transformed() -> bool:
     if not _exact_names or _functorch() or torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+def saved_tensor_hooks() -> tuple[Any, bool]:
+    """The innermost default saved-tensor hooks, and whether hooks are allowed.
+
+    Without it: activations between the layers are saved in full precision.
+    """
+    return (None, False) if _top_hooks is None or _hooks_enabled is None else (_top_hooks(True), _hooks_enabled())
+
+
+@constant_in_graphs
+def current_checkpoint() -> int:
+    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks.
+
+    Without it: 0, and activations between the layers are saved in full precision.
+    """
+    hooks, _ = saved_tensor_hooks()
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
+    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
 def node_number(node: Any = None) -> int:

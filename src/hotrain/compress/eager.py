@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..private import fakes, hooks_allowed, top_hooks, version_of
+from ..private import fakes, saved_tensor_hooks, version_of
 from . import rules
 from .formats import SMALL, packer
 from .rules import Rule
@@ -63,9 +63,9 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
         rule: of `rule_of`.
         func: the function of PyTorch, called with ``args`` and ``kwargs``.
     """
-    outer = top_hooks(True)
+    outer, allowed = saved_tensor_hooks()
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
-    if theirs in ("torch.utils.checkpoint", __name__) or not hooks_allowed():
+    if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)
     one = _Call(rule, args, outer)
     try:

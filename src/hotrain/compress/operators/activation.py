@@ -72,26 +72,6 @@ def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor
     return y.view(t.shape), marks
 
 
-def _forward(x: Tensor, name: str, order: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """f(x), and the codes of its derivative, whose axes are in the order of x's memory layout."""
-    kind, ordered = ACTIVATIONS[name], x.permute(order)
-
-    def reference() -> tuple[Tensor, Tensor]:
-        return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
-
-    has_kernel = supported(x.device, x.dtype) and ordered.is_contiguous()
-    if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
-        y, marks = launch(x.device, "activation.bits", reference, ordered, name)
-        return not_a_view(as_it_was(y, order)), (marks,)
-    if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
-        y, marks = operator_for(ordered, "activate")(ordered, name, None)
-        return not_a_view(as_it_was(y, order)), (marks,)
-    y = kind.f(x)
-    if kind.levels is None:
-        return y, BITS.keep(kind.slope(ordered))
-    return y, kind.levels.keep(ordered, kind.slope)
-
-
 def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(g), g.new_empty(g.shape[-1] if sums else 0, dtype=torch.float32)
 
@@ -153,10 +133,24 @@ class Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.activation, ctx.order = name, memory_order(x)
-        y, kept = _forward(x, name, ctx.order)
-        ctx.save_for_backward(*kept)
-        return y
+        kind, has_kernel, ctx.activation = ACTIVATIONS[name], supported(x.device, x.dtype), name
+        ctx.order = memory_order(x)
+        ordered = x.permute(ctx.order)  # the codes have this order
+
+        def reference() -> tuple[Tensor, Tensor]:
+            return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
+
+        has_kernel = has_kernel and ordered.is_contiguous()
+        if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
+            y, marks = launch(x.device, "activation.bits", reference, ordered, name)
+        elif has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
+            y, marks = operator_for(ordered, "activate")(ordered, name, None)
+        else:
+            kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
+            ctx.save_for_backward(*kept)
+            return kind.f(x)
+        ctx.save_for_backward(marks)
+        return not_a_view(as_it_was(y, ctx.order))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,14 +196,14 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
     """A handler of the activation function of that name."""
 
     def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
+        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
+        known = scope.origins.of(input)
         if not (is_large(input) and input.requires_grad):
             return None
-        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
         form = _DERIVATIVE if kind.levels else _BIT
         if before is not None and is_fused(before.x, name):
             scope.buffers.record(name, form)
             return finished(scope, before, name, input if inplace else None)
-        known = scope.origins.of(input)
         if kind.by_input:
             form = _input_format()
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))

@@ -232,8 +232,8 @@ class Norm(torch.autograd.Function):
         ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
         ctx.b_dtype = None if b is None else b.dtype
         of_one_dtype = all(t is None or t.dtype == x.dtype for t in (w, b))
-        supports = supported(x.device, x.dtype)
-        compiled = supports and not is_eager(x) and of_one_dtype and x.is_contiguous()
+        has_kernels = x.device.type in autograd.KERNELS
+        compiled = has_kernels and not is_eager(x) and of_one_dtype and x.is_contiguous()
         if compiled and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
@@ -250,7 +250,7 @@ class Norm(torch.autograd.Function):
 
         if kind == "group":
             codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
-        elif dims > 1 or not supports:
+        elif dims > 1 or not has_kernels:
             codes, scale = GROUPED[form].keep(normalized())
         else:
             codes, scale = pack_normalized(x, mean, r, form, normalized)
@@ -308,10 +308,15 @@ def note_norm(
     return y
 
 
-def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
+def _replaced(
+    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
+) -> Tensor | None:
     form = saved_format()
+    if not (is_large(x) and wants_gradient(x, w, b)):
+        return None
+    y = note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
     scope.buffers.record(f"{kind}_norm", form)
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
+    return y
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
@@ -326,7 +331,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (is_large(input) and wants_gradient(input, weight, bias) and _ends_in(input, normalized_shape)):
+    if not _ends_in(input, normalized_shape):
         return None
     return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
 
@@ -334,7 +339,7 @@ def _layer_norm(
 def _rms_norm(
     scope: Scope, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor | None:
-    if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
+    if not _ends_in(input, normalized_shape):
         return None
     if eps is None:
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
@@ -349,9 +354,10 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (is_large(input) and input.dim() >= 3 and wants_gradient(input, weight, bias)):
+    if input.dim() < 3:
         return None
-    if scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling() and supported(input.device, input.dtype):
+    keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
+    if keeps and supported(input.device, input.dtype) and is_large(input) and wants_gradient(input, weight, bias):
         scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
         return None
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
