@@ -127,8 +127,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
 def rotated_grad(g: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(g H) of g = g_y: codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = wide(g)
-    g = rotate(g) if path.transform == "hadamard" else g
+    g = rotate(wide(g)) if path.transform == "hadamard" else g
     return QUANTIZERS[path.number](g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 

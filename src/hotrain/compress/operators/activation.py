@@ -98,13 +98,13 @@ def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
     return g * slope if factor == 1.0 else g * (slope * factor)
 
 
-def _gradient(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
-    """g f'(x) from the 4-bit derivative."""
+def _gradient(g: Tensor, kept: Sequence[Tensor], name: str, supports: bool) -> Tensor:
+    """g f'(x) from the 4-bit derivative; `supports`: whether the kernels run there."""
     levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
-    has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
+    fits = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
     # A derivative of this one is that of the formula.
     plain = torch.is_grad_enabled() and g.requires_grad
-    if not has_kernel or plain or not supported(g.device, g.dtype):
+    if not (supports and fits) or plain:
         return _by_slope(g, kept, name)
     return operator_for(g, "slope_gradient")(g, kept[0], name, False)[0]  # type: ignore[no-any-return]
 
@@ -133,14 +133,14 @@ class Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        kind, has_kernel, ctx.activation = ACTIVATIONS[name], supported(x.device, x.dtype), name
+        kind, ctx.activation, ctx.supports = ACTIVATIONS[name], name, supported(x.device, x.dtype)
         ctx.order = memory_order(x)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
             return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
 
-        has_kernel = has_kernel and ordered.is_contiguous()
+        has_kernel = ctx.supports and ordered.is_contiguous()
         if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
             y, marks = launch(x.device, "activation.bits", reference, ordered, name)
         elif has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
@@ -158,7 +158,7 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
-        g_x = _gradient(g, kept, name)
+        g_x = _gradient(g, kept, name, ctx.supports)
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
 
 

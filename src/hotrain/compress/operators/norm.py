@@ -261,7 +261,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
-        if _has_kernel(g_y, kind, dims, form, ctx.dtype):
+        if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None, None, 1.0)
             g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
