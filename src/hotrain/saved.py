@@ -278,8 +278,8 @@ class Levels:
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
         accurate = torch.promote_types(t.dtype, torch.float32)
-        codes = [self._codes(slope(part.to(accurate)), first) for first, part in parts(rows, self.bits)]
-        return (pack_parts(codes, self.bits),)
+        slopes = [(first, slope(part.to(accurate))) for first, part in parts(rows, self.bits)]
+        return (pack_parts([self._codes(each, first) for first, each in slopes], self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:
         steps = slopes * self.per_one - self.first

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...quantize.integer import wide
@@ -133,8 +134,8 @@ class Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        kind, ctx.activation, ctx.supports = ACTIVATIONS[name], name, supported(x.device, x.dtype)
-        ctx.order = memory_order(x)
+        kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
+        ctx.supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
@@ -202,7 +203,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             return None
         form = _DERIVATIVE if kind.levels else _BIT
         if before is not None and is_fused(before.x, name):
-            scope.buffers.record(name, form)
+            scope.record(name, form)
             return finished(scope, before, name, input if inplace else None)
         if kind.by_input:
             form = _input_format()
@@ -212,7 +213,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         else:
             y = slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        scope.buffers.record(name, form)
+        scope.record(name, form)
         if inplace:
             y = written(input, y)
         if recipe:

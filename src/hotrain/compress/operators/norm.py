@@ -22,12 +22,11 @@ from torch.nn import functional as F
 from ... import autograd
 from ...private import differentiates, memory_format_of
 from ...quantize.integer import wide
-from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, custom_op, float32, is_large, wants_gradient, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, float32, is_large, note_norm, wants_gradient, with_codes, without_autocast
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -293,30 +292,14 @@ norm = custom_op(
 )
 
 
-def note_norm(
-    scope: Scope,
-    found: tuple[Tensor, Tensor, Tensor],
-    w: Tensor | None,
-    b: Tensor | None,
-    image: bool,
-    cast: bool = False,
-) -> Tensor:
-    """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
-    y, codes, scale = found
-    recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image), cast)
-    scope.origins.note(y, recipe, codes, scale, w, b)
-    return y
-
-
 def _replaced(
     scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
 ) -> Tensor | None:
     form = saved_format()
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
-    y = note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
-    scope.buffers.record(f"{kind}_norm", form)
-    return y
+    scope.record(f"{kind}_norm", form)
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, form, image=kind == "group")
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
@@ -389,7 +372,7 @@ def _composed_norm(
     if kind != "rms_cast":
         return None
     found: tuple[Tensor, Tensor, Tensor] = norm(x, w, b, kind, *rest)
-    note_norm(scope, found, w, b, image=False, cast=True)
+    note_norm(scope, found, w, b, saved_format(), cast=True)
     return found
 
 
