@@ -73,13 +73,6 @@ def reference_key(key: Key) -> draws.Key:
     return found
 
 
-def saved_key(key: Key, config: Config) -> Tensor | None:
-    """The key as it is saved for backward."""
-    if not config.draws:
-        return None
-    return torch.tensor(key, dtype=torch.int64, device="cpu") if isinstance(key, int) else key
-
-
 def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
     """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not."""
     if config.kernels:
@@ -444,7 +437,9 @@ def _save(
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
     ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
     given = () if origin is None else origin.tensors
-    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
+    word = torch.tensor(key, dtype=torch.int64, device="cpu") if call.config.draws and isinstance(key, int) else key
+    saved = w if ctx.needs_input_grad[0] else None, word if call.config.draws else None
+    ctx.save_for_backward(*saved, *packed, *given)
     call.note(x_cast, packed, ctx.source, trained, len(w))
 
 

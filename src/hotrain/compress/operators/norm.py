@@ -113,10 +113,8 @@ def pack_normalized(
     def reference() -> tuple[Tensor, Tensor]:
         return GROUPED[form].keep(normalized())
 
-    columns = x.shape[-1]
-    if not supported_in_eager(x) or form != KERNEL_FORMAT or columns % 4 or columns > LONGEST_ROW:
-        return reference()
-    if not x.is_contiguous():
+    columns, fits = x.shape[-1], form == KERNEL_FORMAT and x.is_contiguous() and supported_in_eager(x)
+    if not fits or columns % 4 or columns > LONGEST_ROW:
         return reference()
     rows, means = x.view(-1, columns), None if mean is None else mean.reshape(-1)
     codes, scale = launch(x.device, "norm.pack", reference, rows, means, r.reshape(-1), by_row)
