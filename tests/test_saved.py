@@ -14,8 +14,7 @@ import hotrain
 from hotrain import functional
 from hotrain.layer import Config
 from hotrain.method import Saved
-from hotrain.quantize.packing import pack_parts, unpack_parts
-from hotrain.saved import Bits, Format, Grouped, Levels, dither, group_size, values
+from hotrain.saved import Bits, Format, Grouped, Levels, dither, group_size, pack_parts, unpack_parts, values
 
 NAMES = hotrain.presets()
 KEY = 0xFEED
@@ -164,7 +163,7 @@ def test_what_is_kept_is_the_definition(name: str, lead: tuple[int, ...]) -> Non
         torch.testing.assert_close(kept[0], rows, rtol=0, atol=1e-13)
     else:
         back = Format(method.saved, 12, torch.float64).restore(kept)
-        assert torch.equal(back.unpacked().double(), rows)  # type: ignore[union-attr]
+        assert torch.equal(back.codes.double(), rows)  # type: ignore[union-attr]
         torch.testing.assert_close(kept[1].view(scale.shape), scale, rtol=1e-14, atol=0)
 
 

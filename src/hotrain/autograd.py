@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ from .casting import autocast, autocast_dtype, autocast_to, outside_autocast
 from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
-from .layer_record import AmaxHistory
-from .private import is_view
-from .quantize.integer import wide
+from .layer_record import AmaxHistory, Ran
+from .private import any_autocast, is_view
 from .saved import Format
 from .transform.tokens import Layout, project
 
@@ -74,21 +73,15 @@ def reference_key(key: Key) -> draws.Key:
     return found
 
 
-def saved_key(key: Key, config: Config) -> Tensor | None:
-    """The key as it is saved for backward."""
-    if not config.draws:
-        return None
-    return torch.tensor(key, dtype=torch.int64, device="cpu") if isinstance(key, int) else key
-
-
 def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
     """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not."""
     if config.kernels:
         kept: Packed = KERNELS[x.device.type].keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
         return kept
-    word, dtype = reference_key(key), x.dtype
-    x = x if config.method.saved.bits is None else wide(x)
-    codes, *scale = Format(config.method.saved, x.shape[-1], dtype).keep(project(x, lay, word), word)
+    word = reference_key(key)
+    spec = config.method.saved
+    rows = project(x, lay, word, widened=spec.bits is not None)
+    codes, *scale = Format(spec, x.shape[-1], x.dtype).keep(rows, word)
     return codes, scale[0] if scale else None
 
 
@@ -194,6 +187,7 @@ class Call:
         cast: autocast's dtype, None where it is off.
         layer: whose record is written, and whose amax history the kernels use; None for a function without a layer.
         traced: the words of the history in compiled code, where the work is done by operators.
+        records: of its eager steps, by what differs between them.
     """
 
     config: Config
@@ -201,6 +195,7 @@ class Call:
     cast: torch.dtype | None = None
     layer: Draws | None = None
     traced: Tensor | None = None
+    records: dict[tuple[str, bool, bool], Ran] = field(default_factory=dict, repr=False)
 
     @property
     def history(self) -> AmaxHistory | None:
@@ -245,11 +240,16 @@ class Call:
 
     def note(self, x: Tensor, packed: Packed, source: str, trained: bool, outputs: int) -> None:
         """Record what an eager forward saves of x; operators write the record of compiled code when they run."""
-        if self.layer is not None and self.traced is None:
-            config, ran = self.config, self.layer.ran
+        if self.layer is None or self.traced is not None:
+            return
+        found = source, trained, self.layer.repeats
+        if found not in self.records:
+            config, ran = self.config, Ran()
             ran.kept(x, packed, self.layer.repeats)
             of = config.product(outputs) if config.overlaps else "tokens"
             ran.step(config.method, config.kernels, of, source, not trained)
+            self.records[found] = ran
+        self.layer.ran = self.records[found]
 
 
 def call_of(config: Config, x: Tensor, layer: Draws | None = None) -> Call:
@@ -312,8 +312,7 @@ def not_a_view(y: Tensor) -> Tensor:
 
 def _plain(t: Tensor) -> AbstractContextManager[object]:
     """No gradients and no autocast; in most backward passes both are off."""
-    off = not torch.is_grad_enabled() and autocast_to(t.device.type) is None
-    return nullcontext() if off else _disabled(t)
+    return _disabled(t) if torch.is_grad_enabled() or any_autocast() else nullcontext()
 
 
 @contextmanager
@@ -438,7 +437,9 @@ def _save(
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
     ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
     given = () if origin is None else origin.tensors
-    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, saved_key(key, call.config), *packed, *given)
+    word = torch.tensor(key, dtype=torch.int64, device="cpu") if call.config.draws and isinstance(key, int) else key
+    saved = w if ctx.needs_input_grad[0] else None, word if call.config.draws else None
+    ctx.save_for_backward(*saved, *packed, *given)
     call.note(x_cast, packed, ctx.source, trained, len(w))
 
 

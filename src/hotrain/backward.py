@@ -51,9 +51,9 @@ def grad_input(g_y: Tensor, w: Tensor, method: Method, key: draws.Key, lay: Layo
     """
     path = method.grad_input
     if path.multiplies_codes:
-        g = wide(g_y)
-        grad, weight = rotated_grad(g, path, key), rotated_weight(w.to(g.dtype), path, key)
-        product = code_matmul(grad.codes, weight.codes, grad.bits + weight.bits, g.dtype)
+        grad = rotated_grad(g_y, path, key)
+        weight = rotated_weight(w.to(grad.scale.dtype), path, key)
+        product = code_matmul(grad.codes, weight.codes, grad.bits + weight.bits, grad.scale.dtype)
         return (product * grad.scale * weight.scale).to(g_y.dtype)
     if path.is_exact:
         return g_y @ w.to(g_y.dtype)
@@ -79,7 +79,7 @@ def grad_weight(g_y: Tensor, kept: Kept, lay: Layout, method: Method, key: draws
     if path.drop:
         g_y = published.dropped(g_y, path.drop, key)
     if path.multiplies_codes:
-        g, kept = _shared(project(wide(g_y), lay, key), kept, path, key)
+        g, kept = _shared(project(g_y, lay, key, widened=True), kept, path, key)
         return _product_of_codes(g, kept, path, key)
     if path.number == "luq":
         return published.grad_weight(g_y, kept, lay, key)
@@ -114,25 +114,25 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
         # Per-row scales are on the contraction axis: they cannot be applied after the product.
         g, scale = g * scale, torch.ones((), dtype=g.dtype, device=g.device)
     grad = projected_grad(g, path, key)
-    codes = kept.unpacked()
+    codes = kept.codes
     if path.number in DTYPES and codes.dtype == torch.int8:  # of 4 bits: exact
         codes = codes.to(torch.float32).to(DTYPES[PARTNER[path.number]])
     product = code_matmul(grad.codes.T, codes, grad.bits + kept.bits, g.dtype)
     return product * (grad.scale * scale)
 
 
-# ---- the operands of products of codes; arguments are float32 or float64 ----
+# ---- the operands of products of codes ----
 
 
 def rotated_grad(g: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(g H) of g = g_y: codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = rotate(g) if path.transform == "hadamard" else g
+    g = rotate(wide(g)) if path.transform == "hadamard" else g
     return QUANTIZERS[path.number](g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 
 def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
-    """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales."""
+    """Q(Hᵀ w): codes (O', I) with per-tensor or per-input-channel scales; w is float32 or float64."""
     assert path.bits is not None
     w = rotate(w, dim=0) if path.transform == "hadamard" else w
     quantize = QUANTIZERS[PARTNER[path.number]]
@@ -140,6 +140,6 @@ def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
 
 
 def projected_grad(g: Tensor, path: GradWeight, key: draws.Key) -> Quantized:
-    """Q(g), with g = P g_y: codes (R, O) with a per-tensor scale."""
+    """Q(g), with g = P g_y, float32 or float64: codes (R, O) with a per-tensor scale."""
     assert path.bits is not None
     return QUANTIZERS[path.number](g, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)

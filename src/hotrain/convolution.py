@@ -74,14 +74,13 @@ def _coded_grad_input(
 
     Scales multiply what they are of before the sum: those of tokens g_y's codes, all others the few codes of w.
     """
-    dtype, g = of_products(g_y), wide(padded_grad(g_y, path, geometry.groups))
-    grad = rotated_grad(g, path, key)
-    weight = rotated_weight(padded_weight(w, path, geometry.groups).to(g.dtype), path, key)
+    dtype, grad = of_products(g_y), rotated_grad(padded_grad(g_y, path, geometry.groups), path, key)
+    weight = rotated_weight(padded_weight(w, path, geometry.groups).to(grad.scale.dtype), path, key)
     k = weight.dequantize()
     if grad.scale.dim():
         g = grad.dequantize(dtype)
     else:
-        g, k = grad.unpacked().to(dtype), k * grad.scale
+        g, k = grad.codes.to(dtype), k * grad.scale
     image, kernel = as_image(g, g_y.shape), as_kernel(k.to(dtype), w.shape)
     return product_for_input(image, kernel, shape, geometry).to(g_y.dtype)
 
@@ -182,11 +181,11 @@ def _coded_grad_weight(
     else:
         x, rounding = lift(values(kept, g_y.dtype), lay, key), method.saved.rounding
         codes = QUANTIZERS[PARTNER[path.number]](x, max(8, path.bits or 8), "tensor", rounding, key, draws.LIFTED)
-    image, share = as_image(codes.unpacked().to(dtype), shape), share_of_lines(method, len(w), geometry, g_y.shape[2])
+    image, share = as_image(codes.codes.to(dtype), shape), share_of_lines(method, len(w), geometry, g_y.shape[2])
     if share < 1:
         g_y, image, geometry = picked_lines(g_y, image, geometry, share, key)
     grad = projected_grad(channels_last(g_y).reshape(-1, g_y.shape[1]), path, key)
-    g = as_image(grad.unpacked().to(dtype), g_y.shape)
+    g = as_image(grad.codes.to(dtype), g_y.shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
     return g_w.to(g_y.dtype) * (grad.scale * codes.scale)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .layer_record import AmaxHistory, Ran
-from .private import in_backward
+from .private import graph_task
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,11 +70,6 @@ def manual_seed(seed: int) -> None:
 def current_seed() -> int:
     """The seed in force, 64 bits."""
     return torch.initial_seed() & _MASK64 if _seed.value is None else _seed.value
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def mix(*words: int) -> int:
@@ -180,7 +175,9 @@ class Draws:
             self.counter[:2].copy_(torch.tensor([signed(self._salt), value], device="cpu"))
 
     def _current_salt(self) -> int:
-        now = current_seed(), _rank()
+        distributed = torch.distributed
+        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+        now = current_seed(), rank
         if self._known_salt[0] != now:
             self._known_salt = now, mix(*now, self.layer)
         return self._known_salt[1]
@@ -199,7 +196,7 @@ class Draws:
             self.restart()
         if self.counter is not None:
             self._host_step = self.step
-        self.repeats = in_backward()
+        self.repeats = graph_task() != -1
         if self._host_step < 0 or not self.repeats:
             self._host_step += 1
             if self.counter is not None:
@@ -237,7 +234,7 @@ class Draws:
         self.place(device)
         assert self.counter is not None
         _seed.graphs = _seed.graphs or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-        self.repeats = in_backward()
+        self.repeats = graph_task() != -1
         moves = self._host_step < 0 or not self.repeats
         self._host_step += moves
         return make(self.counter, moves)
@@ -337,13 +334,41 @@ def _mixed_on_device(key: DeviceKey, word: int) -> Tensor:
     return _last_round(_last_round(torch.zeros_like(key.word), key.word), signed(word))
 
 
-def _words(key: Key, stream: int) -> tuple[int, int] | tuple[Tensor, Tensor]:
-    """The two 32-bit halves of ``mix(key, stream)``, the lower one first."""
+def hash_bits(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
+    """`count` 32-bit hashes as int32: element i depends on (key, stream, start + i) only.
+
+    The mixing is a two-round multiply-xorshift on uint32, written on int32 (wrapping products, masked shifts), so
+    that Triton repeats it bit for bit.
+    """
+    return _hashes(key, stream, device)(start, count)
+
+
+def _hashes(key: Key, stream: int, device: torch.device) -> Callable[[int, int], Tensor]:
+    """`hash_bits` as a function of (start, count)."""
+    k0: int | Tensor
+    k1: int | Tensor
     if isinstance(key, int):
         word = mix(key, stream)
-        return _signed32(word), _signed32(word >> 32)
-    found = _mixed_on_device(key, stream)
-    return found.to(torch.int32), (found >> 32).to(torch.int32)
+        k0, k1 = _signed32(word), _signed32(word >> 32)
+    elif key.hashes is not None:
+        given, hashes = key.word, key.hashes
+        return lambda start, count: hashes(given, count, stream, start)
+    else:
+        found = _mixed_on_device(key, stream)
+        k0, k1 = found.to(torch.int32), (found >> 32).to(torch.int32)
+
+    def run(start: int, count: int) -> Tensor:
+        h = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
+        t = torch.empty_like(h)
+        h.add_(k0)
+        torch.bitwise_right_shift(h, 16, out=t)
+        h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+        torch.bitwise_right_shift(h, 15, out=t)
+        h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(k1).mul_(_THIRD)
+        torch.bitwise_right_shift(h, 16, out=t)
+        return h.bitwise_xor_(t.bitwise_and_(0xFFFF))
+
+    return run
 
 
 def _signed32(word: int) -> int:
@@ -351,27 +376,15 @@ def _signed32(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def hash_bits(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
-    """`count` 32-bit hashes as int32: element i depends on (key, stream, start + i) only.
-
-    The mixing is a two-round multiply-xorshift on uint32, written on int32 (wrapping products, masked shifts), so
-    that Triton repeats it bit for bit.
-    """
-    if isinstance(key, DeviceKey) and key.hashes is not None:
-        return key.hashes(key.word, count, stream, start)
-    k0, k1 = _words(key, stream)
-    h = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
-    t = torch.empty_like(h)
-    h.add_(k0)
-    torch.bitwise_right_shift(h, 16, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    torch.bitwise_right_shift(h, 15, out=t)
-    h.bitwise_xor_(t.bitwise_and_(0x1FFFF)).bitwise_xor_(k1).mul_(_signed32(0x846CA68B))
-    torch.bitwise_right_shift(h, 16, out=t)
-    return h.bitwise_xor_(t.bitwise_and_(0xFFFF))
+_THIRD = _signed32(0x846CA68B)
 
 
 def noise16(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
     """`count` int16 values, uniform over all 2¹⁶; two neighbours share a hash. `start` must be even."""
-    pairs = hash_bits((count + 1) // 2, key, stream, device, start // 2)
-    return pairs.view(torch.int16)[:count]
+    return noise(key, stream, device)(start, count)
+
+
+def noise(key: Key, stream: int, device: torch.device) -> Callable[[int, int], Tensor]:
+    """`noise16` as a function of (start, count), for a tensor that is processed in blocks."""
+    hashes = _hashes(key, stream, device)
+    return lambda start, count: hashes(start // 2, (count + 1) // 2).view(torch.int16)[:count]

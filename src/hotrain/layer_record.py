@@ -36,7 +36,7 @@ class AmaxHistory:
 
 @dataclass
 class Ran:
-    """The record of a layer's last training step, the same in eager and compiled code.
+    """The record of a layer's last training step, the same in eager and compiled code; eager steps alike share one.
 
     Attributes:
         method: with its number format chosen for the device; None before the first training step.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .private import in_backward
+from .private import graph_task
 from .quantize.integer import wide
 from .saved import Format
 
@@ -77,7 +78,10 @@ for _name in ("linear", "conv2d"):
 def _layer_with(words: Tensor) -> tuple[AmaxHistory, Ran]:
     """History and record of the layer of those words; a copy of them has a record that nobody reads."""
     layer = layer_of(words)
-    return (AmaxHistory(words), Ran()) if layer is None or layer.history is None else (layer.history, layer.ran)
+    if layer is None or layer.history is None:
+        return AmaxHistory(words), Ran()
+    layer.ran = replace(layer.ran)  # that of an eager step is its call's
+    return layer.history, layer.ran
 
 
 def _pair(packed: Packed, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +93,7 @@ def _pair(packed: Packed, like: Tensor) -> tuple[Tensor, Tensor]:
 def _keep(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> tuple[Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     packed = autograd.pack(x, key, found, found.layout(x.shape[:-1]), amax)
-    ran.kept(x, packed, in_backward())
+    ran.kept(x, packed, graph_task() != -1)
     return _pair(packed, x)
 
 
@@ -111,7 +115,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     y, packed = autograd.product(x, w, b, key, found, found.layout(x.shape[:-1]), amax, keeps)
-    ran.kept(x, packed, in_backward())
+    ran.kept(x, packed, graph_task() != -1)
     return y, *_pair(packed, x)
 
 

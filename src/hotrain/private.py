@@ -72,10 +72,24 @@ def constant_in_graphs(function: _Function) -> _Function:
 
 _functorch = _find("_C._are_functorch_transforms_active", EXACT)
 _forward_level = _find("autograd.forward_ad._current_level", EXACT)
-_graph_task = _find("_C._current_graph_task_id", EXACT)
 _top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks", FULL)
 _hooks_enabled = _find("_C._autograd._saved_tensors_hooks_is_enabled", FULL)
+_version = _find("Tensor._version", FULL)
 _versions = itertools.count()
+
+
+graph_task: Callable[[], int] = _find("_C._current_graph_task_id", EXACT) or (lambda: -1)
+"""The number of the backward pass that runs, −1 for none: a forward seen within one is a recomputation. Without it:
+−1, and layers are exact."""
+
+version_of: Callable[[Tensor], int] = (lambda _: next(_versions)) if _version is None else _version.__get__
+"""The version counter, which grows with in-place writes. Without it: new each time, so that nothing is reused."""
+
+is_view: Callable[[Tensor], bool] = _find("Tensor._is_view", SLOWER) or (lambda _: True)
+"""Whether autograd treats a tensor as a view. Without it: True, and results are written by slower operators."""
+
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", SLOWER) or (lambda: True)
+"""Whether autocast is on for any kind of device. Without it: True, and each kind is asked for."""
 
 
 def differentiates() -> bool:
@@ -96,11 +110,6 @@ def _is_traced_or_transformed() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def in_backward() -> bool:
-    """Whether autograd's engine is running: a forward seen now is a recomputation. Without it: layers are exact."""
-    return _graph_task is not None and _graph_task() != -1
-
-
 def saved_tensor_hooks() -> tuple[Any, bool]:
     """The innermost default saved-tensor hooks, and whether hooks are allowed.
 
@@ -109,20 +118,15 @@ def saved_tensor_hooks() -> tuple[Any, bool]:
     return (None, False) if _top_hooks is None or _hooks_enabled is None else (_top_hooks(True), _hooks_enabled())
 
 
-def version_of(t: Tensor) -> int:
-    """The version counter, which grows with in-place writes. Without it: new each time, so that nothing is reused."""
-    return t._version if _has_version else next(_versions)
+@constant_in_graphs
+def current_checkpoint() -> int:
+    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks.
 
-
-_has_version = _find("Tensor._version", FULL) is not None
-
-
-def is_view(t: Tensor) -> bool:
-    """Whether autograd treats t as a view. Without it: True, and results are written by slower operators."""
-    return t._is_view() if _has_is_view else True
-
-
-_has_is_view = _find("Tensor._is_view", SLOWER) is not None
+    Without it: 0, and activations between the layers are saved in full precision.
+    """
+    hooks, _ = saved_tensor_hooks()
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
+    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
 def node_number(node: Any = None) -> int:
@@ -140,12 +144,13 @@ dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", EXACT)
 """How many tracers and other dispatch modes are active: if any, tensors must not be cached. Without it: 1."""
 
 _disable_dispatch_modes = _find("utils._python_dispatch._disable_current_modes", EXACT)
-_function_depth = _find("_C._len_torch_function_stack", FULL)
+_depth = _find("_C._len_torch_function_stack", FULL)
 _function_at = _find("_C._get_function_stack_at", FULL)
 _pop_function = _find("_C._pop_torch_function_stack", FULL)
 _push_function = _find("_C._push_on_torch_function_stack", FULL)
 _has_kernel = _find("_C._dispatch_has_kernel_for_dispatch_key", FULL)
-_has_function_stack = None not in (_function_depth, _function_at, _pop_function, _push_function)
+_has_function_stack = None not in (_depth, _function_at, _pop_function, _push_function)
+_function_depth: Callable[[], int] = _depth if _has_function_stack else lambda: 0
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
@@ -155,7 +160,7 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
 
 def top_function_mode() -> Any:
     """The innermost TorchFunctionMode, None if there is none. Without it: None, and hotrain's mode is not used."""
-    depth = _function_depth() if _has_function_stack else 0
+    depth = _function_depth()
     return _function_at(depth - 1) if depth else None
 
 
@@ -163,7 +168,7 @@ def without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **k
     """Call a function with the TorchFunctionModes of a class removed from the top of the stack. Without it: there are
     none."""
     removed: list[Any] = []
-    while isinstance(top_function_mode(), kind):
+    while (depth := _function_depth()) and isinstance(_function_at(depth - 1), kind):
         removed.append(_pop_function())
     try:
         return call(*args, **kwargs)

@@ -33,7 +33,7 @@ def grad_weight(g_y: Tensor, kept: Quantized | Tensor, lay: Layout, key: draws.K
 def factors(kept: Quantized | Tensor, dtype: torch.dtype, alpha: Tensor) -> tuple[Tensor, Tensor]:
     """P x, (R, I), as codes that `dtype` holds exactly, where they have one scale, and that scale times alpha, ()."""
     if isinstance(kept, Quantized) and kept.scale.dim() == 0:
-        return kept.unpacked().to(dtype), alpha * kept.scale
+        return kept.codes.to(dtype), alpha * kept.scale
     return (kept.dequantize(dtype) if isinstance(kept, Quantized) else kept.to(dtype)), alpha
 
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized, wide
-from .quantize.packing import pack_parts, parts, unpack_parts
+from .quantize.integer import Quantized
+from .quantize.packing import pack, unpack
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor
@@ -54,18 +54,18 @@ class Format:
         if spec.bits is None:
             return (rows.to(self.dtype),)
         if spec.number == "sawb":
-            kept = published.sawb(rows, spec.rounding, key).pack()
+            kept = published.sawb(rows, spec.rounding, key)
         else:
             axis = "token" if spec.scale == "row" else "tensor"
-            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED).pack()
-        return kept.codes, kept.scale
+            kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED)
+        return pack(kept.codes) if spec.bits == 4 else kept.codes, kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
         """The inverse of `keep` up to rounding; codes are not dequantized."""
         if self.spec.bits is None:
             return kept[0]
         codes, scale = kept
-        return Quantized(codes, scale, self.spec.bits, self.columns, packed=self.spec.bits == 4)
+        return Quantized(unpack(codes, self.columns) if self.spec.bits == 4 else codes, scale, self.spec.bits)
 
     def nbytes(self, rows: int) -> int:
         """Bytes of what `keep` returns for that many rows."""
@@ -90,6 +90,41 @@ def values(kept: Kept, dtype: torch.dtype) -> Tensor:
 
 _CHUNK = 64  # elements per group, where the number of channels has no suitable divisor
 _SCALE = torch.bfloat16
+
+
+# Codes are packed by parts of the last axis, so that a compiler fuses packing and unpacking into the operations before
+# and after them.
+
+
+def pack_parts(codes: Sequence[Tensor], bits: int) -> Tensor:
+    """Pack 8/bits tensors of codes in 0 … 2^bits − 1, each (..., n), into one: uint8, (..., n), lowest bits first."""
+    packed = codes[0].to(torch.uint8)
+    for place, part in enumerate(codes[1:], 1):
+        packed = packed | (part.to(torch.uint8) << (bits * place))
+    return packed
+
+
+def unpack_parts(packed: Tensor, bits: int) -> Tensor:
+    """The parts that `pack_parts` took: uint8, (..., 8/bits, n).
+
+    The caller flattens them, once and at the end: after two steps a compiler makes the index to read from a remainder
+    of a remainder, and then reads byte by byte.
+    """
+    if bits == 8:
+        return packed.unsqueeze(-2)
+    # Not cached: a compiler that traces this needs its own tensor.
+    shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    return (packed.unsqueeze(-2) >> shifts) & (2**bits - 1)
+
+
+def parts(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
+    """The parts of the last axis that `pack_parts` packs into one, each with its first index.
+
+    They are cut before they are quantized: a compiler would write codes that several parts are cut from to memory.
+    """
+    each = 8 // bits
+    n = t.shape[-1] // each
+    return [(place * n, t[..., place * n : (place + 1) * n]) for place in range(each)]
 
 
 @cache
@@ -176,8 +211,7 @@ class Grouped:
         """
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
-        rows = t.reshape(-1, columns)
-        rows = wide(rows)
+        rows = t.reshape(-1, columns).to(torch.promote_types(t.dtype, torch.float32))
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
@@ -243,8 +277,9 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        codes = [self._codes(slope(wide(part)), first) for first, part in parts(rows, self.bits)]
-        return (pack_parts(codes, self.bits),)
+        accurate = torch.promote_types(t.dtype, torch.float32)
+        slopes = [(first, slope(part.to(accurate))) for first, part in parts(rows, self.bits)]
+        return (pack_parts([self._codes(each, first) for first, each in slopes], self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:
         steps = slopes * self.per_one - self.first

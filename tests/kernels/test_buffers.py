@@ -21,8 +21,7 @@ from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS, activation, batch_norm, gated, rows_in_memory
 from hotrain.kernels import codes as B
 from hotrain.kernels.launch import is_wide
-from hotrain.quantize.packing import unpack_parts
-from hotrain.saved import Bits, Grouped, group_size
+from hotrain.saved import Bits, Grouped, group_size, unpack_parts
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BITS = Bits(neighbours=True)

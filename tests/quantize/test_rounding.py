@@ -8,9 +8,18 @@ import pytest
 import torch
 from oracle import round_pseudo, uniform
 
-from hotrain.quantize.rounding import pseudo, round_, stochastic
+from hotrain.quantize.integer import quantize
+from hotrain.quantize.rounding import ROUNDINGS, pseudo
 
 N = 1 << 18
+
+
+def round_(v: torch.Tensor, name: str, key: int, stream: int, start: int = 0) -> torch.Tensor:
+    return ROUNDINGS[name](key, stream, v.device)(v, start)
+
+
+def stochastic(v: torch.Tensor, key: int, stream: int, start: int = 0) -> torch.Tensor:
+    return round_(v, "stochastic", key, stream, start)
 
 
 def test_nearest_rounds_halves_to_even() -> None:
@@ -115,5 +124,5 @@ def test_sign_symmetry_of_zero(name: str) -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'floor' is not one of stochastic, nearest, pseudo"):
-        round_(torch.zeros(2), "floor", 0, 0)
+    with pytest.raises(ValueError, match="'floor' is not one of nearest, stochastic, pseudo"):
+        quantize(torch.zeros(2, 2), 8, rounding="floor")

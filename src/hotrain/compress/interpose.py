@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back
+from ..private import FULL, compiled_part, constant_in_graphs, current_checkpoint, differentiates, falls_back
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
@@ -29,7 +29,7 @@ from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
 from .report import ATTRIBUTE, Buffers
-from .sharing import Origins, current_checkpoint, traced_number
+from .sharing import Origins, traced_number
 
 
 class Compressed(Mode):
@@ -37,14 +37,17 @@ class Compressed(Mode):
 
     Args:
         buffers: the records.
+        below: the mode around it; where it is hotrain's as well, it is removed while operators run.
         traced: the origins that are known while Dynamo traces, and the number of the graph that it traces: outside
             objects must not be mutated within a checkpoint. None in eager mode.
     """
 
-    def __init__(self, buffers: Buffers, traced: tuple[Origins, int | None] | None = None) -> None:
+    def __init__(self, buffers: Buffers, below: Any = None, traced: tuple[Origins, int | None] | None = None) -> None:
         super().__init__()
         origins, self.graph = (buffers.origins, None) if traced is None else traced
-        self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins), origins.checkpoint
+        record = buffers.formats.__setitem__ if traced is None else buffers.record
+        self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins, record), origins.checkpoint
+        self.nested = isinstance(below, Mode)
 
     @left_to_eager
     def __torch_function__(
@@ -59,10 +62,10 @@ class Compressed(Mode):
         handler = REGISTRY.get(func)
         wanted = torch.is_grad_enabled() and kwargs.get("out") is None
         if handler is not None and wanted and self._may_compress():
-            if compiling:
-                y = handler(self.scope, *args, **kwargs)
-            else:
+            if self.nested and not compiling:
                 y = without_own_modes(handler, self.scope, *args, **kwargs)
+            else:
+                y = handler(self.scope, *args, **kwargs)
             if y is not None:
                 return y
         if compiling or not wanted:
@@ -76,10 +79,10 @@ class Compressed(Mode):
             return func(*args, **kwargs)
         return without_own_modes(eager.call, self.buffers, rule, func, args, kwargs)
 
-    def stands_for(self, buffers: Buffers) -> bool:
+    def stands_for(self, buffers: Buffers, checkpoint: int) -> bool:
         """Whether this mode does what a new one with these buffers would, in a forward that begins now."""
         mine = self.buffers is buffers and self.scope.origins is buffers.origins
-        return mine and current_checkpoint() == self.checkpoint
+        return mine and checkpoint == self.checkpoint
 
     def is_of(self, buffers: Buffers, graph: int | None) -> bool:
         """The same under Dynamo: whether it was entered in the graph that is traced, so not around a checkpoint."""
@@ -87,7 +90,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return current_checkpoint() == self.checkpoint and differentiates()
+        return differentiates() and current_checkpoint() == self.checkpoint
 
 
 # ---- module classes ----
@@ -149,10 +152,10 @@ class Wrapped(Mixin):
             standing, graph = top(), traced_number()
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-            with Compressed(buffers, (Origins(checkpoint=current_checkpoint()), graph)):
+            with Compressed(buffers, standing, (Origins(checkpoint=current_checkpoint()), graph)):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-        standing = top()
-        stands = isinstance(standing, Compressed) and standing.stands_for(buffers)
+        standing, checkpoint = top(), current_checkpoint()
+        stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         if buffers.example is None and buffers.root is not None and buffers.root() is self:
             buffers.see(self, args, kwargs)
         if stands:  # a block behind another one: what that one made is known
@@ -160,15 +163,13 @@ class Wrapped(Mixin):
         if self not in buffers.entered:
             buffers.entered.add(self)
             _leave_modes_to_compiled(self)  # type: ignore[arg-type]
-        # A sharded block of a model whose forward runs continues it.
-        before = None if buffers.origins.continues() else buffers.origins.begin()
+        before = buffers.origins.begin(checkpoint)
         try:  # a checkpoint ends its second forward by an exception
             buffers.waits = buffers.waits or _is_on_gpu(*args, *kwargs.values())
-            with Compressed(buffers):
+            with Compressed(buffers, standing):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            if before is not None:
-                buffers.origins.end(before)
+            buffers.origins.end(before)
 
     def _in_its_region(self, region: str, *args: Any, **kwargs: Any) -> Any:
         # In a function of its own: Dynamo does not trace these two `with` blocks nested.

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
-from ..private import top_function_mode, traced_graph_of, without_function_modes
+from ..private import current_checkpoint, top_function_mode, traced_graph_of, without_function_modes
 
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
 
-_left_to_eager: list[Callable[..., Any]] = []
+_left_to_eager: list[Callable[..., Any]] = [current_checkpoint]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

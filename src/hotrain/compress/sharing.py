@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import Origin
-from ..private import constant_in_graphs, saved_tensor_hooks, schema_of, version_of
+from ..private import constant_in_graphs, schema_of, version_of
 from .codes import whole
 from .formats import SMALL
-from .mode_stack import left_to_eager, traced_graph
+from .mode_stack import traced_graph
 
 # ---- what is known of a tensor ----
 
@@ -49,15 +49,6 @@ class Gate:
 
 
 _Kind = TypeVar("_Kind", Unfinished, Gate)
-
-
-@constant_in_graphs
-@left_to_eager
-def current_checkpoint() -> int:
-    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks."""
-    hooks, _ = saved_tensor_hooks()
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
-    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
 
 
 @constant_in_graphs
@@ -147,7 +138,7 @@ class Origins:
     Attributes:
         recent: (tensor and its version, origin), the latest first.
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
-        checkpoint: `current_checkpoint` of the running forward.
+        checkpoint: `private.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
     """
 
@@ -159,19 +150,21 @@ class Origins:
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
 
-    def begin(self) -> int:
-        """Start the forward of a model or a checkpointed block, with nothing known; returns the argument of `end`."""
+    def begin(self, checkpoint: int) -> int | None:
+        """Start the forward of a model or a checkpointed block, with nothing known; returns the argument of `end`.
+
+        None for a part of the running forward that is in the same checkpoint: what that one made is known.
+        """
+        if self.running and checkpoint == self.checkpoint:
+            return None
         before = self.checkpoint
-        self.recent, self.checkpoint, self.running = (), current_checkpoint(), self.running + 1
+        self.recent, self.checkpoint, self.running = (), checkpoint, self.running + 1
         return before
 
-    def continues(self) -> bool:
-        """Whether a forward that begins now is a part of the running one, and of the same checkpoint."""
-        return self.running > 0 and current_checkpoint() == self.checkpoint
-
-    def end(self, before: int) -> None:
+    def end(self, before: int | None) -> None:
         """End that forward; the enclosing one continues."""
-        self.recent, self.checkpoint, self.running = (), before, self.running - 1
+        if before is not None:
+            self.recent, self.checkpoint, self.running = (), before, self.running - 1
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None, by_heads: bool = False) -> None:
         """Record the origin of a tensor.
@@ -210,7 +203,7 @@ class Origins:
         return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
-        """Look up the origin of a tensor.
+        """Look up the origin of a tensor, in the forward, and checkpoint, that began last.
 
         Args:
             t: the tensor.
@@ -230,7 +223,7 @@ class Origins:
             for known, origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
                 is_same = isinstance(known[0], weakref.ref) and known[0]() is t
-                if is_same and current_checkpoint() == self.checkpoint and version_of(t) == known[1]:
+                if is_same and version_of(t) == known[1]:
                     found = origin
                     break
         return found if found is not None and found.by_heads == by_heads else None

@@ -8,7 +8,7 @@
 
 Inductor, given these formulas, reads a tensor once for a group's amax and once for its codes, and loads a scale, γ and
 β for every element of a matrix instead of once per row or column. Codes are packed in halves of a group
-(`packing.pack_parts`), so a program loads both halves and writes a byte for each pair.
+(`saved.pack_parts`), so a program loads both halves and writes a byte for each pair.
 """
 
 from __future__ import annotations

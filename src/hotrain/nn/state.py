@@ -23,7 +23,7 @@ from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
-from ..private import constant_in_graphs, differentiates, static_in_graphs
+from ..private import any_autocast, constant_in_graphs, current_checkpoint, differentiates, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -117,14 +117,19 @@ class LayerState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._traced(module, x, channels, place)
-        return without_own_modes(self._eager, module, x, channels, place)  # type: ignore[no-any-return]
+        # Nothing is shared across the borders of a checkpoint, of which the second forward must find the same.
+        origins = self.origins if self.origins and self.origins.checkpoint == current_checkpoint() else None
+        args = module, x, channels, place, differentiates(), origins
+        return without_own_modes(self._eager, *args)  # type: ignore[no-any-return]
 
     @left_to_eager
-    def _eager(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+    def _eager(
+        self, module: Any, x: Tensor, channels: int, place: Place | None, differentiated: bool, origins: Origins | None
+    ) -> Tensor | None:
         if not isinstance(x, Tensor):
             functional.check_input(self, x, channels, -1)
         w = module.weight
-        if not (differentiates() and (x.requires_grad or w.requires_grad)):
+        if not (differentiated and (x.requires_grad or w.requires_grad)):
             functional.check_input(self, x, channels, -1 if place is None else -3)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
@@ -135,7 +140,7 @@ class LayerState:
             return None
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
-        cast = autocast_to(device.type)
+        cast = autocast_to(device.type) if any_autocast() else None
         seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
@@ -149,7 +154,7 @@ class LayerState:
         self.fallback = None
         key = self._key_on_gpu(device, found.config) if device.type == "cuda" else self.draws.next()
         self.calls += 1
-        origin = None if self.origins is None else self.origins.of(x)
+        origin = None if origins is None else origins.of(x)
         return autograd.apply(x, w, module.bias, found, key, origin)
 
     def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:

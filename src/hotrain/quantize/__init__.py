@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-
-from torch import Tensor
 
 from . import floating, integer
 from .integer import Quantized
 
-
-def _float(number: str, t: Tensor, *_: object) -> Quantized:
-    return floating.quantize(t, number)
-
-
 QUANTIZERS: dict[str, Callable[..., Quantized]] = {
     "int": integer.quantize,
-    **{number: partial(_float, number) for number in floating.DTYPES},
+    **{number: lambda t, *_, number=number: floating.quantize(t, number) for number in floating.DTYPES},
 }
 """Number format of a method → Q, with the arguments of `integer.quantize`; fp8 is always rounded to nearest and has a
 per-tensor scale."""

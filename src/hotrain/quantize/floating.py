@@ -64,4 +64,4 @@ def quantize(t: Tensor, number: str, scale: Tensor | None = None) -> Quantized:
         v = (t[rows].to(scale.dtype) * inverse).to(torch.float32)
         # A cast makes an infinity a NaN, an infinity or the largest code, depending on format, device and version.
         codes[rows].copy_(v.nan_to_num_(math.nan, math.nan, math.nan))
-    return Quantized(codes, scale, 8, t.shape[1])
+    return Quantized(codes, scale, 8)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from .. import draws
 from ..private import fakes
-from . import packing
-from .rounding import round_
+from .rounding import ROUNDINGS
 
 # On a CPU the passes of a quantizer run block after block of rows, small enough to stay in each core's L2 cache.
 _BLOCK = 1 << 15  # elements per thread
@@ -38,34 +37,19 @@ class Quantized:
     """A quantized matrix: codes and scales.
 
     Attributes:
-        codes: int8, (R, C); uint8, (R, ⌈C/2⌉), two 4-bit codes per byte, when `packed`; or float8, (R, C), of
-            `hotrain.quantize.floating`.
+        codes: int8, or float8 of `hotrain.quantize.floating`, (R, C).
         scale: float32 (float64 for float64 input): () per tensor, (R, 1) per row, (1, C) per column.
         bits: 4 or 8.
-        columns: C.
-        packed: whether 4-bit codes are packed.
     """
 
     codes: Tensor
     scale: Tensor
     bits: int
-    columns: int
-    packed: bool = False
-
-    def unpacked(self) -> Tensor:
-        """The codes as int8 or float8, (R, C)."""
-        return packing.unpack(self.codes, self.columns) if self.packed else self.codes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """scale × codes, (R, C), in the scale's dtype or in `dtype`."""
-        value = self.unpacked().to(self.scale.dtype) * self.scale
+        value = self.codes.to(self.scale.dtype) * self.scale
         return value if dtype is None else value.to(dtype)
-
-    def pack(self) -> Quantized:
-        """The same values with two 4-bit codes per byte; 8-bit codes unchanged."""
-        if self.bits != 4 or self.packed:
-            return self
-        return Quantized(packing.pack(self.codes), self.scale, 4, self.columns, packed=True)
 
 
 def row_blocks(t: Tensor) -> Iterator[slice]:
@@ -123,7 +107,7 @@ def quantize(
         t: (R, C), floating point.
         bits: 4 or 8.
         scale: ``"tensor"``, ``"token"`` (per row) or ``"column"``.
-        rounding: ``"nearest"``, ``"stochastic"`` (needs `key`) or ``"pseudo"``.
+        rounding: a name in `ROUNDINGS`; ``"stochastic"`` needs `key`.
         key: of the draws.
         stream: of the draws.
         step: a scale to use instead of the one of amax; codes are clamped to their range.
@@ -131,15 +115,15 @@ def quantize(
     Raises:
         ValueError: stochastic rounding without a key, or a name that is not accepted.
     """
-    if rounding == "stochastic" and key is None:
-        raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding {rounding!r} is not one of {', '.join(ROUNDINGS)}")
     step = scale_of(t, bits, scale) if step is None else step
-    limit = largest_code(bits)
+    limit, columns, blocks = largest_code(bits), t.shape[1], row_blocks(t)
     codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
     inverse = step.reciprocal()
-    for rows in row_blocks(t):
-        per_row = inverse[rows] if inverse.dim() == 2 and inverse.shape[0] == t.shape[0] else inverse
-        v = t[rows].to(step.dtype) * per_row
-        round_(v, rounding, key or 0, stream, start=rows.start * t.shape[1])
-        codes[rows].copy_(v.clamp_(-limit, limit))
-    return Quantized(codes, step, bits, t.shape[1])
+    round_ = ROUNDINGS[rounding](key, stream, t.device)
+    by_row = inverse.dim() == 2 and inverse.shape[0] == t.shape[0]
+    for rows in blocks:
+        v = t[rows].to(step.dtype) * (inverse[rows] if by_row else inverse)
+        codes[rows].copy_(round_(v, rows.start * columns).clamp_(-limit, limit))
+    return Quantized(codes, step, bits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,18 @@ _STEP16 = 2.0**-16
 _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise + ½)/2¹⁶ + ½ into (0, 1)
 
 
-def stochastic(v: Tensor, key: draws.Key, stream: int, start: int = 0) -> Tensor:
-    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶: E[result] = v within 2⁻¹⁷ of a step. In place.
+def stochastic(key: draws.Key | None, stream: int, device: torch.device) -> Callable[[Tensor, int], Tensor]:
+    """⌊v + u⌋ with u uniform on (0, 1) in steps of 2⁻¹⁶, as in `ROUNDINGS`: E[result] = v within 2⁻¹⁷ of a step.
 
     The noise of an element depends only on (key, stream, start + its index in v). Integers are unchanged.
+
+    Raises:
+        ValueError: there is no key.
     """
-    noise = draws.noise16(v.numel(), key, stream, v.device, start).view(v.shape)
-    return v.add_(noise, alpha=_STEP16).add_(_HALF16).floor_()
+    if key is None:
+        raise ValueError("quantize: stochastic rounding needs a key (hotrain.draws)")
+    noise = draws.noise(key, stream, device)
+    return lambda v, start: v.add_(noise(start, v.numel()).view(v.shape), alpha=_STEP16).add_(_HALF16).floor_()
 
 
 def pseudo(v: Tensor) -> Tensor:
@@ -34,23 +41,10 @@ def pseudo(v: Tensor) -> Tensor:
     return v.copy_((whole + up).to(v.dtype).copysign(v))
 
 
-def round_(v: Tensor, rounding: str, key: draws.Key, stream: int, start: int = 0) -> Tensor:
-    """Round v in place.
-
-    Args:
-        v: floating point.
-        rounding: ``"stochastic"``, ``"nearest"`` (halves to even) or ``"pseudo"``.
-        key: of the draws, for stochastic rounding.
-        stream: of the draws.
-        start: index of v's first element, for stochastic rounding.
-
-    Raises:
-        ValueError: another rounding.
-    """
-    if rounding == "stochastic":
-        return stochastic(v, key, stream, start)
-    if rounding == "nearest":
-        return v.round_()
-    if rounding == "pseudo":
-        return pseudo(v)
-    raise ValueError(f"rounding {rounding!r} is not one of stochastic, nearest, pseudo")
+# Name → (key, stream, device) → the rounding as a function of (v, start), in place: v is floating point, and start the
+# index of its first element in the tensor that is rounded.
+ROUNDINGS: dict[str, Callable[[draws.Key | None, int, torch.device], Callable[[Tensor, int], Tensor]]] = {
+    "nearest": lambda *_: lambda v, _: v.round_(),  # halves to even
+    "stochastic": stochastic,
+    "pseudo": lambda *_: lambda v, _: pseudo(v),
+}

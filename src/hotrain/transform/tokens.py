@@ -278,32 +278,34 @@ def _parts(t: Tensor, elements: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, len(t), max(1, size))]
 
 
-def project(t: Tensor, lay: Layout, key: draws.Key) -> Tensor:
+def project(t: Tensor, lay: Layout, key: draws.Key, widened: bool = False) -> Tensor:
     """P t: the kept coefficients along the tokens.
 
     Args:
         t: (*lead, C), with the lead that was given to `layout`.
         lay: of t.
         key: of the drawn rows; x and g_y must be projected with the same.
+        widened: whether to compute in float32 (float64 for float64), part by part, rather than in t's dtype.
 
     Returns:
-        (`lay.rows`, C), in t's dtype: the tiles' rows, sample after sample, then the dense tokens.
+        (`lay.rows`, C), in the dtype of the computation: the tiles' rows, sample after sample, then the dense tokens.
     """
     channels = t.shape[-1]
     t = t.reshape(lay.samples, lay.tokens, channels)
+    dtype = torch.promote_types(t.dtype, torch.float32) if widened else t.dtype
     tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
     if tile == 1:
-        return t.reshape(lay.samples * lay.tokens, channels)
+        return t.reshape(lay.samples * lay.tokens, channels).to(dtype)
     places = lay.places(t.device)
-    z = t.new_empty(lay.rows, channels)
+    z = t.new_empty(lay.rows, channels, dtype=dtype)
     tiles = z[: count * rank].view(lay.samples, lay.tiles, rank, channels)
-    p = _matrices(lay, places, key, t).view(lay.samples, lay.tiles, rank, tile)
+    p = _matrices(lay, places, key, z).view(lay.samples, lay.tiles, rank, tile)
     buffer = t.new_empty(0)
     for part in _parts(t, lay.tiles * tile * channels):
         out = buffer.resize_(0) if type(t) is Tensor else None  # a fake tensor cannot be written to at another size
-        body = torch.index_select(t[part], 1, places.tokens, out=out)
+        body = torch.index_select(t[part], 1, places.tokens, out=out).to(dtype)
         if places.filled is not None:
-            body = t.new_zeros(len(body), lay.tiles * tile, channels).index_copy_(1, places.filled, body)
+            body = z.new_zeros(len(body), lay.tiles * tile, channels).index_copy_(1, places.filled, body)
         torch.bmm(p[part].flatten(0, 1), body.view(-1, tile, channels), out=tiles[part].flatten(0, 1))
     if lay.dense:
         z[count * rank :].view(lay.samples, lay.dense, channels).copy_(t.index_select(1, places.singles))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...quantize.integer import wide
@@ -72,26 +73,6 @@ def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor
     return y.view(t.shape), marks
 
 
-def _forward(x: Tensor, name: str, order: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """f(x), and the codes of its derivative, whose axes are in the order of x's memory layout."""
-    kind, ordered = ACTIVATIONS[name], x.permute(order)
-
-    def reference() -> tuple[Tensor, Tensor]:
-        return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
-
-    has_kernel = supported(x.device, x.dtype) and ordered.is_contiguous()
-    if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
-        y, marks = launch(x.device, "activation.bits", reference, ordered, name)
-        return not_a_view(as_it_was(y, order)), (marks,)
-    if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
-        y, marks = operator_for(ordered, "activate")(ordered, name, None)
-        return not_a_view(as_it_was(y, order)), (marks,)
-    y = kind.f(x)
-    if kind.levels is None:
-        return y, BITS.keep(kind.slope(ordered))
-    return y, kind.levels.keep(ordered, kind.slope)
-
-
 def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(g), g.new_empty(g.shape[-1] if sums else 0, dtype=torch.float32)
 
@@ -118,13 +99,13 @@ def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
     return g * slope if factor == 1.0 else g * (slope * factor)
 
 
-def _gradient(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
-    """g f'(x) from the 4-bit derivative."""
+def _gradient(g: Tensor, kept: Sequence[Tensor], name: str, supports: bool) -> Tensor:
+    """g f'(x) from the 4-bit derivative; `supports`: whether the kernels run there."""
     levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
-    has_kernel = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
+    fits = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
     # A derivative of this one is that of the formula.
     plain = torch.is_grad_enabled() and g.requires_grad
-    if not has_kernel or plain or not supported(g.device, g.dtype):
+    if not (supports and fits) or plain:
         return _by_slope(g, kept, name)
     return operator_for(g, "slope_gradient")(g, kept[0], name, False)[0]  # type: ignore[no-any-return]
 
@@ -153,10 +134,24 @@ class Slope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.activation, ctx.order = name, memory_order(x)
-        y, kept = _forward(x, name, ctx.order)
-        ctx.save_for_backward(*kept)
-        return y
+        kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
+        ctx.supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
+        ordered = x.permute(ctx.order)  # the codes have this order
+
+        def reference() -> tuple[Tensor, Tensor]:
+            return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
+
+        has_kernel = ctx.supports and ordered.is_contiguous()
+        if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
+            y, marks = launch(x.device, "activation.bits", reference, ordered, name)
+        elif has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
+            y, marks = operator_for(ordered, "activate")(ordered, name, None)
+        else:
+            kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
+            ctx.save_for_backward(*kept)
+            return kind.f(x)
+        ctx.save_for_backward(marks)
+        return not_a_view(as_it_was(y, ctx.order))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,7 +159,7 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
-        g_x = _gradient(g, kept, name)
+        g_x = _gradient(g, kept, name, ctx.supports)
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
 
 
@@ -202,14 +197,14 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
     """A handler of the activation function of that name."""
 
     def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
+        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
+        known = scope.origins.of(input)
         if not (is_large(input) and input.requires_grad):
             return None
-        kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
         form = _DERIVATIVE if kind.levels else _BIT
         if before is not None and is_fused(before.x, name):
-            scope.buffers.record(name, form)
+            scope.record(name, form)
             return finished(scope, before, name, input if inplace else None)
-        known = scope.origins.of(input)
         if kind.by_input:
             form = _input_format()
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
@@ -218,7 +213,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         else:
             y = slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        scope.buffers.record(name, form)
+        scope.record(name, form)
         if inplace:
             y = written(input, y)
         if recipe:

@@ -369,7 +369,7 @@ def _attention(
         scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")
         return None
     forms = _formats()
-    scope.buffers.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
+    scope.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

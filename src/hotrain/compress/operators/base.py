@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import casting
-from ...private import autocasts_itself, is_view
+from ...private import any_autocast, autocasts_itself, is_view
 from ...saved import memory_order
+from .. import rematerialize
 from ..formats import SMALL
 from ..report import Buffers
 from ..sharing import Origins
@@ -54,7 +55,7 @@ def without_autocast(
     """
 
     def run(x: Tensor, *args: Any) -> Any:
-        if casting.autocast_to(x.device.type) is None:
+        if not any_autocast() or casting.autocast_to(x.device.type) is None:
             return function(x, *args)
         given = (x, *args) if cast is None else cast(x, *args)
         with casting.outside_autocast(x):
@@ -89,10 +90,15 @@ Handlers = dict[Any, Callable[..., Any]]  # function of PyTorch → its handler
 
 @dataclass
 class Scope:
-    """One forward of a block: the records that it writes to, and the origins that it knows."""
+    """One forward of a block: the records that it writes to, and the origins that it knows.
+
+    Attributes:
+        record: (operator, format) → nothing: `Buffers.record`, which in eager mode is a plain entry.
+    """
 
     buffers: Buffers
     origins: Origins
+    record: Callable[[str, str], None]
 
 
 def is_large(t: Any) -> bool:
@@ -159,6 +165,22 @@ def written(x: Tensor, y: Tensor) -> Tensor:
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
     return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
+
+
+def note_norm(
+    scope: Scope,
+    found: tuple[Tensor, Tensor, Tensor],
+    w: Tensor | None,
+    b: Tensor | None,
+    form: str,
+    image: bool = False,
+    cast: bool = False,
+) -> Tensor:
+    """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
+    y, codes, scale = found
+    recipe = rematerialize.normed(rematerialize.values(form, y.shape, image), cast)
+    scope.origins.note(y, recipe, codes, scale, w, b)
+    return y
 
 
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:

@@ -34,12 +34,13 @@ from .base import (
     Scope,
     custom_op,
     is_large,
+    note_norm,
     wants_gradient,
     with_codes,
     without_autocast,
     written,
 )
-from .norm import KERNEL_FORMAT, Grads, along_channels, note_norm, pack_normalized, saved_format
+from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
 _MOST_CHANNELS = 4096  # of one program's tile
@@ -327,15 +328,16 @@ def _batch_norm(
         return None
     if input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
         return None
-    scope.buffers.record("batch_norm", saved_format())
+    form = saved_format()
+    scope.record("batch_norm", form)
     if torch.compiler.is_dynamo_compiling() and is_fused(input):
         mean, r = batch_statistics(input, running_mean, running_var, momentum, eps)
         what = Unfinished(input, mean, r, weight, bias)
         y = finished(scope, what, "")
         scope.origins.note_unfinished(y, what)
         return y
-    found = batch_norm(input, weight, bias, eps, saved_format(), running_mean, running_var, momentum)
-    return note_norm(scope, found, weight, bias, image=True)
+    found = batch_norm(input, weight, bias, eps, form, running_mean, running_var, momentum)
+    return note_norm(scope, found, weight, bias, form, image=True)
 
 
 def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:

@@ -72,7 +72,7 @@ def _dropout(
         return input  # as PyTorch does; the next layer must find its origin
     if not (training and 0 < p <= 1 and is_large(input) and input.requires_grad):
         return None
-    scope.buffers.record("dropout", "1 bit per element")
+    scope.record("dropout", "1 bit per element")
     y = dropout(input, p)
     return written(input, y) if inplace else y  # type: ignore[no-any-return]
 

@@ -126,7 +126,7 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
     if type(weight) not in PLAIN:  # a quantized weight's own products, and their gradients
         return None
     saved_format, _ = _formats()
-    scope.buffers.record("linear (exact product)", saved_format)
+    scope.record("linear (exact product)", saved_format)
     form, given = shared(scope, input, saved_format)
     y, made = linear(input, weight, bias, form, given)
     if made:
@@ -152,7 +152,7 @@ def _conv2d(
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
     _, saved_format = _formats()
-    scope.buffers.record("conv2d (exact product)", saved_format)
+    scope.record("conv2d (exact product)", saved_format)
     form, given = shared(scope, input, saved_format)
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:

@@ -22,12 +22,11 @@ from torch.nn import functional as F
 from ... import autograd
 from ...private import differentiates, memory_format_of
 from ...quantize.integer import wide
-from .. import rematerialize
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, custom_op, float32, is_large, wants_gradient, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, float32, is_large, note_norm, wants_gradient, with_codes, without_autocast
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -114,10 +113,8 @@ def pack_normalized(
     def reference() -> tuple[Tensor, Tensor]:
         return GROUPED[form].keep(normalized())
 
-    columns = x.shape[-1]
-    if not supported_in_eager(x) or form != KERNEL_FORMAT or columns % 4 or columns > LONGEST_ROW:
-        return reference()
-    if not x.is_contiguous():
+    columns, fits = x.shape[-1], form == KERNEL_FORMAT and x.is_contiguous() and supported_in_eager(x)
+    if not fits or columns % 4 or columns > LONGEST_ROW:
         return reference()
     rows, means = x.view(-1, columns), None if mean is None else mean.reshape(-1)
     codes, scale = launch(x.device, "norm.pack", reference, rows, means, r.reshape(-1), by_row)
@@ -232,8 +229,8 @@ class Norm(torch.autograd.Function):
         ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
         ctx.b_dtype = None if b is None else b.dtype
         of_one_dtype = all(t is None or t.dtype == x.dtype for t in (w, b))
-        supports = supported(x.device, x.dtype)
-        compiled = supports and not is_eager(x) and of_one_dtype and x.is_contiguous()
+        has_kernels = x.device.type in autograd.KERNELS
+        compiled = has_kernels and not is_eager(x) and of_one_dtype and x.is_contiguous()
         if compiled and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
@@ -250,7 +247,7 @@ class Norm(torch.autograd.Function):
 
         if kind == "group":
             codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
-        elif dims > 1 or not supports:
+        elif dims > 1 or not has_kernels:
             codes, scale = GROUPED[form].keep(normalized())
         else:
             codes, scale = pack_normalized(x, mean, r, form, normalized)
@@ -261,7 +258,7 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
-        if _has_kernel(g_y, kind, dims, form, ctx.dtype):
+        if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None, None, 1.0)
             g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
@@ -293,25 +290,14 @@ norm = custom_op(
 )
 
 
-def note_norm(
-    scope: Scope,
-    found: tuple[Tensor, Tensor, Tensor],
-    w: Tensor | None,
-    b: Tensor | None,
-    image: bool,
-    cast: bool = False,
-) -> Tensor:
-    """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
-    y, codes, scale = found
-    recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image), cast)
-    scope.origins.note(y, recipe, codes, scale, w, b)
-    return y
-
-
-def _replaced(scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float) -> Tensor:
+def _replaced(
+    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
+) -> Tensor | None:
     form = saved_format()
-    scope.buffers.record(f"{kind}_norm", form)
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, image=kind == "group")
+    if not (is_large(x) and wants_gradient(x, w, b)):
+        return None
+    scope.record(f"{kind}_norm", form)
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, form, image=kind == "group")
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
@@ -326,7 +312,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (is_large(input) and wants_gradient(input, weight, bias) and _ends_in(input, normalized_shape)):
+    if not _ends_in(input, normalized_shape):
         return None
     return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
 
@@ -334,7 +320,7 @@ def _layer_norm(
 def _rms_norm(
     scope: Scope, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor | None:
-    if not (is_large(input) and wants_gradient(input, weight) and _ends_in(input, normalized_shape)):
+    if not _ends_in(input, normalized_shape):
         return None
     if eps is None:
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
@@ -349,9 +335,10 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    if not (is_large(input) and input.dim() >= 3 and wants_gradient(input, weight, bias)):
+    if input.dim() < 3:
         return None
-    if scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling() and supported(input.device, input.dtype):
+    keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
+    if keeps and supported(input.device, input.dtype) and is_large(input) and wants_gradient(input, weight, bias):
         scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
         return None
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
@@ -383,7 +370,7 @@ def _composed_norm(
     if kind != "rms_cast":
         return None
     found: tuple[Tensor, Tensor, Tensor] = norm(x, w, b, kind, *rest)
-    note_norm(scope, found, w, b, image=False, cast=True)
+    note_norm(scope, found, w, b, saved_format(), cast=True)
     return found
 
 

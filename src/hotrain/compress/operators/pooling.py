@@ -106,7 +106,7 @@ def _max_pool2d(
     if pair(dilation) != [1, 1] or kernel[0] * kernel[1] > 256:
         scope.buffers.record_full("max_pool2d", "dilated, or a window of more than 256 elements")
         return None
-    scope.buffers.record("max_pool2d", "1 byte per output")
+    scope.record("max_pool2d", "1 byte per output")
     return max_pool2d(input, kernel, _stride(stride, kernel), pair(padding), ceil_mode)  # type: ignore[no-any-return]
 
 
@@ -122,7 +122,7 @@ def _avg_pool2d(
 ) -> Tensor | None:
     if not (is_large(input) and input.dim() == 4 and input.requires_grad):
         return None
-    scope.buffers.record("avg_pool2d", "nothing saved")
+    scope.record("avg_pool2d", "nothing saved")
     kernel = pair(kernel_size)
     return avg_pool2d(  # type: ignore[no-any-return]
         input, kernel, _stride(stride, kernel), pair(padding), ceil_mode, count_include_pad, divisor_override

@@ -101,7 +101,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     forms = forms_of(a, b, saved_format)
     if forms is None:
         return None
-    scope.buffers.record("mul", saved_format)
+    scope.record("mul", saved_format)
     saved = [shared(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
     found = gated.of_pair(scope, (a, b), saved)
     y, made = product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1]) if found is None else found
@@ -176,7 +176,7 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
             "matmul", "an operand is a vector, or the first one a matrix; only batches of matrices are supported"
         )
         return None
-    scope.buffers.record("matmul", saved_format)
+    scope.record("matmul", saved_format)
     a_form, given = shared(scope, a, forms[0])
     return matmul(a, b, a_form, forms[1], given)  # type: ignore[no-any-return]
 

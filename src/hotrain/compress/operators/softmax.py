@@ -68,7 +68,7 @@ def _softmax(
     if not (is_large(input) and input.requires_grad) or dim is None:
         return None
     form = _saved_format()
-    scope.buffers.record("softmax", form)
+    scope.record("softmax", form)
     y, *codes = softmax(input if dtype is None else input.to(dtype), dim, form)
     if dim in (-1, input.dim() - 1):
         scope.origins.note(y, rematerialize.values(form, y.shape), *codes)
