@@ -88,6 +88,7 @@ version_of: Callable[[Tensor], int] = (lambda _: next(_versions)) if _version is
 is_view: Callable[[Tensor], bool] = _find("Tensor._is_view", SLOWER) or (lambda _: True)
 """Whether autograd treats a tensor as a view. Without it: True, and results are written by slower operators."""
 
+
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", SLOWER) or (lambda: True)
 """Whether autocast is on for any kind of device. Without it: True, and each kind is asked for."""
 
@@ -110,23 +111,32 @@ def _is_traced_or_transformed() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-def saved_tensor_hooks() -> tuple[Any, bool]:
-    """The innermost default saved-tensor hooks, and whether hooks are allowed.
-
-    Without it: activations between the layers are saved in full precision.
-    """
+def _innermost_hooks() -> tuple[Any, bool]:
     return (None, False) if _top_hooks is None or _hooks_enabled is None else (_top_hooks(True), _hooks_enabled())
 
 
 @constant_in_graphs
-def current_checkpoint() -> int:
-    """Identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of its hooks.
-
-    Without it: 0, and activations between the layers are saved in full precision.
-    """
-    hooks, _ = saved_tensor_hooks()
+def _current_checkpoint() -> int:
+    hooks, _ = _innermost_hooks()
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
     return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
+
+
+class SavedTensorHooks(NamedTuple):
+    """The stack of default saved-tensor hooks.
+
+    Attributes:
+        innermost: () → the innermost ones, None for none, and whether hooks are allowed.
+        checkpoint: () → identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of
+            its hooks. A constant to Dynamo.
+    """
+
+    innermost: Callable[[], tuple[Any, bool]]
+    checkpoint: Callable[[], int]
+
+
+saved_tensor_hooks: SavedTensorHooks = SavedTensorHooks(_innermost_hooks, _current_checkpoint)
+"""Without it: none and not allowed, and activations between the layers are saved in full precision."""
 
 
 def node_number(node: Any = None) -> int:
@@ -158,15 +168,12 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
     return nullcontext() if _disable_dispatch_modes is None else _disable_dispatch_modes()
 
 
-def top_function_mode() -> Any:
-    """The innermost TorchFunctionMode, None if there is none. Without it: None, and hotrain's mode is not used."""
+def _top_function_mode() -> Any:
     depth = _function_depth()
     return _function_at(depth - 1) if depth else None
 
 
-def without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function with the TorchFunctionModes of a class removed from the top of the stack. Without it: there are
-    none."""
+def _without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     removed: list[Any] = []
     while (depth := _function_depth()) and isinstance(_function_at(depth - 1), kind):
         removed.append(_pop_function())
@@ -175,6 +182,22 @@ def without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **k
     finally:
         while removed:
             _push_function(removed.pop())
+
+
+class FunctionModes(NamedTuple):
+    """The stack of TorchFunctionModes.
+
+    Attributes:
+        top: () → the innermost one, None if there is none.
+        without: (kind, call, *args, **kwargs) → what the call returns with those of a class removed from the top.
+    """
+
+    top: Callable[[], Any]
+    without: Callable[..., Any]
+
+
+function_modes: FunctionModes = FunctionModes(_top_function_mode, _without_function_modes)
+"""For hotrain's own mode. Without it: there are none, and hotrain's mode is not used."""
 
 
 def autocasts_itself(operator: str, device: str) -> bool:
@@ -257,7 +280,7 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
 
     Args:
         left_to_eager: functions that Dynamo must not compile, with all that they call, where they run in eager mode
-            after a graph break; nor `without_function_modes`, but what that calls may be a block of the user's.
+            after a graph break; nor `FunctionModes.without`, but what that calls may be a block of the user's.
     """
     try:
         from torch._dynamo import eval_frame
@@ -268,7 +291,7 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
         return None
     with suppress(AttributeError):
         skip, rest = eval_frame.FrameAction.SKIP, eval_frame.FrameAction.DEFAULT
-        for function, inside in (*((each, skip) for each in left_to_eager), (without_function_modes, rest)):
+        for function, inside in (*((each, skip) for each in left_to_eager), (_without_function_modes, rest)):
             code: CodeType = function.__code__  # type: ignore[attr-defined]
             eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, inside))
     return graph

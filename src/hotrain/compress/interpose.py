@@ -20,11 +20,11 @@ from torch.fx.traceback import annotate
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..private import FULL, compiled_part, constant_in_graphs, current_checkpoint, differentiates, falls_back
+from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back
 from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
-from .mode_stack import Mode, left_to_eager, top, traced_graph, without_own_modes
+from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
-from ..private import current_checkpoint, top_function_mode, traced_graph_of, without_function_modes
+from ..private import function_modes, saved_tensor_hooks, traced_graph_of
 
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
 
+current_checkpoint = saved_tensor_hooks.checkpoint
 _left_to_eager: list[Callable[..., Any]] = [current_checkpoint]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,6 +33,6 @@ def left_to_eager(function: _Function) -> _Function:
     return function
 
 
-top = top_function_mode
-without_own_modes = partial(without_function_modes, Mode)
+top = function_modes.top
+without_own_modes = partial(function_modes.without, Mode)
 traced_graph = partial(traced_graph_of, _left_to_eager)

@@ -138,7 +138,7 @@ class Origins:
     Attributes:
         recent: (tensor and its version, origin), the latest first.
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
-        checkpoint: `private.current_checkpoint` of the running forward.
+        checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
     """
 

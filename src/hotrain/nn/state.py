@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..casting import autocast_dtype, autocast_to
-from ..compress.mode_stack import left_to_eager, without_own_modes
+from ..compress.mode_stack import current_checkpoint, left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
 from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
-from ..private import any_autocast, constant_in_graphs, current_checkpoint, differentiates, static_in_graphs
+from ..private import any_autocast, constant_in_graphs, differentiates, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
