@@ -99,3 +99,17 @@ def test_calls_that_are_kept_exact_are_counted_over_all_graphs() -> None:
     assert list(buffers.full) == ["gelu, 3 of 5 in 2 graphs"]
     buffers.record_chosen({"gelu": (0, 1)})
     assert list(buffers.full) == ["gelu, 3 of 6 in 3 graphs"]
+
+
+def test_a_plan_is_a_part_of_the_key_of_compiled_graphs() -> None:
+    """Else PyTorch's cache would answer with the graph of another plan."""
+    model = Two(1).train()
+    keys = []
+    for plan, spare in (("graphs", 0.0), ("graphs", 2.5), ("memory", 0.0)):
+        report = hotrain.convert(model, plan=plan)
+        assert report.buffers is not None
+        report.buffers.spare_ms = spare
+        compiled.region(report.buffers)
+        keys.append(compiled.Partitioner().uuid())
+        hotrain.revert(model)
+    assert len(set(keys)) == 3

@@ -718,6 +718,10 @@ def test_products_of_a_branch_are_merged_with_the_norm(
     assert [n.args[11] is not None for n in norms] == [False, True]
     gradients = backward.find_nodes(op="call_function", target=torch.ops.hotrain.norm_backward.default)
     assert [n.args[9] is not None for n in gradients] == [change != "scale", False]
+    if change == "dropout":
+        factors = [norms[1].args[11], gradients[0].args[9]]
+        assert [n.target for n in factors[:1]] == [torch.ops.hotrain.drawn_mask.default]
+        assert factors[1].op == "placeholder", "the saved bits, and not a copy of them"
     products = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.where.self
     for graph in (forward, backward) if change != "scale" else (forward,):
         dense = [n for n in graph.nodes if n.target in products]

@@ -80,8 +80,10 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
         return partition(gm, joint_inputs, self.inner, **kwargs)
 
     def uuid(self) -> object:
-        """The part of Inductor's cache key for this pass: a hash of this folder and of the kernels in graphs."""
-        ours = _hash_of_sources()
+        """The part of Inductor's cache key for this pass: a hash of this folder and of the kernels in graphs, and what
+        the plans of the converted models that live decide by."""
+        plans = {(buffers.must_not_lose, buffers.spare_ms) for buffers in _regions.values()}
+        ours = _hash_of_sources(), *sorted(plans)
         if self.inner is None:
             return ours
         theirs = self.inner.uuid()

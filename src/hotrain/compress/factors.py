@@ -119,9 +119,8 @@ def _bits_of(mask: Node) -> Node | None:
         if node.target in _UNPACKING:
             passed.append(node.target)
         node = node.args[0]
-    if node.target is _INVERTED and passed[-1:] == [_aten.bitwise_not.default]:
-        node = node.args[0]
-        passed.pop()
+    if node.target is _aten.bitwise_not.default and node.args[0].target is _INVERTED:  # of backward: twice inverted
+        node = node.args[0].args[0]
     return node if tuple(passed) == _UNPACKING and _are_bits(node, mask) else None
 
 

@@ -46,6 +46,8 @@ def _compute_by_images(loss: Node) -> None:
     sizes = (*logits.shape, *labels.shape)
     if not all(isinstance(n, int) for n in sizes) or logits.numel() < _SMALLEST or labels.is_floating_point():
         return
+    if logits.dim() != 4 or labels.shape != (len(logits), *logits.shape[2:]):
+        return  # PyTorch's message
     if not logits.requires_grad or (weight is not None and weight.meta["example_value"].requires_grad):
         return
     x, *how = y.args

@@ -31,27 +31,31 @@ class InterpolatedCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, size: list[int], scales: list[float],
         corners: bool | None, ignored: int, mean: bool,
     ) -> Tensor:  # fmt: skip
-        (dtype,) = {t.dtype for t in float32("log_softmax.int", x)}
+        # Autocast lists the one on a GPU, the other on a CPU.
+        dtype = float32("cross_entropy_loss", *float32("log_softmax.int", x))[0].dtype
         with outside_autocast(x):
-            loss, g_x = _with_gradient(x, target, weight, (size, scales, corners), ignored, mean)
-        ctx.save_for_backward(g_x)
-        return loss.to(dtype)
+            total, g_x, of = _with_gradient(x, target, weight, (size, scales, corners), ignored)
+            times = torch.where(of == 0, 0.0, 1 / of) if mean else torch.ones_like(of)
+        ctx.save_for_backward(g_x, times)
+        return (total / of if mean else total).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (g_x,) = ctx.saved_tensors
-        return *once("cross_entropy", ((g_x * g).to(g_x.dtype),), g), *[None] * 7
+        g_x, times = ctx.saved_tensors
+        # 1 / N, and the scale of a loss in float16, are multiplied first: either alone may leave its range.
+        return *once("cross_entropy", ((wide(g_x) * (times * g)).to(g_x.dtype),), g), *[None] * 7
 
 
 def _with_gradient(
-    x: Tensor, target: Tensor, weight: Tensor | None, how: tuple[Any, ...], ignored: int, mean: bool
-) -> tuple[Tensor, Tensor]:
-    """The loss in at least float32, and its gradient in x's dtype."""
+    x: Tensor, target: Tensor, weight: Tensor | None, how: tuple[Any, ...], ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of all losses in at least float32, its gradient in x's dtype, and the sum of their weights."""
     images, classes, height, width = x.shape
     counts = target != ignored
     label = torch.where(counts, target, 0)
     times = counts.to(wide(x).dtype) if weight is None else torch.where(counts, wide(weight)[label], 0.0)
     numbers = torch.arange(classes, device=x.device).view(1, -1, 1, 1)
+    # Images at a time: as many as a piece has, one at least, and so many that there are not too many pieces.
     each = max(1, _PIECE * images // (classes * target.numel()), -(-images // _PIECES))
     sums, gradients = [], []
     for first in range(0, images, each):
@@ -63,11 +67,7 @@ def _with_gradient(
         sums.append((loss * factor).sum())
         g_y = ((y - normalizer).exp() - (numbers == labels).to(y.dtype)) * factor
         gradients.append(interpolate.gradient(g_y.to(x.dtype), height, width, *how[1:]))
-    total, g_x = torch.stack(sums).sum(), torch.cat(gradients)
-    if not mean:
-        return total, g_x
-    of = times.sum()
-    return total / of, (g_x * torch.where(of == 0, 0.0, 1 / of)).to(x.dtype)
+    return torch.stack(sums).sum(), torch.cat(gradients), times.sum()
 
 
 custom_op(
