@@ -87,6 +87,12 @@ def batch(up: dict[str, Any], layout: torch.memory_format = torch.contiguous_for
     return x.requires_grad_(), target
 
 
+def converted(up: dict[str, Any], loss: Loss) -> tuple[nn.Module, Graphs]:
+    model = Head(up, loss).train()
+    hotrain.convert(model, "exact", memory="block")
+    return model, Graphs()
+
+
 def step(call: Any, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and the gradient of the logits."""
     loss, _ = call(x, target)
@@ -102,8 +108,7 @@ def test_loss_and_gradients(loss: str, up: str, layout: torch.memory_format) -> 
     x, target = batch(UP[up], layout)
     ignored = LOSSES[loss].get("ignore_index", -100)
     target[torch.rand(target.shape) < 0.1] = ignored
-    model, graphs = Head(UP[up], lambda y, t: F.cross_entropy(y, t, **LOSSES[loss])).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(UP[up], lambda y, t: F.cross_entropy(y, t, **LOSSES[loss]))
     got = step(graphs.compiled(model), x, target)
     wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in LOSSES[loss].items()}
     exact = Head(UP[up], lambda y, t: F.cross_entropy(y, t, **wide))
@@ -121,8 +126,7 @@ def test_under_autocast_the_loss_is_in_float32() -> None:
     up = UP["a factor"]
     x, target = batch(up)
     x = x.detach().bfloat16().requires_grad_()
-    model, graphs = Head(up, F.cross_entropy).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, F.cross_entropy)
     with torch.autocast("cpu", torch.bfloat16):
         exact = Head(up, lambda y, t: F.cross_entropy(y.float(), t))
         got = step(graphs.compiled(model), x, target)
@@ -140,8 +144,7 @@ def test_a_scaled_loss_in_float16_has_the_gradient_of_the_exact_one() -> None:
     up = UP["a factor"]
     x, target = batch(up)
     x = x.detach().half().requires_grad_()
-    model, graphs = Head(up, F.cross_entropy).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, F.cross_entropy)
     with torch.autocast("cpu", torch.float16):
         loss, _ = graphs.compiled(model)(x, target)
         (got,) = torch.autograd.grad(loss * 2.0**16, x)
@@ -156,8 +159,7 @@ def test_a_target_of_another_size_raises_as_pytorch_does() -> None:
     """Also where it could be broadcast."""
     up = UP["a factor"]
     x, target = batch(up)
-    model, graphs = Head(up, F.cross_entropy).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, F.cross_entropy)
     with pytest.raises(Exception, match="size mismatch"):
         graphs.compiled(model)(x, target[:, :1])
     assert not graphs.has_it
@@ -167,8 +169,7 @@ def test_without_a_label_the_loss_is_nan_and_gradients_are_zero() -> None:
     up = UP["a factor"]
     x, target = batch(up)
     target[:] = -100
-    model, graphs = Head(up, F.cross_entropy).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, F.cross_entropy)
     loss, gradient = step(graphs.compiled(model), x, target)
     assert graphs.has_it
     assert loss.isnan()
@@ -184,8 +185,7 @@ def test_a_loss_that_is_constructed_in_forward() -> None:
     up = UP["a factor"]
     x, target = batch(up)
     target[:2] = 255
-    model, graphs = Head(up, _constructed).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, _constructed)
     got = step(graphs.compiled(model), x, target)
     want = step(Head(up, _constructed), x.detach().double().requires_grad_(), target)
     assert graphs.has_it
@@ -212,8 +212,7 @@ OTHERS: dict[str, Loss] = {
 def test_other_losses_are_left_alone(name: str) -> None:
     up = UP["a factor"]
     x, target = batch(up)
-    model, graphs = Head(up, OTHERS[name]).train(), Graphs()
-    hotrain.convert(model, "exact", memory="block")
+    model, graphs = converted(up, OTHERS[name])
     got = step(graphs.compiled(model), x, target)
     want = step(Head(up, OTHERS[name]), x.detach().double().requires_grad_(), target)
     assert not graphs.has_it
