@@ -163,7 +163,7 @@ def variant_of(name: str) -> Variant:
 
     Args:
         name: one of `VARIANTS`, or ``hotrain:METHOD`` with optional overrides and plan (``graphs`` by default), as in
-            ``hotrain:hot:rank=4+plan=memory``, or ``hotrain:hq8+spare=2.5`` (`hotrain.Point.spare_ms`).
+            ``hotrain:hot:rank=4+plan=memory``, or ``hotrain:hq8:spare=2.5`` (`hotrain.Point.spare_ms`).
 
     Raises:
         ValueError: an unknown variant or method.

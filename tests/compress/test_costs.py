@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+import hotrain
 from hotrain.compress import costs
+from hotrain.planning import Roofs
+
+assert hotrain
 
 
 def node_of(run: Any, *tensors: Tensor) -> Node:
@@ -83,3 +87,16 @@ def test_what_does_not_run_alone_has_no_time(clock: list[float], monkeypatch: py
         raise RuntimeError(word)
 
     assert costs._in_turns(node_of(run, torch.empty(4)), 16) is None
+
+
+@pytest.mark.parametrize(("name", "share"), [("gelu", 0.66), ("relu", 0.85)])
+def test_what_a_formula_reaches_of_the_roof(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's GELU takes as long as its error function: beside it a kernel of the same bytes gains more."""
+    graph = Graph()
+    g, marks = graph.placeholder("g"), graph.placeholder("marks")
+    g.meta["val"], marks.meta["val"] = torch.empty(64, 32), torch.empty(64, 32, dtype=torch.uint8)
+    node = graph.call_function(torch.ops.hotrain.slope_gradient.default, (g, marks, name, False))
+    node.meta["val"] = torch.empty(64, 32), torch.empty(0)
+    monkeypatch.setattr(costs, "_measured", {})
+    ours, exact = 64 * 32 * (4 + 1 + 4) / 4e12, 64 * 32 * 3 * 4 / 4e12
+    assert costs.excess(node, Roofs(4e12, 7e14)) == pytest.approx(1e3 * (ours - exact / share), rel=1e-9)

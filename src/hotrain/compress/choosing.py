@@ -53,7 +53,6 @@ _BATCH_NORM, _FORMULA = "batch_norm", "mul"
 _NORMS = torch.ops.hotrain.norm_forward.default, torch.ops.hotrain.norm_backward.default
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
-_MARGIN = 1.15  # of costs, since alone on the device operators are faster than in a step
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
 
 
@@ -111,8 +110,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
     found, fixed = _candidates(graph, roofs)
     beside = [_beside(node, roofs) for target in _NORMS for node in graph.find_nodes(op="call_function", target=target)]
     spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside]
-    late = _MARGIN * sum(ms for ms in spent if ms > 0) + sum(ms for ms in spent if ms < 0) - _TRUST * gains
-    late -= _interpolation(graph, roofs) + spare_ms
+    late = sum(spent) - _TRUST * gains - _interpolation(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
         all_of[_BATCH_NORM] = norms
@@ -150,7 +148,7 @@ def _keep_exact(candidates: list[Candidate], late: float, kept: collections.Coun
         if late <= 0 or candidate.ms <= 0:
             break
         candidate.apply()
-        late -= _MARGIN * candidate.ms
+        late -= candidate.ms
         kept[candidate.what] += 1
     return late
 
@@ -169,7 +167,7 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
 
 
 def _beside(norm: Node, roofs: Roofs) -> float:
-    """ms of what exact training fuses with a norm."""
+    """ms of what exact training fuses with a norm, less that of casts which it does not."""
     return 1e3 * fusing.unfused(norm) / roofs.copy
 
 

@@ -55,8 +55,9 @@ def unfused(norm: Node) -> int:
     """Bytes that formulas and copies beside a norm move more than in exact training, where a compiler fuses them.
 
     What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that is
-    written in another order next (of windows); the gradient that the norm writes is read once more. On the joint graph,
-    as `choosing` sees it.
+    written in another order next (of windows); the gradient that the norm writes is read once more. Fewer, below 0, by
+    the cast of a shortcut's gradient for a product, which the kernel writes and a compiler makes in a pass of its own
+    (seen in ViT-B and DeiT-S). On the joint graph, as `choosing` sees it.
 
     Args:
         norm: a node of `norm_forward` or `norm_backward`.
@@ -92,6 +93,9 @@ def _unfused_backward(norm: Node) -> int:
     # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
     if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
         moved += bytes_of(total)
+    casts = [user for user in total.users if user.target in CASTS] if total is not None and total is not g_x else []
+    if len(casts) == 1 and not merges and len(total.users) > 1:  # type: ignore[union-attr]
+        moved -= bytes_of(total) + bytes_of(casts[0])  # type: ignore[arg-type]
     return moved
 
 

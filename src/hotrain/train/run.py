@@ -271,9 +271,11 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         The preset's name and the overrides.
 
     Raises:
-        ValueError: an override without ``=``.
+        ValueError: an override without ``=``, or no ``:`` before the first.
     """
-    name, _, rest = text.strip().partition(":")
+    name, colon, rest = text.strip().partition(":")
+    if "=" in name or (not colon and "+" in name):
+        raise ValueError(f"method {text!r}: write overrides as name:field=value+field=value")
     overrides = {}
     for part in filter(None, rest.split("+")):
         key, equals, value = part.partition("=")
