@@ -45,8 +45,7 @@ class Compressed(Mode):
     def __init__(self, buffers: Buffers, below: Any = None, traced: tuple[Origins, int | None] | None = None) -> None:
         super().__init__()
         origins, self.graph = (buffers.origins, None) if traced is None else traced
-        record = buffers.formats.__setitem__ if traced is None else buffers.record
-        self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins, record), origins.checkpoint
+        self.buffers, self.scope, self.checkpoint = buffers, Scope(buffers, origins), origins.checkpoint
         self.nested = isinstance(below, Mode)
 
     @left_to_eager

@@ -90,15 +90,18 @@ Handlers = dict[Any, Callable[..., Any]]  # function of PyTorch → its handler
 
 @dataclass
 class Scope:
-    """One forward of a block: the records that it writes to, and the origins that it knows.
-
-    Attributes:
-        record: (operator, format) → nothing: `Buffers.record`, which in eager mode is a plain entry.
-    """
+    """One forward of a block: the records that it writes to, and the origins that it knows."""
 
     buffers: Buffers
     origins: Origins
-    record: Callable[[str, str], None]
+
+    def record(self, what: str, form: str) -> None:
+        """Record that an operator saves its tensors in a format; in eager mode a plain entry."""
+        if torch.compiler.is_compiling():
+            # No bound method that is kept: behind a graph break Dynamo < 2.13 cannot call one.
+            self.buffers.record(what, form)
+        else:
+            self.buffers.formats[what] = form
 
 
 def is_large(t: Any) -> bool:
