@@ -59,7 +59,7 @@ class Graphs:
             return make_boxed_func(gm.forward)
 
         def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-            losses.compute_by_images(gm.graph)  # as Inductor does
+            losses.in_pieces(gm.graph)  # as Inductor does
             gm.recompile()
             self.targets += [str(node.target) for node in gm.graph.nodes]
             of_aot = aot_autograd(fw_compiler=count, bw_compiler=count)

@@ -24,6 +24,7 @@ from hotrain.kernels import (
     dropout,
     gated,
     gemm,
+    head,
     lift,
     luq,
     noise,
@@ -127,6 +128,11 @@ def layers(fp8: bool) -> None:
     dispatch.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
     noise.hashes(key, 4096, 1, 0)
     dropout.mask(key, 4096, 0, 1 << 29)
+    logits, of_rows = torch.empty(64, 5001, dtype=torch.bfloat16), torch.empty(64)
+    head.normalizer(logits)
+    labels = torch.empty(64, dtype=torch.int64)
+    for other in (None, logits):
+        head.gradient(logits, of_rows, labels, of_rows, other, 0, 4096)
     luq.luq(torch.empty(8, 64, 8, 8, dtype=torch.bfloat16), torch.empty(()), key, 1, torch.bfloat16)
     if not fp8:
         a, b = torch.empty(4096, 64, dtype=torch.int8), torch.empty(64, 4096, dtype=torch.int8)
@@ -144,6 +150,7 @@ if __name__ == "__main__":
         codes,
         dropout,
         gated,
+        head,
         lift,
         luq,
         noise,

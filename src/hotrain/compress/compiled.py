@@ -32,7 +32,7 @@ from . import choosing, formats, fusing, graph, kernel_nodes, rules
 from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
-from .losses import compute_by_images
+from .losses import in_pieces
 from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
 
 _inductor = inductor()
@@ -91,7 +91,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
 
 class Losses(_inductor.graph_pass):  # type: ignore[name-defined,misc]
-    """`losses.compute_by_images` on the graphs of Dynamo, and then another pass.
+    """`losses.in_pieces` on the graphs of Dynamo, and then another pass.
 
     Args:
         inner: that pass, or several.
@@ -101,7 +101,7 @@ class Losses(_inductor.graph_pass):  # type: ignore[name-defined,misc]
         self.inner = () if inner is None else (inner,) if callable(inner) else tuple(inner)
 
     def __call__(self, graph: Graph) -> None:
-        compute_by_images(graph)
+        in_pieces(graph)
         for each in self.inner:
             each(graph)
 

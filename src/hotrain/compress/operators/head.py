@@ -1,0 +1,136 @@
+"""A linear layer and the cross entropy of its result in compiled graphs, as language models end: in pieces of classes.
+
+    Y = x wᵀ + b,  L = Σ_t w_t (log Σ_c exp Y_tc − Y_tl) / Σ_t w_t:  g_Y = w_t (softmax(Y) − 1_l) / Σ_t w_t
+
+with w_t = 0 for ignored tokens and 1 for others. Y has an entry for each class of each token, more than all else in
+such a model. It is saved in the dtype of the product. Backward has g_Y for a few classes at a time, and from each piece
+the gradients of the layer: g_x = Σ g_Y w over the pieces, in float32, and each piece's rows of g_w = g_Yᵀ x and of g_b.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...autograd import not_a_view, once
+from ...quantize.integer import wide
+from ..launcher import launch, opaque, supported
+from ..rematerialize import in_place_of, source
+from .base import Handlers, custom_op, lower, with_codes, without_autocast
+from .factor import Given, materialize, own, pack
+
+_PIECE = 1 << 26  # entries of g_Y that exist at a time
+_PIECES = 32  # at most: each is a part of the graph
+_ALIGNED = 64  # classes of a piece are a multiple of it
+
+
+@opaque("row_normalizer(Tensor y) -> Tensor", lambda y: y.new_empty(len(y), dtype=wide(y).dtype))
+def _row_normalizer(y: Tensor) -> Tensor:
+    """log Σ exp of each row, in at least float32; y: (T, V), contiguous."""
+
+    def reference() -> Tensor:
+        return wide(y).logsumexp(1)
+
+    if not supported(y.device, y.dtype):
+        return reference()
+    return launch(y.device, "head.normalizer", reference, y)  # type: ignore[no-any-return]
+
+
+@opaque(
+    "logits_gradient(Tensor y, Tensor normalizers, Tensor labels, Tensor factors, Tensor? other, int first, "
+    "int columns) -> Tensor",
+    lambda y, *args: y.new_empty(len(y), args[-1]),
+)
+def _logits_gradient(
+    y: Tensor, normalizers: Tensor, labels: Tensor, factors: Tensor, other: Tensor | None, first: int, columns: int
+) -> Tensor:
+    """g_Y of some classes; arguments and result as the kernel's."""
+
+    def reference() -> Tensor:
+        part = slice(first, first + columns)
+        g = (wide(y[:, part]) - normalizers[:, None]).exp()
+        g -= (torch.arange(first, first + columns, device=y.device) == labels[:, None]).to(g.dtype)
+        g = torch.where(factors[:, None] == 0, 0.0, g * factors[:, None])
+        return (g if other is None else g + other[:, part]).to(y.dtype)
+
+    if not supported(y.device, y.dtype):
+        return reference()
+    given = y, normalizers, labels, factors, other, first, columns
+    return launch(y.device, "head.gradient", reference, *given)  # type: ignore[no-any-return]
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Returns the loss, Y, and codes and scales packed here; ``form`` and ``given`` as of `linear.Linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given, target: Tensor, ignored: int,
+        mean: bool, dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        form = form if ctx.needs_input_grad[1] else ""
+        kept = pack(x, form, given)
+        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
+        y = not_a_view(F.linear(x, w, b))
+        rows = y.reshape(-1, y.shape[-1])
+        counts = target != ignored
+        labels = torch.where(counts, target, 0)
+        normalizers = torch.ops.hotrain.row_normalizer(rows)
+        losses = normalizers - wide(rows.gather(1, labels[:, None])[:, 0])
+        total, of = torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype)
+        times = torch.where(of == 0, 0.0, 1 / of) if mean else torch.ones_like(of)
+        factors = counts.to(losses.dtype) * times
+        ctx.save_for_backward(w, rows, normalizers, labels, factors, *kept)
+        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+        return (total / of if mean else total).to(dtype), y, *with_codes(ctx, *own(kept, form))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        w, rows, normalizers, labels, factors, *kept = ctx.saved_tensors
+        factors = torch.zeros_like(factors) if g is None else factors * g
+        other = None if g_y is None else g_y.reshape(rows.shape).to(rows.dtype)
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        x = None
+        if needs_w:
+            x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
+            x = in_place_of(ctx.source, x).reshape(-1, ctx.shape[-1])
+        g_x, of_w, of_b = None, [], []
+        for first, columns in _pieces(*rows.shape):
+            d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, first, columns)
+            if needs_x:
+                part = wide(d @ w[first : first + columns])
+                g_x = part if g_x is None else g_x + part
+            if x is not None:
+                of_w.append(d.T @ x)
+            if needs_b:
+                of_b.append(wide(d).sum(0))
+        grads = (
+            None if g_x is None else g_x.to(ctx.dtype).view(ctx.shape),
+            torch.cat(of_w) if of_w else None,
+            torch.cat(of_b).to(rows.dtype) if of_b else None,
+        )
+        return *once("cross_entropy", grads, g, g_y, w), *[None] * 6
+
+
+def _pieces(tokens: int, classes: int) -> list[tuple[int, int]]:
+    """The first class of each piece, and how many it has."""
+    each = max(_PIECE // tokens, -(-classes // _PIECES), 1)
+    each = -(-each // _ALIGNED) * _ALIGNED
+    return [(first, min(each, classes - first)) for first in range(0, classes, each)]
+
+
+def _run(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    loss, y, *made = LinearCrossEntropy.apply(*args)
+    return loss, y, made
+
+
+custom_op(
+    "linear_cross_entropy(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given, Tensor target, int ignored, "
+    "bool mean, ScalarType dtype) -> (Tensor, Tensor, Tensor[])",
+    without_autocast(_run, lower),
+)
+
+HANDLERS: Handlers = {}  # `losses` puts the operator into graphs
