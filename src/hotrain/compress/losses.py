@@ -108,7 +108,7 @@ def _by_classes(loss: Node, call: Mapping[str, Any]) -> None:
 
 def _linear(y: Node) -> tuple[Node, tuple[Any, ...]] | None:
     """The linear layer with an exact product that a node is the result of, and its x, w, b, form and tensors given."""
-    if y.target is F.linear or y.target is torch._C._nn.linear:
+    if y.target is F.linear:
         x, w, *b = y.args
         b = b or [y.kwargs.get("bias")]
         # Its weight is frozen; a trained one's x is 2-D, or its dtype is not PyTorch's own.

@@ -75,7 +75,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         kept = pack(x, form, given)
         x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
         y = not_a_view(F.linear(x, w, b))
-        rows = y.reshape(-1, y.shape[-1])
+        rows = y.reshape(-1, y.shape[-1]).contiguous()
         counts = target != ignored
         labels = torch.where(counts, target, 0)
         normalizers = torch.ops.hotrain.row_normalizer(rows)
@@ -91,7 +91,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         w, rows, normalizers, labels, factors, *kept = ctx.saved_tensors
         factors = torch.zeros_like(factors) if g is None else factors * g
-        other = None if g_y is None else g_y.reshape(rows.shape).to(rows.dtype)
+        other = None if g_y is None else g_y.reshape(rows.shape).to(rows.dtype).contiguous()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         x = None
         if needs_w:
