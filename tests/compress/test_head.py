@@ -282,3 +282,25 @@ def test_no_gradient_of_all_classes_is_in_a_graph() -> None:
             loss = torch.compile(model)(x, target)
         loss.backward()
     assert large == {"forward": {torch.bfloat16}, "backward": set()}
+
+
+def test_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved for each of more tokens than a small tensor has is saved as it is: in float32 the bias's gradient,
+    which no codes of x enter, is that of float64."""
+    torch.manual_seed(0)
+    model, x, target = (
+        Model(causal, bias=True),
+        torch.randn(2, 1 << 14, CHANNELS),
+        torch.randint(0, CLASSES, (2, 1 << 14)),
+    )
+    target[0, :99] = -100
+    exact = Model(causal, bias=True).double()
+    exact.load_state_dict(model.state_dict())
+    (want,) = torch.autograd.grad(exact(x.double(), target)[0], exact.head.bias)
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    seen = put_into(monkeypatch)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        (got,) = torch.autograd.grad(torch.compile(model, fullgraph=True)(x, target)[0], model.head.bias)
+    assert "hotrain.linear_cross_entropy" in seen
+    assert (got - want).norm() <= 1e-5 * want.norm()

@@ -5,7 +5,7 @@
     normalizer  Y (T, V)                             ──►  log Σ exp Y per row
     gradient    Y, normalizers, labels, (g_Y of others)  ──►  w (softmax(Y) − 1_t) + g_Y, of some classes
 
-A compiler reads Y two times in float32 for either, and writes the gradient of all classes.
+A compiler writes the gradient of all classes, after a pass for its sum of each row.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def gradient(
     Args:
         y: (T, V), contiguous, in at most 32 bits.
         normalizers: float32, (T,), of `normalizer`.
-        labels: int64, (T,).
+        labels: int64, (T,); of ignored rows any.
         factors: float32, (T,): what the row's loss is multiplied with; where it is 0 the row has no gradient.
         other: a gradient of y that is added, like y.
         first: the first class.

@@ -77,20 +77,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         y = not_a_view(F.linear(x, w, b))
         rows = y.reshape(-1, y.shape[-1]).contiguous()
         counts = target != ignored
-        labels = torch.where(counts, target, 0)
         normalizers = torch.ops.hotrain.row_normalizer(rows)
-        losses = normalizers - wide(rows.gather(1, labels[:, None])[:, 0])
+        losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         total, of = torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype)
         times = torch.where(of == 0, 0.0, 1 / of) if mean else torch.ones_like(of)
-        factors = counts.to(losses.dtype) * times
-        ctx.save_for_backward(w, rows, normalizers, labels, factors, *kept)
+        ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         return (total / of if mean else total).to(dtype), y, *with_codes(ctx, *own(kept, form))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        w, rows, normalizers, labels, factors, *kept = ctx.saved_tensors
-        factors = torch.zeros_like(factors) if g is None else factors * g
+        w, rows, normalizers, labels, times, *kept = ctx.saved_tensors
+        factors = torch.where(labels < 0, 0.0, torch.zeros_like(times) if g is None else times * g)
         other = None if g_y is None else g_y.reshape(rows.shape).to(rows.dtype).contiguous()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         x = None
