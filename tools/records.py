@@ -505,18 +505,22 @@ WAYS = {"one": "one GPU alone", "ddp": "DDP", "fsdp2": "FSDP2"}
 
 
 def scaling(folder: Path = RESULTS) -> str:
-    """Steps on several GPUs, exact and converted, of the latest run of each subject and way of compiling, from
-    ``benchmarks/scaling.py``."""
+    """Steps on several GPUs, exact and converted, from ``benchmarks/scaling.py``.
+
+    The latest run of each subject, way and way of compiling, with one GPU alone in that run.
+    """
     found = [{"graphs": False, **row} for row in _of_bench("scaling", folder)]
-    last = {(row["subject"], row["graphs"]): row["run_id"] for row in found}
+    last = {(row["subject"], row["graphs"], row["way"]): row["run_id"] for row in found}
     headers = ["model / batch on each GPU", "way", "exact ms", "hotrain ms", "× time"]
     headers += ["× one GPU, exact", "× one GPU, hotrain", "exact GiB a GPU", "hotrain GiB a GPU", "layers"]
     tables = []
     for run_id, run in _by_run(found).items():
         by_cell = {(row["subject"], row["graphs"], row["way"], row["variant"]): row for row in run}
         lines = []
-        for subject, graphs in (name for name, latest in last.items() if latest == run_id):
-            for way, title in WAYS.items():
+        latest = [name for name, of in last.items() if of == run_id]
+        for subject, graphs in dict.fromkeys(name[:2] for name in latest):
+            ways = {way for *name, way in latest if name == [subject, graphs]} | {"one"}
+            for way, title in ((way, title) for way, title in WAYS.items() if way in ways):
                 pair = [by_cell.get((subject, graphs, way, variant)) for variant in ("exact", "hotrain-default")]
                 if any(row is None or row["median_ms"] is None for row in pair):
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,15 +102,25 @@ def test_calls_that_are_kept_exact_are_counted_over_all_graphs() -> None:
     assert list(buffers.full) == ["gelu, 3 of 6 in 3 graphs"]
 
 
-def test_a_plan_is_a_part_of_the_key_of_compiled_graphs() -> None:
-    """Else PyTorch's cache would answer with the graph of another plan."""
-    model = Two(1).train()
-    keys = []
-    for plan, spare in (("graphs", 0.0), ("graphs", 2.5), ("memory", 0.0)):
+def test_a_plan_is_a_part_of_the_key_of_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch's cache would answer with the graph of another plan.
+
+    The partitioner's part of the key is of all models that live; a graph has its own plan.
+    """
+    monkeypatch.setattr(compiled, "_regions", weakref.WeakValueDictionary())
+    keys, codes, models = [], [], [Two(1).train() for _ in range(3)]
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        codes.append(gm.code)
+        return gm.forward
+
+    for model, (plan, spare) in zip(models, (("graphs", 0.0), ("graphs", 2.5), ("memory", 0.0)), strict=True):
         report = hotrain.convert(model, plan=plan)
         assert report.buffers is not None
         report.buffers.spare_ms = spare
         compiled.region(report.buffers)
         keys.append(compiled.Partitioner().uuid())
-        hotrain.revert(model)
+        torch._dynamo.reset()
+        torch.compile(model, backend=backend)(torch.randn(2, 3, 32, 32))
     assert len(set(keys)) == 3
+    assert len(set(codes)) == 3

@@ -95,12 +95,12 @@ class Compressed(Mode):
 # ---- module classes ----
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
-_lib.define("region() -> ()")
+_lib.define("region(str plan) -> ()")
 
 
 @torch.library.impl(_lib, "region", "CompositeExplicitAutograd")
-def _region() -> None:
-    """Do nothing; the node gives graphs that `compiled` changes another key in the compiler's cache."""
+def _region(plan: str) -> None:
+    """Do nothing; the node gives graphs that `compiled` changes keys of their own in the compiler's cache, by plan."""
 
 
 @constant_in_graphs
@@ -172,7 +172,7 @@ class Wrapped(Mixin):
 
     def _in_its_region(self, region: str, *args: Any, **kwargs: Any) -> Any:
         # In a function of its own: Dynamo does not trace these two `with` blocks nested.
-        torch.ops.hotrain.region()
+        torch.ops.hotrain.region(self.__dict__[ATTRIBUTE].plan())
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 

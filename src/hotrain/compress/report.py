@@ -179,6 +179,11 @@ class Buffers:
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 
     @constant_in_graphs
+    def plan(self) -> str:
+        """What a compiled graph of this model is planned by."""
+        return f"as fast as exact and {self.spare_ms} ms" if self.must_not_lose else "least memory"
+
+    @constant_in_graphs
     def region(self) -> str:
         """The mark that Dynamo writes to the metadata of this model's nodes."""
         self.waits = False

@@ -4,7 +4,8 @@
 
 with w_t = 0 for ignored tokens and 1 for others. Y has an entry for each class of each token, more than all else in
 such a model. It is saved in the dtype of the product. Backward has g_Y for a few classes at a time, and from each piece
-the gradients of the layer: g_x = Σ g_Y w over the pieces, in float32, and each piece's rows of g_w = g_Yᵀ x and of g_b.
+the gradients of the layer: g_x = Σ g_Y w over the pieces, a sum in float32 of products in their dtype, and each piece's
+rows of g_w = g_Yᵀ x and of g_b.
 """
 
 from __future__ import annotations
