@@ -441,3 +441,11 @@ def test_greyscale_and_palette_files_become_rgb(folder: Path) -> None:
     feed = Feed(TrainRun(batch_size=14, num_workers=0), load_data(str(folder)), image_size=16)
     ((x, _),) = next(feed.updates(0))
     assert x.shape == (14, 3, 16, 16)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """Reading it would wait for ever."""
+    pipe = tmp_path / "data.npz"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="no file"):
+        load_data(str(pipe))

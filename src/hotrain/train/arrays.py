@@ -42,6 +42,8 @@ class InMemory:
 
 def names_in(path: Path) -> list[str]:
     """The names of the arrays of an ``.npz`` file; of one that cannot be read, none: its reader says why."""
+    if not path.is_file():  # a pipe would wait, a device would not end
+        return []
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
