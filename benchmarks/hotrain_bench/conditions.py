@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import secrets
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from hotrain.train import record
 PACKAGES = ("triton", "timm", "transformers", "torchao")
 # Options that do not change what is measured.
 UNRECORDED = ("--out", "-o", "--commit")
+FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/\"']+/)+")  # of an absolute path: they are a machine's own
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 
 
@@ -121,7 +123,8 @@ def write(out: Path | None, row: dict[str, Any]) -> None:
 
     Args:
         out: the JSONL file; None: nothing is written.
-        row: the record.
+        row: the record; the paths in its error lose their folders.
     """
     if out is not None:
-        record.append(out, row)
+        error = row.get("error")
+        record.append(out, row | {"error": FOLDERS.sub("", error)} if isinstance(error, str) else row)

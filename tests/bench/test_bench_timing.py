@@ -118,3 +118,15 @@ def test_a_record_is_on_disk_at_once(tmp_path: Path) -> None:
     conditions.write(out, {"a": 2})
     conditions.write(None, {"a": 3})
     assert [json.loads(line) for line in out.read_text().splitlines()] == [{"a": 1}, {"a": 2}]
+
+
+def test_an_error_on_record_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    """Of an absolute path the file alone is left; quotients and addresses are none."""
+    out = tmp_path / "rows.jsonl"
+    text = 'File "/usr/lib/python3/site-packages/torch/nn/conv.py", line 5: 3/4 of src/a.py, /dev/shm/x: full'
+    conditions.write(out, {"error": text})
+    conditions.write(out, {"error": None})
+    assert [json.loads(line)["error"] for line in out.read_text().splitlines()] == [
+        'File "conv.py", line 5: 3/4 of src/a.py, x: full',
+        None,
+    ]

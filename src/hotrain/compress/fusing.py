@@ -93,9 +93,9 @@ def _unfused_backward(norm: Node) -> int:
     # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
     if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
         moved += bytes_of(total)
-    casts = [user for user in total.users if user.target in CASTS] if total is not None and total is not g_x else []
-    if len(casts) == 1 and not merges and len(total.users) > 1:  # type: ignore[union-attr]
-        moved -= bytes_of(total) + bytes_of(casts[0])  # type: ignore[arg-type]
+    if total is not None and total is not g_x and not merges and len(total.users) > 1:
+        casts = [user for user in total.users if user.target in CASTS]
+        moved -= bytes_of(total) + bytes_of(casts[0]) if len(casts) == 1 else 0
     return moved
 
 

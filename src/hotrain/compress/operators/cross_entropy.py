@@ -35,15 +35,22 @@ class InterpolatedCrossEntropy(torch.autograd.Function):
         dtype = float32("cross_entropy_loss", *float32("log_softmax.int", x))[0].dtype
         with outside_autocast(x):
             total, g_x, of = _with_gradient(x, target, weight, (size, scales, corners), ignored)
-            times = torch.where(of == 0, 0.0, 1 / of) if mean else torch.ones_like(of)
+            loss, times = reduced(total, of, mean)
         ctx.save_for_backward(g_x, times)
-        return (total / of if mean else total).to(dtype)
+        return loss.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         g_x, times = ctx.saved_tensors
         # 1 / N, and the scale of a loss in float16, are multiplied first: either alone may leave its range.
         return *once("cross_entropy", ((wide(g_x) * (times * g)).to(g_x.dtype),), g), *[None] * 7
+
+
+def reduced(total: Tensor, of: Tensor, mean: bool) -> tuple[Tensor, Tensor]:
+    """The mean or the sum of losses, and what their gradients are multiplied with: 0 for a mean of nothing."""
+    if not mean:
+        return total, torch.ones_like(of)
+    return total / of, torch.where(of == 0, 0.0, 1 / of)
 
 
 def _with_gradient(

@@ -21,6 +21,7 @@ from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
 from ..rematerialize import in_place_of, source
 from .base import Handlers, custom_op, lower, with_codes, without_autocast
+from .cross_entropy import reduced
 from .factor import Given, materialize, own, pack
 
 _PIECE = 1 << 26  # entries of g_Y that exist at a time
@@ -80,11 +81,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         counts = target != ignored
         normalizers = torch.ops.hotrain.row_normalizer(rows)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
-        total, of = torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype)
-        times = torch.where(of == 0, 0.0, 1 / of) if mean else torch.ones_like(of)
+        loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return (total / of if mean else total).to(dtype), y, *with_codes(ctx, *own(kept, form))
+        return loss.to(dtype), y, *with_codes(ctx, *own(kept, form))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
