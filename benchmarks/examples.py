@@ -1,7 +1,8 @@
 """Every example of `examples/`, run as it is on this machine's device; a record each of what its layers did.
 
-    python benchmarks/examples.py [--only timm_train] [--out FILE]
+    python benchmarks/examples.py [--only timm_train] [--plan memory] [--out FILE]
 
+With ``--plan`` their conversions get this plan: without torch.compile "speed" leaves layers exact on a GPU.
 Each runs in a process of its own, `examples/distributed.py` with torchrun on two devices. ``ran`` is read off the
 report of the conversion that the example made; an example that fails is a record with its error.
 """
@@ -39,8 +40,8 @@ RUNS: dict[str, tuple[tuple[Any, ...], ...]] = {
 }
 
 
-def inside(name: str, args: Sequence[Any]) -> dict[str, Any]:
-    """Run one example in this process.
+def inside(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str, Any]:
+    """Run one example in this process, with its own plan or with this one.
 
     Returns:
         Seconds, peak bytes on a GPU, the loss where the example returns one, and what the layers ran.
@@ -55,6 +56,7 @@ def inside(name: str, args: Sequence[Any]) -> dict[str, Any]:
 
     def noted(model: torch.nn.Module, *more: Any, **options: Any) -> hotrain.ConversionReport:
         models.append(model)
+        options |= {} if plan is None else {"plan": plan}
         reports.append(convert(model, *more, **options))
         return reports[-1]
 
@@ -73,7 +75,7 @@ def inside(name: str, args: Sequence[Any]) -> dict[str, Any]:
     return row | {"ran": [group for report in reports for group in report.ran()]}
 
 
-def alone(name: str, args: Sequence[Any]) -> dict[str, Any]:
+def alone(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str, Any]:
     """Run one example in a process of its own, or in two, and return its row."""
     start = [sys.executable]
     if name == "distributed":
@@ -82,12 +84,14 @@ def alone(name: str, args: Sequence[Any]) -> dict[str, Any]:
     environment = os.environ | ({} if name == "distributed" else {"CUDA_VISIBLE_DEVICES": first})
     with tempfile.TemporaryDirectory() as folder:
         words = [folder if arg == "FOLDER" else str(arg) for arg in args]
-        command = [*start, __file__, "--inside", name, *words]
+        command = [*start, __file__, *([] if plan is None else ["--plan", plan]), "--inside", name, *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     row: dict[str, Any] = {
         "bench": "examples",
         "subject": name,
-        "variant": " ".join(map(str, args)).replace("FOLDER", "").strip(),
+        "variant": " ".join([*map(str, args), *([] if plan is None else [f"plan={plan}"])])
+        .replace("FOLDER", "")
+        .strip(),
         "error": None,
         **dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes")),
     }
@@ -101,6 +105,7 @@ def main() -> int:
     """Run the examples, write and print their records; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--only", help="comma-separated names")
+    parser.add_argument("--plan", help="of their conversions, instead of their own")
     parser.add_argument("--at-once", type=int, default=4, help="processes side by side: times are not compared")
     parser.add_argument("--commit", help="commit of the tree, where git does not report it")
     parser.add_argument("--out", type=Path, help="append the records to this file")
@@ -115,7 +120,7 @@ def main() -> int:
                 torch.set_default_device("cuda")
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
             torch.distributed.init_process_group()
-        print(LAST + json.dumps(inside(name, words)), flush=True)
+        print(LAST + json.dumps(inside(name, words, args.plan)), flush=True)
         if name == "distributed":
             torch.distributed.destroy_process_group()
         return 0
@@ -126,7 +131,7 @@ def main() -> int:
     failed = False
     with ThreadPoolExecutor(args.at_once) as pool:
         runs = [(name, words) for name in chosen for words in RUNS[name]]
-        for row in pool.map(lambda run: alone(*run), runs):
+        for row in pool.map(lambda run: alone(*run, args.plan), runs):
             failed |= row["error"] is not None
             write(args.out, row | common)
             ran = [f"{g['layers']} {g['method']}" for g in row.get("ran", [])]
