@@ -155,6 +155,7 @@ def test_frozen_layers_leave_nothing_in_the_memory_of_a_cuda_graph(method: str, 
         assert distance(list(got), list(want)) < 0.5
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
 def test_compressed_buffers_behind_a_graph_break() -> None:
     """What operators record there is recorded, and their gradients are those of eager mode, but for roundings."""
     torch.manual_seed(0)

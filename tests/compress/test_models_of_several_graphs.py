@@ -83,6 +83,36 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     assert sorted(found) == sorted(map(float, gains))
 
 
+class Head(nn.Module):
+    """What hotrain remembers of a result for the next layer, behind a graph break: norm, ReLU and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.classes = nn.Linear(32, 256), nn.LayerNorm(256), nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        torch._dynamo.graph_break()
+        return self.classes(nn.functional.dropout(nn.functional.relu(self.norm(x)), 0.1))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
+def test_graphs_behind_a_break_return_what_the_model_returns() -> None:
+    """A tensor that an older object holds at the end of a graph is a result: it lives on, and backward gets a gradient
+    of zeros for it. SegFormer's head returned 1 GiB of them."""
+    results = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        results.append([tuple(value.shape) for value in graph(*inputs)])
+        return BACKEND(graph, inputs)
+
+    model = Head().train()
+    hotrain.convert(model, plan="memory", filter_fn=lambda *_: True)
+    torch.compile(model, backend=noted)(torch.randn(4, 64, 32)).sum().backward()
+    assert results == [[(4, 64, 256)], [(4, 64, 10)]]
+    assert "relu" in model.__dict__["_hotrain_buffers"].formats
+
+
 def test_calls_that_are_kept_exact_are_counted_over_all_graphs() -> None:
     """A format is unused once no graph saves in it, and used again with the first that does."""
     buffers = Buffers()

@@ -64,7 +64,7 @@ class Compressed(Mode):
             if self.nested and not compiling:
                 y = without_own_modes(handler, self.scope, *args, **kwargs)
             else:
-                y = handler(self.scope, *args, **kwargs)
+                y = handler(self._traced_scope() if compiling else self.scope, *args, **kwargs)
             if y is not None:
                 return y
         if compiling or not wanted:
@@ -86,6 +86,13 @@ class Compressed(Mode):
     def is_of(self, buffers: Buffers, graph: int | None) -> bool:
         """The same under Dynamo: whether it was entered in the graph that is traced, so not around a checkpoint."""
         return graph is not None and self.graph == graph and self.buffers is buffers
+
+    def _traced_scope(self) -> Scope:
+        """The scope, or behind a graph break one without memory: what an object that is older than the graph holds at
+        its end is a result of the graph, with a gradient of its own."""
+        if self.graph == traced_number():
+            return self.scope
+        return Scope(self.buffers, Origins(checkpoint=self.checkpoint))
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
