@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     yield "keep_heads", lambda *t: OPS.keep_heads(list(t), "int8", "int4 nearest"), [x, x + 1, x + 2, x + 3]
     key = torch.empty((), dtype=torch.int64, device="cuda")
     yield "drawn_mask", lambda key: OPS.drawn_mask(key, 512, 0.1), [key]
-    yield "row_normalizer", OPS.row_normalizer, [x]
+    yield "row_normalizer", lambda x: OPS.row_normalizer(x, 200), [x]
     labels = torch.empty(ROWS, dtype=torch.int64, device="cuda")
     for other in ([], [x + 1]):
         some = lambda y, r, t, *g: OPS.logits_gradient(y, r, t, r, *(g or [None]), 64, 128)  # noqa: E731

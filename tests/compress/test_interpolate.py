@@ -50,6 +50,7 @@ def test_gradients(name: str, layout: torch.memory_format) -> None:
     want_y = F.interpolate(wide, mode="bilinear", **CALLS[name])
     (want,) = torch.autograd.grad(want_y, wide, g.double())
     assert any("hotrain.interpolate" in target for target in targets), "or PyTorch's ran"
+    assert torch.equal(y, F.interpolate(x, mode="bilinear", **CALLS[name])), "forward is PyTorch's, bit for bit"
     torch.testing.assert_close(y.double(), want_y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     assert got.stride() == x.stride()

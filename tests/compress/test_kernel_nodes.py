@@ -33,7 +33,7 @@ def test_every_opaque_operator_becomes_its_kernels(rows: list[dict[str, Any]]) -
     """Every operator that is registered is tried. No operator of ours is left, each kernel's results are new tensors,
     and nothing reads memory that no kernel has written."""
     *found, last = rows
-    assert {row["name"] for row in found} == set(last["all"])
+    assert {row["name"] for row in found} == set(last["all"]) - {"bilinear"}  # PyTorch's kernel, which stays
     for row in found:
         assert row["changed"], row["name"]
         assert any("triton_kernel_wrapper_functional" in target for target in row["targets"]), row["name"]

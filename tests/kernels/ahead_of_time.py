@@ -129,7 +129,7 @@ def layers(fp8: bool) -> None:
     noise.hashes(key, 4096, 1, 0)
     dropout.mask(key, 4096, 0, 1 << 29)
     logits, of_rows = torch.empty(64, 5001, dtype=torch.bfloat16), torch.empty(64)
-    head.normalizer(logits)
+    head.normalizer(logits, logits.shape[1])
     labels = torch.empty(64, dtype=torch.int64)
     for other in (None, logits):
         head.gradient(logits, of_rows, labels, of_rows, other, 0, 4096)

@@ -30,7 +30,7 @@ from ..planning import Roofs
 from . import costs, exact_norms, fusing
 from .formats import is_static
 from .nodes import MOVES, bytes_of, called, numel
-from .rematerialize import ATTENTION, CUSTOM, FASTER, PACKED
+from .rematerialize import ATTENTION, CUSTOM, PACKED
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.expand.default)
@@ -184,12 +184,8 @@ def _statistics(graph: Graph, roofs: Roofs) -> list[float]:
 
 def _interpolation(graph: Graph, roofs: Roofs) -> float:
     """ms that backward of bilinear interpolations is faster as matrix products."""
-    largest: dict[int, int] = {}
-    for node in graph.nodes:
-        number = _note(node, FASTER)
-        if number is not None:
-            largest[number] = max(largest.get(number, 0), numel(node))
-    return 1e3 * _INTERPOLATION_GAIN * sum(largest.values()) / roofs.copy
+    found = graph.find_nodes(op="call_function", target=torch.ops.hotrain.bilinear.default)
+    return 1e3 * _INTERPOLATION_GAIN * sum(map(numel, found)) / roofs.copy
 
 
 def forget(graph: Graph) -> bool:

@@ -27,7 +27,6 @@ from .slopes import ACTIVATIONS
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
-FASTER = "hotrain_faster"  # there: the number of an interpolation whose backward is a product
 PACKED = 0  # the number of a tensor that a formula packs
 
 _sources = itertools.count(PACKED + 1)

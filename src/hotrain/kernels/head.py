@@ -22,10 +22,10 @@ _TILE = 2048  # of `gradient`
 
 
 @triton.jit
-def _normalizer_kernel(y, out, V, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _normalizer_kernel(y, out, V, stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """One row to a program; each place of a block keeps a largest element and a sum of its own."""
     row = tl.program_id(0)
-    first = (row.to(tl.int64) if WIDE else row) * V
+    first = (row.to(tl.int64) if WIDE else row) * stride
     column = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -42,26 +42,32 @@ def _normalizer_kernel(y, out, V, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     tl.store(out + row, tl.where(found == 0.0, most, base + tl.log(tl.where(found == 0.0, 1.0, found))))
 
 
-def normalizer(y: Tensor) -> Tensor:
+def normalizer(y: Tensor, classes: int) -> Tensor:
     """log Σ exp y per row.
 
     Args:
-        y: (T, V), contiguous, in at most 32 bits.
+        y: (T, V or more) with contiguous rows, in at most 32 bits.
+        classes: V.
 
     Returns:
         float32, (T,).
     """
-    rows, classes = y.shape
+    rows, stride = len(y), y.stride(0)
     out = y.new_empty(rows, dtype=torch.float32)
-    constants = {"BLOCK": _BLOCK, "WIDE": is_wide(y.numel())}
-    case = y.device, y.dtype, classes == 1, classes % 16 == 0, aligned(y, out), tuple(constants.values())
-    launch(_normalizer_kernel, rows, case, (y, out, classes), constants, num_warps=8)
+    constants = {"BLOCK": _BLOCK, "WIDE": is_wide(rows * stride)}
+    case = y.device, y.dtype, _kinds(classes, stride), aligned(y, out), tuple(constants.values())
+    launch(_normalizer_kernel, rows, case, (y, out, classes, stride), constants, num_warps=8)
     return out
+
+
+def _kinds(*sizes: int) -> tuple[tuple[bool, bool], ...]:
+    """What Triton compiles a kernel anew for."""
+    return tuple((n == 1, n % 16 == 0) for n in sizes)
 
 
 @triton.jit
 def _gradient_kernel(
-    y, normalizers, labels, factors, other, out, V, first, columns,
+    y, normalizers, labels, factors, other, out, stride, other_stride, first, columns,
     HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """A block of classes of one row to a program."""
@@ -70,13 +76,13 @@ def _gradient_kernel(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     long = row.to(tl.int64) if WIDE else row
-    at = long * V + first + column
+    at = first + column
     factor, label = tl.load(factors + row), tl.load(labels + row)
-    v = tl.where(factor == 0.0, 0.0, tl.load(y + at, mask=inside, other=0).to(tl.float32))
+    v = tl.where(factor == 0.0, 0.0, tl.load(y + long * stride + at, mask=inside, other=0).to(tl.float32))
     g = tl.exp(v - tl.load(normalizers + row))
     g = tl.where(factor == 0.0, 0.0, (g - (first + column == label).to(tl.float32)) * factor)
     if HAS_OTHER:
-        g += tl.load(other + at, mask=inside, other=0).to(tl.float32)
+        g += tl.load(other + long * other_stride + at, mask=inside, other=0).to(tl.float32)
     tl.store(out + long * columns + column, g.to(out.dtype.element_ty), mask=inside)
 
 
@@ -86,24 +92,21 @@ def gradient(
     """The gradient of some classes' logits.
 
     Args:
-        y: (T, V), contiguous, in at most 32 bits.
+        y: (T, V or more) with contiguous rows, in at most 32 bits.
         normalizers: float32, (T,), of `normalizer`.
         labels: int64, (T,); of ignored rows any.
         factors: float32, (T,): what the row's loss is multiplied with; where it is 0 the row has no gradient.
-        other: a gradient of y that is added, like y.
+        other: a gradient of y that is added, (T, V), like y.
         first: the first class.
         columns: how many.
 
     Returns:
         (T, columns), of y's dtype.
     """
-    rows, classes = y.shape
+    rows, strides = len(y), (y.stride(0), 0 if other is None else other.stride(0))
     out = y.new_empty(rows, columns)
-    constants = {"HAS_OTHER": other is not None, "BLOCK": _TILE, "WIDE": is_wide(y.numel())}
-    sizes = tuple((n == 1, n % 16 == 0) for n in (classes, first, columns))
-    tensors = y, normalizers, labels, factors, other, out
-    case = y.device, y.dtype, sizes, aligned(*tensors), tuple(constants.values())
-    launch(
-        _gradient_kernel, rows * cdiv(columns, _TILE), case, (*tensors, classes, first, columns), constants, num_warps=4
-    )
+    constants = {"HAS_OTHER": other is not None, "BLOCK": _TILE, "WIDE": is_wide(rows * max(columns, *strides))}
+    sizes, tensors = (*strides, first, columns), (y, normalizers, labels, factors, other, out)
+    case = y.device, y.dtype, _kinds(*sizes), aligned(*tensors), tuple(constants.values())
+    launch(_gradient_kernel, rows * cdiv(columns, _TILE), case, (*tensors, *sizes), constants, num_warps=4)
     return out

@@ -26,19 +26,19 @@ from .factor import Given, materialize, own, pack
 
 _PIECE = 1 << 26  # entries of g_Y that exist at a time
 _PIECES = 32  # at most: each is a part of the graph
-_ALIGNED = 64  # classes of a piece are a multiple of it
+_ALIGNED = 64  # classes of a piece, and of the product on a GPU, are a multiple of it: 128 bytes
 
 
-@opaque("row_normalizer(Tensor y) -> Tensor", lambda y: y.new_empty(len(y), dtype=wide(y).dtype))
-def _row_normalizer(y: Tensor) -> Tensor:
-    """log Σ exp of each row, in at least float32; y: (T, V), contiguous."""
+@opaque("row_normalizer(Tensor y, int classes) -> Tensor", lambda y, _: y.new_empty(len(y), dtype=wide(y).dtype))
+def _row_normalizer(y: Tensor, classes: int) -> Tensor:
+    """log Σ exp of each row's first classes, in at least float32; y: (T, V or more), contiguous."""
 
     def reference() -> Tensor:
-        return wide(y).logsumexp(1)
+        return wide(y[:, :classes]).logsumexp(1)
 
     if not supported(y.device, y.dtype):
         return reference()
-    return launch(y.device, "head.normalizer", reference, y)  # type: ignore[no-any-return]
+    return launch(y.device, "head.normalizer", reference, y, classes)  # type: ignore[no-any-return]
 
 
 @opaque(
@@ -64,6 +64,11 @@ def _logits_gradient(
     return launch(y.device, "head.gradient", reference, *given)  # type: ignore[no-any-return]
 
 
+def _padded(classes: int, device: torch.device) -> int:
+    """Classes of the product: rows of other lengths a compiler pads, and copies for each kernel that reads them."""
+    return classes if device.type == "cpu" else -(-classes // _ALIGNED) * _ALIGNED
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Returns the loss, Y, and codes and scales packed here; ``form`` and ``given`` as of `linear.Linear`."""
 
@@ -76,10 +81,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         form = form if ctx.needs_input_grad[1] else ""
         kept = pack(x, form, given)
         x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
-        y = not_a_view(F.linear(x, w, b))
-        rows = y.reshape(-1, y.shape[-1]).contiguous()
+        classes = len(w)
+        more = _padded(classes, w.device) - classes
+        if more:
+            y = F.linear(x, F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more)))
+            rows, y = y.reshape(-1, y.shape[-1]), y[..., :classes].contiguous()
+        else:
+            y = not_a_view(F.linear(x, w, b))
+            rows = y.reshape(-1, classes).contiguous()
         counts = target != ignored
-        normalizers = torch.ops.hotrain.row_normalizer(rows)
+        normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
@@ -90,14 +101,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         w, rows, normalizers, labels, times, *kept = ctx.saved_tensors
         factors = torch.where(labels < 0, 0.0, torch.zeros_like(times) if g is None else times * g)
-        other = None if g_y is None else g_y.reshape(rows.shape).to(rows.dtype).contiguous()
+        other = None if g_y is None else g_y.reshape(len(rows), -1).to(rows.dtype).contiguous()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         x = None
         if needs_w:
             x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
             x = in_place_of(ctx.source, x).reshape(-1, ctx.shape[-1])
         g_x, of_w, of_b = None, [], []
-        for first, columns in _pieces(*rows.shape):
+        for first, columns in _pieces(len(rows), len(w)):
             d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, first, columns)
             if needs_x:
                 part = wide(d @ w[first : first + columns])

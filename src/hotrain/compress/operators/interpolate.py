@@ -1,14 +1,14 @@
-"""Bilinear interpolation of (N, C, H, W) in compiled graphs: backward as two matrix products.
+"""Bilinear interpolation of (N, C, H, W) in compiled graphs: PyTorch's kernel, and backward as two matrix products.
 
     Y = A_h X A_wᵀ per channel:  g_X = A_hᵀ G A_w
 
 A_h (H', H) and A_w (W', W) have two weights in a row. Inductor computes backward by atomic additions of every element
-of G to four of g_X, which takes longer than all else in the head of a segmentation network. Nothing is saved.
+of G to four of g_X, which takes longer than all else in the head of a segmentation network, and it writes two tensors
+of Y's size in float32 in forward. Nothing is saved.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ...autograd import once
 from ...casting import outside_autocast
-from ..rematerialize import FASTER, noted
+from ..launcher import opaque
 from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair, uncompressed, wants_gradient
 
 
@@ -53,7 +53,13 @@ def gradient(g_y: Tensor, height: int, width: int, scales: Sequence[float], corn
     return g.view(images, height, width, channels).permute(0, 3, 1, 2)
 
 
-_numbers = itertools.count()
+def _bilinear(x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
+    """Y, in x's memory layout."""
+    order = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+    return plain(x.contiguous(memory_format=order), size, scales, corners).contiguous(memory_format=order)
+
+
+opaque("bilinear(Tensor x, int[] size, float[] scales, bool? corners) -> Tensor", _bilinear)(_bilinear)
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
@@ -64,8 +70,7 @@ class Interpolated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
         ctx.shape, ctx.scales, ctx.corners = x.shape, scales, corners
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        with noted(FASTER, next(_numbers)):
-            return plain(x, size, scales, corners)
+        return torch.ops.hotrain.bilinear(x, size, scales, corners)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
