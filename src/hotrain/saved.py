@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized, wide
+from .quantize.integer import Quantized
 from .quantize.packing import pack, unpack
 
 # What backward gets: codes with a scale, or the unquantized rows.
@@ -211,7 +211,7 @@ class Grouped:
         """
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
-        rows = wide(t.reshape(-1, columns))
+        rows = t.reshape(-1, columns).to(torch.promote_types(t.dtype, torch.float32))
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
@@ -277,14 +277,14 @@ class Levels:
         each = 8 // self.bits
         if rows.shape[1] % each:
             rows = F.pad(rows, (0, -rows.shape[1] % each))
-        # One part after the other: all of them in float32 would be larger than t.
-        codes = [self._codes(slope(wide(part)), first) for first, part in parts(rows, self.bits)]
-        return (pack_parts(codes, self.bits),)
+        accurate = torch.promote_types(t.dtype, torch.float32)
+        slopes = [(first, slope(part.to(accurate))) for first, part in parts(rows, self.bits)]
+        return (pack_parts([self._codes(part, first) for first, part in slopes], self.bits),)
 
     def _codes(self, slopes: Tensor, first: int) -> Tensor:
         steps = slopes * self.per_one - self.first
         codes = (steps + dither(slopes.shape[0], slopes.shape[1], slopes.device, first)).floor()
-        return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1)
+        return codes.nan_to_num(self.per_one - self.first).clamp(0, 2**self.bits - 1).to(torch.uint8)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Dequantize what `keep` returned to a shape and a dtype."""

@@ -201,19 +201,20 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         known = scope.origins.of(input)
         if not (is_large(input) and input.requires_grad):
             return None
-        form = _DERIVATIVE if kind.levels else _BIT
-        if before is not None and is_fused(before.x, name):
-            scope.record(name, form)
+        if before is not None and not is_fused(before.x, name):
+            before = None
+        saves_input = kind.by_input and before is None
+        form = _input_format() if saves_input else _DERIVATIVE if kind.levels else _BIT
+        scope.record(name, form)
+        if before is not None:
             return finished(scope, before, name, input if inplace else None)
-        if kind.by_input:
-            form = _input_format()
+        if saves_input:
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
             y, *codes = curve(input, name, form, image)
             recipe = rematerialize.of(name, rematerialize.values(form, input.shape, image))
         else:
             y = slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        scope.record(name, form)
         if inplace:
             y = written(input, y)
         if recipe:
