@@ -366,7 +366,7 @@ def images(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
 
 def texts(good: Good, count: int, draw: random.Random) -> Iterator[Case]:
     """Tab-separated text as GLUE has it. Text has no checksum, so that readable damage is read."""
-    from hotrain.train.tokens import read_phrases
+    from hotrain_study.texts import read_phrases
 
     yield from _file_cases("tsv", good.tsv, count, draw, read_phrases, exact=False)
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hotrain.train import checkpoint, record, tokens
+from hotrain.train import checkpoint, record
 from hotrain.train.run import TrainRun, replace, with_preset
+from hotrain_study import texts
 
 CONTROL = "exact"
 FINISHED, DIVERGED, FAILED = "finished", "diverged", "failed"
@@ -166,7 +167,7 @@ def located(run: TrainRun, folder: Path | None) -> TrainRun:
     how = "docs/cli.md says what it holds"
     if run.data in ("cifar10", "cifar100"):
         how = f"`hotrain prepare {run.data} --out {folder}` downloads it"
-    elif run.data in tokens.SETS:
+    elif run.data in texts.SETS:
         how = f"`hotrain prepare {run.data} --texts FOLDER --out {folder}` makes it of texts"
     raise ValueError(f"--data: {folder} has neither {run.data}.npz nor a folder {run.data}; {how}")
 

@@ -95,7 +95,9 @@ def test_a_failed_variant_is_recorded_and_is_exit_code_1(tmp_path: Path, monkeyp
     assert [row["variant"] for row in written(tmp_path / "r.jsonl")] == ["broken", "exact"]
 
 
-@pytest.mark.parametrize("words", [["bench", "layers", "--batch", "3"], ["study", "lora", "--last"]])
+@pytest.mark.parametrize(
+    "words", [["bench", "layers", "--batch", "3"], ["study", "lora", "--last"], ["prepare", "cifar10", "--out", "d"]]
+)
 def test_a_package_without_the_tools_says_where_they_are(words: list[str], tmp_path: Path) -> None:
     shutil.copytree(Path(hotrain.__file__).parent, tmp_path / "hotrain")
     command = [sys.executable, "-m", "hotrain.cli", *words]

@@ -1,4 +1,4 @@
-"""Runs on texts: what `prepare` writes, an encoder on phrases, a decoder on bytes, and what does not fit together."""
+"""Runs on texts: what `hotrain prepare` writes, an encoder on phrases, a decoder on bytes, what does not fit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hotrain_study.texts import CLASSIFY, UNKNOWN, arrays_of
 
 from hotrain.train import TrainRun, build, load_data, replace, train
 from hotrain.train.progress import silent
-from hotrain.train.tokens import CLASSIFY, PADDING, UNKNOWN, TokenData, prepare
+from hotrain.train.tokens import PADDING, TokenData
 
 GOOD, BAD = ["good", "fine", "great", "nice", "warm"], ["bad", "poor", "dull", "weak", "cold"]
 SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -41,7 +42,7 @@ def files(texts: Path) -> dict[str, str]:
     """The files of both data sets."""
     found = {}
     for name in ("sst2", "text"):
-        np.savez(texts / f"{name}.npz", **prepare(name, texts))
+        np.savez(texts / f"{name}.npz", **arrays_of(name, texts))
         found[name] = str(texts / f"{name}.npz")
     return found
 
@@ -84,7 +85,7 @@ def test_an_archive_is_its_folder(texts: Path, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "glue.tar.gz", "w:gz") as archive:
         archive.add(texts, ".")
     for name in ("sst2", "text"):
-        packed, plain = prepare(name, tmp_path / "glue.tar.gz"), prepare(name, texts)
+        packed, plain = arrays_of(name, tmp_path / "glue.tar.gz"), arrays_of(name, texts)
         assert packed.keys() == plain.keys()
         assert all(np.array_equal(packed[key], plain[key]) for key in plain)
 
@@ -148,19 +149,19 @@ def test_what_does_not_fit(
 
 def test_files_that_are_not_texts(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lm has no \.txt file"):
-        prepare("text", tmp_path)
+        arrays_of("text", tmp_path)
     with pytest.raises(ValueError, match=r"no file .*train\.tsv"):
-        prepare("sst2", tmp_path)
+        arrays_of("sst2", tmp_path)
     with pytest.raises(ValueError, match=r"none is neither a folder nor a tar archive"):
-        prepare("sst2", tmp_path / "none")
+        arrays_of("sst2", tmp_path / "none")
     (tmp_path / "no.tar.gz").write_text("no archive")
     with pytest.raises(ValueError, match=r"no\.tar\.gz is neither a folder nor a tar archive"):
-        prepare("sst2", tmp_path / "no.tar.gz")
+        arrays_of("sst2", tmp_path / "no.tar.gz")
     (tmp_path / "lm").mkdir()
     (tmp_path / "lm" / "short.txt").write_text("short")
     with pytest.raises(ValueError, match=r"short\.txt has 5 bytes, accepted are at least 2570"):
-        prepare("text", tmp_path)
-    good = prepare("sst2", texts)
+        arrays_of("text", tmp_path)
+    good = arrays_of("sst2", texts)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"vocabulary": np.array(5)}, "tokens of x_train: label .* is out of range for 5 classes"),
         ({"x_test": good["x_test"][:, :9]}, "x_test: sequences of 9 tokens, those of x_train have 64"),

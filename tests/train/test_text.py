@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from hotrain.train.tokens import prepare, read_phrases
+from hotrain_study.texts import arrays_of, read_phrases
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -43,4 +42,4 @@ def test_a_label_of_the_test_alone_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "sst2" / "train.tsv", "sentence\tlabel", "x\t0", "y\t1")
     write(tmp_path / "sst2" / "dev.tsv", "sentence\tlabel", "x\t2")
     with pytest.raises(ValueError, match=r"has label '2' in dev\.tsv, accepted are 0, 1"):
-        prepare("sst2", tmp_path)
+        arrays_of("sst2", tmp_path)

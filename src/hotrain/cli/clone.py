@@ -1,4 +1,4 @@
-"""``hotrain bench`` and ``hotrain study``: tools of a clone, in its `benchmarks/`, which a wheel does not contain."""
+"""``hotrain bench``, ``study`` and ``prepare``: tools of a clone, in `benchmarks/`, which no wheel contains."""
 
 from __future__ import annotations
 

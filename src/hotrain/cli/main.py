@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hotrain._version import __version__
-from hotrain.cli import audit, clone, compare, datasets, demo, frontier, listing, train
+from hotrain.cli import audit, clone, compare, demo, frontier, listing, train
 from hotrain.cli.errors import HotrainGroup
 from hotrain.cli.options import Command
 
@@ -46,7 +46,6 @@ def root(
 TRAIN, LOOK, RECORD = "Train", "Look at a model", "Lists and reports"
 app.command("train", cls=Command, rich_help_panel=TRAIN, epilog=train.EXAMPLES)(train.train)
 app.command("compare", cls=Command, rich_help_panel=TRAIN, epilog=compare.EXAMPLES)(compare.compare)
-app.command("prepare", cls=Command, rich_help_panel=TRAIN, epilog=datasets.EXAMPLES)(datasets.prepare)
 app.command("demo", cls=Command, rich_help_panel=TRAIN, epilog=demo.EXAMPLES)(demo.demo)
 app.command("calibrate", cls=Command, rich_help_panel=LOOK, epilog=audit.CALIBRATE)(audit.calibrate)
 app.command("memory", cls=Command, rich_help_panel=LOOK, epilog=audit.MEMORY)(audit.memory)
@@ -56,13 +55,15 @@ app.command("fidelity", cls=Command, rich_help_panel=LOOK, epilog=audit.FIDELITY
 if clone.FOUND:
     from hotrain_bench import cli as bench
     from hotrain_study import cli as study
+    from hotrain_study import prepare
 
     app.command("study", cls=Command, rich_help_panel=TRAIN, epilog=study.EXAMPLES)(study.study)
+    app.command("prepare", cls=Command, rich_help_panel=TRAIN, epilog=prepare.EXAMPLES)(prepare.prepare)
     app.add_typer(bench.app, name="bench", rich_help_panel=LOOK)
 else:
     anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command("study", cls=Command, rich_help_panel=TRAIN, context_settings=anything)(clone.missing)
-    app.command("bench", cls=Command, rich_help_panel=LOOK, context_settings=anything)(clone.missing)
+    for name, panel in (("study", TRAIN), ("prepare", TRAIN), ("bench", LOOK)):
+        app.command(name, cls=Command, rich_help_panel=panel, context_settings=anything)(clone.missing)
 app.command("recipes", cls=Command, rich_help_panel=RECORD, epilog=listing.RECIPES)(listing.recipes)
 app.command("presets", cls=Command, rich_help_panel=RECORD, epilog=listing.PRESETS)(listing.presets)
 app.command("report", cls=Command, rich_help_panel=RECORD, epilog=listing.REPORT)(listing.report)

@@ -26,20 +26,20 @@ def prepare(
     """Write a data set as NAME.npz, as `hotrain study --data` reads it; CIFAR is downloaded."""
     import numpy as np
 
-    from hotrain.train import tokens
     from hotrain.train.data import NAMES, ArrayData, load_data
+    from hotrain_study.texts import SETS, arrays_of
 
-    if name not in (*NAMES, *tokens.SETS):
-        raise ValueError(f"prepare: got {name!r}, accepted are {', '.join((*NAMES, *tokens.SETS))}")
-    if (name in tokens.SETS) != (texts is not None):
+    if name not in (*NAMES, *SETS):
+        raise ValueError(f"prepare: got {name!r}, accepted are {', '.join((*NAMES, *SETS))}")
+    if (name in SETS) != (texts is not None):
         raise ValueError(
             f"prepare {name}: --texts FOLDER (or a .tar.gz) must say where its texts are"
             if texts is None
-            else f"--texts: it is for {' and '.join(tokens.SETS)}; {name} needs none"
+            else f"--texts: it is for {' and '.join(SETS)}; {name} needs none"
         )
     with working(f"{name}: reading"):
         if texts is not None:
-            arrays = tokens.prepare(name, texts)
+            arrays = arrays_of(name, texts)
         else:
             found = load_data(name, data_dir=str(out / "download"))
             assert isinstance(found, ArrayData)
