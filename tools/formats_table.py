@@ -25,6 +25,7 @@ ENTRIES = {
     "linear": "linear",
     "conv2d": "conv",
 }
+_KEYS = {"slope": "curve"}  # entry → where the rule book has it, if not under its own name
 TOGETHER = ("all", "methods")  # what comes behind the model's name in a subject that is no operator
 _NOT_YET = (
     "*Nothing is recorded yet: `python benchmarks/formats.py --data cifar10.npz --out "
@@ -80,7 +81,8 @@ def rule_book(folder: Path = records.RESULTS) -> str:
         is_looked_up = rule.aten or rule.decomposed
         compiled = rule.compiled or ("the same" if is_looked_up or not rule.rounds else "the same, by its parts")
         own = [f"{form} ({key})" if len(rule.formats) > 1 else form for key, form in rule.formats.items()]
-        errors = [text for operator in rule.measured for text in _errors(rows, operator)]
+        mine = [operator for operator, entry in ENTRIES.items() if _KEYS.get(entry, entry) in rule.formats]
+        errors = [text for operator in mine for text in _errors(rows, operator)]
         because = rule.because or rules.BECAUSE[rules.strictest(rule.arguments.values() or [rule.saved])]
         cells = [rule.name, ", ".join(own), ", ".join(eager), compiled, because, "; ".join(errors)]
         lines.append([cell or "–" for cell in cells])

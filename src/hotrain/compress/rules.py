@@ -53,7 +53,6 @@ class Rule:
             transposed operand).
         arguments: position → class, of arguments that differ.
         formats: hotrain's own operator → the format of `formats.GROUPED` that it saves in.
-        measured: operators of the records ``benchmarks/results/formats_*.jsonl`` with the error of the gradients.
         when: (function, args, kwargs) → whether the row is about this call.
         decomposed: names of functions that a graph has decomposed, as PyTorch leaves them on the parts.
         wide: whether results span orders of magnitude: a graph that needs their value gets RATIO.
@@ -67,7 +66,6 @@ class Rule:
     saved: str = EXACT
     arguments: Mapping[int, str] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
-    measured: tuple[str, ...] = ()
     when: Callable[[Any, Sequence[Any], Mapping[str, Any]], bool] | None = None
     decomposed: frozenset[str] = frozenset()
     wide: bool = False
@@ -121,7 +119,6 @@ MUL = _row(
     "mul square",
     VALUE,
     formats={"product": "int4 nearest"},
-    measured=("product",),
 )
 MATMUL = _row(
     "matrix products",
@@ -129,18 +126,14 @@ MATMUL = _row(
     "mm bmm addmm baddbmm dot mv",
     VALUE,
     formats={"matmul": "int8"},
-    measured=("matmul",),
 )
-LINEAR = _row(
-    "linear layers that stay exact", "linear", "", VALUE, formats={"linear": "int4 nearest"}, measured=("linear",)
-)
+LINEAR = _row("linear layers that stay exact", "linear", "", VALUE, formats={"linear": "int4 nearest"})
 CONVOLUTION = _row(
     "convolutions that stay exact",
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
     "convolution convolution_backward",
     VALUE,
     formats={"conv": "int4 nearest"},
-    measured=("conv2d",),
 )
 DIVISION = _row("quotients", "div divide true_divide", "div", arguments={0: VALUE, 1: RATIO}, wide=True)
 ADDCDIV = _row("addcdiv", "addcdiv", arguments={1: VALUE, 2: RATIO})
@@ -215,7 +208,6 @@ ACTIVATION = _row(
     "gelu silu mish hardswish sigmoid tanh hardsigmoid",
     decomposed=frozenset(("gelu", "silu", "mish", "hardswish", "sigmoid", "tanh", "hardsigmoid")),
     formats={"curve": "int4 nearest"},
-    measured=("gelu", "silu"),
     compiled="int8",
     because="smooth, but for steps of the hard ones at ±3, where few elements are; hotrain's operators save the input "
     "of silu and hardswish, of the others the derivative in 4 bits",
@@ -224,7 +216,6 @@ NORMALIZATION = _row(
     "layer, RMS, group and batch norm",
     "layer_norm rms_norm group_norm batch_norm",
     formats={"norm": "int4 nearest/row"},
-    measured=("layer_norm", "rms_norm", "group_norm", "batch_norm"),
     because="a factor; a norm reduces over the row, which may have one scale",
 )
 SOFTMAX = _row(
@@ -232,7 +223,6 @@ SOFTMAX = _row(
     "softmax",
     "_softmax",
     formats={"softmax": "int8"},
-    measured=("softmax",),
     wide=True,
     compiled="bfloat16 where backward multiplies by the result",
     because="it spans orders of magnitude; in its own operator int8 is precise enough",
@@ -241,7 +231,6 @@ ATTENTION = _row(
     "attention",
     "scaled_dot_product_attention",
     formats={"query_key": "int8", "value_output": "int4 nearest"},
-    measured=("attention q, k", "attention v, output"),
     because="weights depend on q and k exponentially; v is a factor",
 )
 ABSOLUTE = _row("abs", "abs absolute", "sign sgn", SIGN)
