@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from . import draws, published
 from .method import Saved
 from .quantize import QUANTIZERS
-from .quantize.integer import Quantized
-from .quantize.packing import pack, unpack
+from .quantize.integer import Quantized, pack, unpack
 
 # What backward gets: codes with a scale, or the unquantized rows.
 Kept = Quantized | Tensor

@@ -12,8 +12,7 @@ from oracle import codes, sqnr_db
 from torch import Tensor
 
 from hotrain import draws
-from hotrain.quantize.integer import Quantized, largest_code, quantize, scale_of
-from hotrain.quantize.packing import pack, unpack
+from hotrain.quantize.integer import Quantized, largest_code, pack, quantize, scale_of, unpack
 
 ROUNDINGS = ["nearest", "stochastic", "pseudo"]
 AXES = ["tensor", "token", "column"]

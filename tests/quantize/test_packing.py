@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrain.quantize.packing import pack, unpack
+from hotrain.quantize.integer import pack, unpack
 
 
 def test_all_256_bytes_both_ways() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from oracle import round_pseudo, uniform
 
-from hotrain.quantize.integer import quantize
-from hotrain.quantize.rounding import ROUNDINGS, pseudo
+from hotrain.quantize.integer import ROUNDINGS, pseudo, quantize
 
 N = 1 << 18
 

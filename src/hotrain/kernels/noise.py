@@ -11,7 +11,7 @@ from .launch import aligned, cdiv, is_wide, launch
 
 _HASHES = 1024  # per program
 
-# Elements get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.rounding`.
+# Elements get (noise + ½)/2¹⁶ + ½ of a step, as in `quantize.integer`.
 STEP16 = tl.constexpr(2.0**-16)
 HALF16 = tl.constexpr(0.5 + 2.0**-17)
 
@@ -76,7 +76,7 @@ def noise16(rows, first, PITCH, k0, k1, N: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def round_stochastic(v, noise):
-    """`quantize.rounding.stochastic` with that noise."""
+    """`quantize.integer.stochastic` with that noise."""
     return tl.floor(v + noise * STEP16 + HALF16)
 
 

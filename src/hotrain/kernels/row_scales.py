@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..method import Method
-from ..quantize.packing import pack, unpack
+from ..quantize.integer import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
 from .operands import device_key, product
