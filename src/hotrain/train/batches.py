@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from hotrain.train.contexts import isolated_rng
 from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, Data
 from hotrain.train.dense_folder import DenseFolder, Item, read_item
 from hotrain.train.distributed import Processes
 from hotrain.train.image_file import open_image
 from hotrain.train.models import Normalization
-from hotrain.train.rng import isolated_rng
 from hotrain.train.run import TrainRun
 from hotrain.train.scenes import SceneData, draws, scenes
 from hotrain.train.tokens import TokenData

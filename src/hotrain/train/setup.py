@@ -17,12 +17,12 @@ import hotrain
 from hotrain.conversion import converted_layers
 from hotrain.train import checkpoint, contrastive, dense, language
 from hotrain.train.batches import Feed
+from hotrain.train.contexts import seed_all
 from hotrain.train.data import ArrayData, Data, FolderData, load_data
 from hotrain.train.dense_folder import DenseFolder
 from hotrain.train.detection import set_loss
 from hotrain.train.distributed import Processes
 from hotrain.train.models import add_lora, create_model, default_image_size, normalization, resolve_device
-from hotrain.train.rng import seed_all
 from hotrain.train.run import TrainRun
 from hotrain.train.scenes import SceneData
 from hotrain.train.tokens import TokenData

@@ -26,13 +26,13 @@ from hotrain import draws
 from hotrain.calibration import LayerChoice
 from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
+from hotrain.train.contexts import rng_state, set_rng_state
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
 from hotrain.train.meters import DelayedRead, StepTimer, finite
 from hotrain.train.optimization import create_optimizer, create_schedule
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
-from hotrain.train.rng import rng_state, set_rng_state
 from hotrain.train.setup import Setup, training_batches
 
 WATCH = 20  # updates between two checks of the loss on a GPU
