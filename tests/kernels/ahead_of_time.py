@@ -113,7 +113,7 @@ def layers(fp8: bool) -> None:
         lay = layout((8, 16, 16), 16, rows.rank, rows.sampled, "auto", None, True)
         x, g_y, w = (torch.empty(size, 64, dtype=torch.bfloat16) for size in (2048, 2048, 96))
         kept, side = dispatch.keep(x, method, lay, key, history)
-        lift.lift(kept, side[:1], dispatch._rows(lay, side), lay, 64, torch.bfloat16)
+        lift.lift(kept, side[:1], dispatch._rows(side), lay, 64, torch.bfloat16)
         dispatch.grad_codes(g_y, side, method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue

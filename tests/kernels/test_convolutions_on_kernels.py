@@ -73,7 +73,7 @@ def test_the_input_is_restored_from_what_was_kept(lead, grid, rank, sampled, dty
     method = hotrain.Method("of the test", hotrain.GradInput(), rows, hotrain.Saved(bits, number))
     x = torch.randn(lay.samples * lay.tokens, 40, device=device).to(dtype)
     codes, side = dispatch.keep(x, method, lay, key, None)
-    found = lift(codes, side[:1], dispatch._rows(lay, side), lay, 40, dtype)
+    found = lift(codes, side[:1], dispatch._rows(side), lay, 40, dtype)
     z = codes[:40, : lay.rows].T.double() * side[0].double()
     want = tokens.lift(z, lay, int(key) & ((1 << 64) - 1))
     # Sums of 16 exact products in float32, and the rounding of the result, which the interpreter truncates.

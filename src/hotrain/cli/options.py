@@ -42,7 +42,6 @@ def _device_is_here(name: str | None) -> str | None:
 
 
 _RECIPE = "A recipe's name (`hotrain recipes`)"
-Recipe = Annotated[str, typer.Argument(help=f"{_RECIPE}.", show_default=False, autocompletion=completion.recipe_names)]
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(help=f"{_RECIPE}; not with --resume.", show_default=False, autocompletion=completion.recipe_names),

@@ -144,11 +144,11 @@ class _Codes:
 
     def of_lifted(self, x: Tensor, method: Method, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes of x̂, (T, C'), and their scale."""
-        from .quantize_kernels import E4M3, E5M2, FORWARD, INT, Output
+        from .quantize_kernels import FORWARD, INT, NUMBERS, Output
 
         number = PARTNER[method.grad_weight.number]
         limit = floating.largest_code(number) if number in FP8 else float(largest_code(8))
-        kind = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}[number]
+        kind = NUMBERS[number]
         rounds = method.saved.rounding == "stochastic" and kind == INT
         # The forward of a convolution has no codes, so that the history's place for them is free.
         codes, scale, _ = self.of(x, Output(kind, limit, rounds, draws.LIFTED, dtype=dtype), FORWARD, False)
@@ -162,5 +162,5 @@ class _Codes:
 
             return lift(codes, side, lay, self.key, columns, dtype)
 
-        rows = dispatch._rows(lay, side)
+        rows = dispatch._rows(side)
         return run("lift.lift", reference, codes, side[:1], rows, lay, columns, dtype)  # type: ignore[no-any-return]

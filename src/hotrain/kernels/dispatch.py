@@ -46,15 +46,13 @@ def prepare(device: torch.device) -> None:
 @functools.lru_cache(maxsize=1024)
 def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     """The output formats of x, g_y H, P g_y and Hᵀ w."""
-    from .quantize_kernels import COPY, E4M3, E5M2, INT, NOTHING, Output
-
-    numbers = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}
+    from .quantize_kernels import COPY, NOTHING, NUMBERS, Output
 
     def output(number: str, bits: int | None, rounding: str, stream: int, each: bool = False) -> Output:
         if bits is None:
             return Output(COPY)
         limit = floating.largest_code(number) if number in FP8 else float(largest_code(bits))
-        return Output(numbers[number], limit, rounding == "stochastic", stream, each)
+        return Output(NUMBERS[number], limit, rounding == "stochastic", stream, each)
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
     x = output(saved.number, saved.bits, saved.rounding, draws.SAVED, row_scales.applies(method))
@@ -100,7 +98,7 @@ def kept_shapes(
     return [codes, ((_ROWS_AT + _row_words(lay),), torch.float32)]
 
 
-def _rows(lay: Layout, side: Tensor) -> Tensor:
+def _rows(side: Tensor) -> Tensor:
     """The kept rows of every tile, uint8, stored after the scale in `side`."""
     return side[_ROWS_AT:].view(torch.uint8)
 
@@ -128,7 +126,7 @@ def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> 
     """Fill `side` with the rows and the scale (None for none) of the reference."""
     from .reference import kept_rows
 
-    _rows(lay, side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
+    _rows(side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
     if scale is not None:
         side[:1] = scale
 
@@ -168,7 +166,7 @@ def compressed(
     def kernel() -> tuple[Tensor | None, ...]:
         from .quantize_kernels import compress
 
-        rows, scale_to = None if side is None else _rows(lay, side), side[:1] if draw and side is not None else None
+        rows, scale_to = None if side is None else _rows(side), side[:1] if draw and side is not None else None
         return compress(
             t, lay, rows, key, *outputs, rotate=rotate, sums=sums, draw=draw, scale_to=scale_to, **launch
         )  # fmt: skip

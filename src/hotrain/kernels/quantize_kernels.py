@@ -486,6 +486,7 @@ class Output:
 
 
 NOTHING = Output(NONE)
+NUMBERS = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}  # of a method
 DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 

@@ -15,9 +15,9 @@ from ..quantize import QUANTIZERS
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
-from .quantize_kernels import COPY, E4M3, E5M2, INT, NONE, NOTHING, Output, padded
+from .quantize_kernels import COPY, NONE, NOTHING, NUMBERS, Output, padded
 
-NUMBERS = {INT: "int", E4M3: "e4m3", E5M2: "e5m2"}
+_NAMES = {kind: name for name, kind in NUMBERS.items()}
 
 
 def _reference_key(key: Tensor) -> draws.Key:
@@ -27,7 +27,7 @@ def _reference_key(key: Tensor) -> draws.Key:
 def codes_of(t: Tensor, output: Output, axis: str, key: draws.Key) -> tuple[Tensor, Tensor]:
     """Codes of a matrix and their scale; `axis`: of integer scales that are not per tensor."""
     bits, rounding = 8 if output.limit > 7 else 4, "stochastic" if output.stochastic else "nearest"
-    quantize = QUANTIZERS[NUMBERS[output.number]]
+    quantize = QUANTIZERS[_NAMES[output.number]]
     found = quantize(t, bits, axis if output.each else "tensor", rounding, key, output.stream)
     return found.codes, found.scale.flatten() if output.each else found.scale
 
