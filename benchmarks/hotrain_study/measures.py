@@ -15,9 +15,9 @@ from torch import nn
 
 import hotrain
 from hotrain.analysis.fidelity import first_calls
-from hotrain.analysis.layer_times import now
 from hotrain.audit.unchanged import as_found
 from hotrain.layer_gradients import LossFn, exact_calls
+from hotrain.planning import clock
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate
 from hotrain.train.models import resolve_device
@@ -123,13 +123,13 @@ def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
         if number == 10 and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
-        begun = now(device)
+        begun = clock(device)
         with autocast(run, device):
             loss = nn.functional.cross_entropy(net(images).float(), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append((now(device) - begun) * 1e3)
+        times.append((clock(device) - begun) * 1e3)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from .audit.saved_bytes import SavedBytes, bytes_inside, saved_bytes
 from .audit.unchanged import as_found
 from .compress.checkpointing import blocks, keep_all, recompute
+from .planning import clock
 from .tables import bytes_text
 
 _TIMED = 3  # forwards that a block's time is the median of
@@ -161,12 +161,13 @@ def _seconds(
     """Time of each block's forward, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in modules}
     started: dict[str, float] = {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def start(name: str, *_: Any) -> None:
-        started[name] = _now()
+        started[name] = clock(device)
 
     def stop(name: str, *_: Any) -> None:
-        times[name].append(_now() - started[name])
+        times[name].append(clock(device) - started[name])
 
     with as_found(model), torch.enable_grad(), ExitStack() as hooks:
         for name, module in modules.items():
@@ -177,9 +178,3 @@ def _seconds(
         for _ in range(_TIMED):
             model(*inputs, **kwargs)
     return {name: median(values) if values else 0.0 for name, values in times.items()}
-
-
-def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from .conversion import ConversionReport, convert, revert
 from .method import Method
+from .planning import clock
 from .plans import Point
 from .presets import DEFAULT
 
@@ -135,19 +135,14 @@ def _milliseconds(
     from .audit.saved_bytes import sum_of_results
 
     parameters = [p for p in model.parameters() if p.requires_grad]
+    device = next((p.device for p in model.parameters() if p.is_cuda), torch.device("cpu"))
     times = []
     for number in range(_WARM + _TIMED):
-        _wait()
-        begin = time.perf_counter()
+        begin = clock(device)
         loss = sum_of_results(forward(*args, **kwargs))
         with torch.autocast(loss.device.type, enabled=False):
             torch.autograd.grad(loss, parameters, allow_unused=True)
-        _wait()
+        end = clock(device)
         if number >= _WARM:
-            times.append((time.perf_counter() - begin) * 1e3)
+            times.append((end - begin) * 1e3)
     return statistics.median(times)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

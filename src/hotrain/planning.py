@@ -315,6 +315,13 @@ def timed(work: Callable[[], object], count: int = 2) -> float:
     return start.elapsed_time(end) / count
 
 
+def clock(device: torch.device) -> float:
+    """The time in seconds when all that was issued to a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def _measure(question: Question, graphs: bool) -> tuple[float, float, float]:
     layer = _Layer(question)
     with layer.mode():

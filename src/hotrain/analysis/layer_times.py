@@ -7,7 +7,6 @@ small. `plan` times both on the device and in the dtype of the model; its `filte
 from __future__ import annotations
 
 import statistics
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from ..conversion import FilterFn, convert, revert
 from ..functional import as_method
 from ..method import Method
 from ..nn.state import LayerState, layer_states
+from ..planning import clock
 from ..presets import DEFAULT
 from ..tables import table
 from .shapes import LayerShape, layer_shapes
@@ -187,22 +187,15 @@ def _time(module: nn.Module, shape: LayerShape, repeats: int) -> tuple[float, fl
         for converted in (False, True):
             module.training = converted
             with autocast, torch.enable_grad():
-                start = now(x.device)
+                start = clock(x.device)
                 y = module.forward(x)
-                middle = now(x.device)
+                middle = clock(x.device)
             g_y = torch.randn_like(y)
-            resumed = now(x.device)
+            resumed = clock(x.device)
             torch.autograd.grad(y, leaves, g_y)
             if repeat:
-                times[converted].append((middle - start, now(x.device) - resumed))
+                times[converted].append((middle - start, clock(x.device) - resumed))
     (forward, exact), (with_save, backward) = (
         tuple(statistics.median(column) for column in zip(*times[run], strict=True)) for run in (False, True)
     )
     return exact * 1e3, (backward + max(0.0, with_save - forward)) * 1e3
-
-
-def now(device: torch.device) -> float:
-    """The time in seconds when all that was issued to a device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
