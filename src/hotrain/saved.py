@@ -8,6 +8,7 @@ are dequantized: `Grouped` for values, `Levels` for derivatives, whose range is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -240,10 +241,14 @@ class Grouped:
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""
-        rows, columns = torch.Size(shape[:-1]).numel(), shape[-1]
+        codes, scales = self.sizes(torch.Size(shape[:-1]).numel(), shape[-1])
+        return math.prod(codes) + math.prod(scales) * _SCALE.itemsize
+
+    def sizes(self, rows: int, columns: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The shapes of codes and scales of a matrix."""
         size = group_size(columns, self.whole)
-        groups = rows * -(-columns // size)
-        return groups * (size * self.bits // 8 + _SCALE.itemsize)
+        groups = -(-columns // size)
+        return (rows, groups, size * self.bits // 8), (rows, groups, 1)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,8 @@ def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 def empty_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Codes and scales as the kernels return them, not written."""
-    columns = t.shape[-1]
-    spec = GROUPED[form]
-    size = group_size(int(columns), spec.whole)
-    rows, groups, width = t.numel() // columns, columns // size, size * spec.bits // 8
-    return t.new_empty(rows, groups, width, dtype=torch.uint8), t.new_empty(rows, groups, 1, dtype=torch.bfloat16)
+    codes, scales = GROUPED[form].sizes(t.numel() // t.shape[-1], int(t.shape[-1]))
+    return t.new_empty(codes, dtype=torch.uint8), t.new_empty(scales, dtype=torch.bfloat16)
 
 
 @opaque("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", empty_codes)

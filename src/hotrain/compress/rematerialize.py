@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..quantize.integer import wide
-from ..saved import Bits, Grouped, Levels, group_size, memory_order
+from ..saved import Bits, Grouped, Levels, memory_order
 from .formats import GROUPED, is_static
 from .slopes import ACTIVATIONS
 
@@ -303,10 +304,8 @@ def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
     codes = parsed(recipe) if recipe else None
     if not isinstance(codes, Codes) or codes.kind != "output":
         return []
-    spec = GROUPED[codes.form]
-    size = group_size(codes.columns, spec.whole)
-    groups = elements // codes.columns * -(-codes.columns // size)
-    return [("uint8", groups * size * spec.bits // 8), ("bfloat16", groups * torch.bfloat16.itemsize)]
+    packed, scales = GROUPED[codes.form].sizes(elements // codes.columns, codes.columns)
+    return [("uint8", math.prod(packed)), ("bfloat16", math.prod(scales) * torch.bfloat16.itemsize)]
 
 
 def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
