@@ -84,15 +84,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         classes = len(w)
         more = _padded(classes, w.device) - classes
         if more:
-            y = F.linear(x, F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more)))
-            rows, y = y.reshape(-1, y.shape[-1]), y[..., :classes].contiguous()
+            whole = F.linear(x, F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more)))
+            y = whole[..., :classes].contiguous()
         else:
-            y = not_a_view(F.linear(x, w, b))
-            rows = y.reshape(-1, classes).contiguous()
+            whole = y = not_a_view(F.linear(x, w, b))
+        rows = whole.reshape(-1, classes + more).contiguous()
         counts = target != ignored
         normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
+        rows = y.reshape(-1, classes).contiguous()  # models return these too
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         return loss.to(dtype), y, *with_codes(ctx, *own(kept, form))
