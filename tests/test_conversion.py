@@ -453,6 +453,44 @@ def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) 
     assert type(model[0]) is type(layer)
 
 
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda net: nn.Sequential(Renamed(64, 64), nn.GELU()),
+            r"0: Renamed is a subclass\n.*itself",
+        ),  # not of its class
+        (lambda net: Renamed(64, 64), r"Renamed: Renamed is a subclass\n"),  # which has no name in a model
+        (lambda net: nn.Sequential(torch.jit.script(net)), r"0: made by torch\.jit.*put the module"),  # out of reach
+    ],
+    ids=["subclass", "alone", "scripted"],
+)
+def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str) -> None:
+    """What is between them may still be compressed, so that it is no error; "exact" asks for just this."""
+    with pytest.warns(UserWarning, match=rf"(?s)hotrain\.convert: no layer of \w+ matched:\n  {why}"):
+        report = hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))))
+    assert len(report.kept) == 1
+    hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))), "exact", memory="block")  # a warning is an error here
+    hotrain.convert(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(64, 64, 3)))  # too small, and of no kind that is converted
+
+
+@pytest.mark.parametrize(
+    ("wrap", "cure"),
+    [
+        (torch.jit.script, r"the model is a RecursiveScriptModule of torch\.jit.*hotrain\.compile"),  # no Python runs
+        (lambda net: torch.jit.trace(net, torch.ones(2, 64)), r"the model is a TopLevelTracedModule of torch\.jit"),
+        (nn.DataParallel, r"the model is an nn\.DataParallel.*\.module.*DistributedDataParallel"),  # copies each step
+        (lambda net: nn.Sequential(nn.DataParallel(net)), r"'0' is an nn\.DataParallel"),
+    ],
+    ids=["scripted", "traced", "replicated", "replicated inside"],
+)
+def test_models_that_would_run_without_their_converted_layers_are_refused(wrap: Any, cure: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    with pytest.raises(ValueError, match=rf"hotrain\.convert: {cure}"):
+        hotrain.convert(wrap(net))
+    assert type(net[0]) is nn.Linear
+
+
 class _Product(torch.autograd.Function):
     """x wᵀ of a weight in codes, and gradients of its own making."""
 

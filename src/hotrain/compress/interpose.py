@@ -305,8 +305,7 @@ def unwrap(model: nn.Module) -> None:
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the elements of its module lists that are blocks."""
-    if not isinstance(model, torch.jit.ScriptModule):
-        yield model
+    yield model
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             yield from (child for child in parent.children() if child is not model and is_block(child))

@@ -6,6 +6,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -90,9 +91,10 @@ def convert(
 
     Raises:
         TypeError: the model is no module, or `filter_fn` no function.
-        ValueError: the method is unknown, the grid is bad, the model is compiled already or has layers that were
-            converted with another plan, no layer matched (with a `filter_fn`, or with ``memory="linear"``), or a point
-            was measured on another device or PyTorch, or of another model.
+        ValueError: the method is unknown, the grid is bad, the model is compiled already, scripted or in an
+            nn.DataParallel, or has layers that were converted with another plan, no layer matched (with a
+            `filter_fn`, or with ``memory="linear"``), or a point was measured on another device or PyTorch, or of
+            another model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hotrain.convert: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
@@ -116,7 +118,7 @@ def convert(
         raise ValueError(f"hotrain.convert: plan={plan!r} {_no_plan(plan)}")
     asked = {"forward": forward, "memory": memory, "number": number}
     method = method.override(**{name: value for name, value in asked.items() if value is not None})
-    _refuse_compiled(model)
+    _refuse_wrapped(model)
     report = ConversionReport(method, plan=plan)
     if method.is_exact:
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in candidates(model)]
@@ -127,7 +129,9 @@ def convert(
     grids = {} if grid is not None else token_grids(model)
     everywhere = _as_grid(grid, prefix_tokens)
     chosen: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    hindered = False
     for name, module, reason in candidates(model):
+        hindered |= reason is not None and isinstance(module, nn.Linear | nn.Conv2d | torch.jit.ScriptModule)
         if filter_fn is not None and not filter_fn(module, name):
             reason = reason or "excluded by filter_fn"
         elif filter_fn is None and reason is None:
@@ -149,14 +153,9 @@ def convert(
             chosen.append((name, module, target))
     # Any model has activations between its layers to compress; a filter that matches nothing is a mistake.
     if not chosen and (filter_fn is not None or method.memory != "block"):
-        rows = report.kept_rows
-        why = "\n".join(f"  {row.name}: {row.reason}" for row in rows[:12]) or "  it has no Linear or Conv2d"
-        why += f"\n  … and {len(rows) - 12} more" if len(rows) > 12 else ""
-        raise ValueError(
-            f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why}\n"
-            "Pass filter_fn=lambda module, name: ... to choose layers yourself; "
-            'convert(model, "exact", memory="block") compresses only the activations between them.'
-        )
+        raise ValueError(_none_of(model, report.kept_rows))
+    if hindered and not chosen and not report.layers:  # of a kind that is converted, which no default leaves out
+        warnings.warn(_none_of(model, report.kept_rows), stacklevel=2)
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
         if place is not None and not dense_prefix:
@@ -191,6 +190,18 @@ def convert(
     return report
 
 
+def _none_of(model: nn.Module, rows: list[KeptRow]) -> str:
+    """What is said where no layer is converted."""
+    why = "\n".join(f"  {row.name or type(model).__name__}: {row.reason}" for row in rows[:12])
+    why += f"\n  … and {len(rows) - 12} more" if len(rows) > 12 else ""
+    return (
+        f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why or '  it has no Linear or Conv2d'}\n"
+        "Layers are converted whose class is nn.Linear, nn.Conv2d or transformers' Conv1D itself; put these in the "
+        "place of subclasses. Pass filter_fn=lambda module, name: ... to choose layers yourself; "
+        'convert(model, "exact", memory="block") compresses only the activations between them.'
+    )
+
+
 def _no_plan(plan: Any) -> str:
     """What is said of a plan that is none: a budget is met by measuring, which needs a batch."""
     try:
@@ -204,7 +215,7 @@ def _no_plan(plan: Any) -> str:
 
 
 def _follow(model: nn.Module, point: Point) -> ConversionReport:
-    _refuse_compiled(model)
+    _refuse_wrapped(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     point.check(device)
     found = blocks(model)
@@ -236,14 +247,24 @@ def _gains(model: nn.Module, layers: Sequence[Any]) -> float:
     return sum(found.get(layer, 0.0) for layer in layers)
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Raise ValueError for a model that is compiled already, in whole or in part."""
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ValueError for a model that is compiled already, in whole or in part, scripted, or replicated."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"hotrain.convert: the model is a {type(model).__name__} of torch.jit, whose layers run outside of Python. "
+            "Convert the model that it was made of, and compile that by hotrain.compile(model) instead"
+        )
     for name, module in model.named_modules():
+        where = f"{name!r} is" if name else "the model is"
         if compiled_part(module) is not None:
-            where = f"{name!r} is" if name else "the model is"
             raise ValueError(
                 f"hotrain.convert: {where} compiled already. Convert first and compile then: "
                 "fast = hotrain.compile(model) does both (of a compiled model, `._orig_mod` is the model itself)"
+            )
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(
+                f"hotrain.convert: {where} an nn.DataParallel, which copies its layers in every step. Convert what is "
+                "inside, `.module`, and train that with one process for each GPU (DistributedDataParallel)"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..functional import FLOATING
@@ -15,6 +16,7 @@ from ..private import fakes
 
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
+_SCRIPTED = "made by torch.jit, whose layers run outside of Python; put the module that it was made of in its place"
 _WRAPPERS = ("base_model", "model", "module", "base_layer", "_orig_mod", "_fsdp_wrapped_module")
 _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
 
@@ -54,6 +56,13 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             yield name, module, "its projections are used without calling a layer (nn.MultiheadAttention)"
         elif isinstance(module, nn.Linear | nn.Conv2d) or _is_conv1d(module):
             yield name, module, _hindrance(module, owners, without_call)
+        elif isinstance(module, torch.jit.ScriptModule):
+            if not isinstance(model.get_submodule(name.rpartition(".")[0]), torch.jit.ScriptModule):
+                yield (
+                    name,
+                    module,
+                    _SCRIPTED,
+                )
         elif isinstance(module, nn.modules.conv._ConvNd):
             yield (
                 name,
