@@ -491,6 +491,60 @@ def test_models_that_would_run_without_their_converted_layers_are_refused(wrap: 
     assert type(net[0]) is nn.Linear
 
 
+def _by_hand(model: nn.Sequential) -> str:
+    model[0] = Renamed(64, 64)
+    return f"{__name__}.Renamed"
+
+
+def _by_torchao(model: nn.Sequential) -> str:
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed: pip install torchao")
+    float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name == "0")
+    return "torchao.float8.float8_linear.Float8Linear"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:(?!hotrain)")
+@pytest.mark.parametrize("replace", [_by_hand, _by_torchao])  # any code may; a library keeps the class's name
+def test_the_report_says_which_layers_another_library_has_replaced(replace: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    report = hotrain.convert(model)
+    pickled = pickle.loads(pickle.dumps(report))
+    assert not report.gone
+    kind = replace(model)
+    assert converted(report) == {"2"}
+    assert not report.kept
+    assert "1 layers converted to hq8, 0 kept exact, 1 replaced since they were converted\n" in str(report)
+    assert f"\n  0  gone: its place has a {kind}" in str(report)
+    assert converted(pickled) == {"0", "2"}  # it has no model to read
+    left = model[0]
+    hotrain.revert(model)
+    assert model[0] is left
+    assert [row.name for row in report.gone] == ["0"]
+    assert reasons(report) == {"2": "reverted"}
+    del model[2]
+    other = hotrain.convert(moved := nn.Sequential(nn.Linear(64, 64)))
+    moved[0] = nn.Sequential(moved[0])  # as PEFT's layers keep theirs: it is still there, under another name
+    assert converted(other) == {"0"}
+    moved.pop(0)
+    assert other.gone[0].instead == "the model has no module of this name"
+
+
+def test_another_conversion_forgets_what_ran_before() -> None:
+    """The last step of one method is none of the next; the draws go on, so that none comes twice."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    hotrain.convert(model, "hq4")
+    train_step(model, torch.randn(2, 32, 64))
+    key = next(hotrain.converted_layers(model))[2].draws.step
+    report = hotrain.convert(model, "hot")
+    (row,) = report.converted
+    assert (row.ran.method, row.reached, row.saved_bytes) == (None, False, 0)
+    assert str(row) == str(hotrain.preset("hot"))
+    assert report.ran()[0]["g_x"] is None
+    train_step(model, torch.randn(2, 32, 64))
+    (row,) = report.converted
+    assert row.ran.method == hotrain.preset("hot")
+    assert next(hotrain.converted_layers(model))[2].draws.step == key + 1
+
+
 class _Product(torch.autograd.Function):
     """x wᵀ of a weight in codes, and gradients of its own making."""
 

@@ -7,6 +7,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,7 +120,7 @@ def convert(
     asked = {"forward": forward, "memory": memory, "number": number}
     method = method.override(**{name: value for name, value in asked.items() if value is not None})
     _refuse_wrapped(model)
-    report = ConversionReport(method, plan=plan)
+    report = ConversionReport(method, plan=plan, model=weakref.ref(model))
     if method.is_exact:
         report.kept_rows = [KeptRow(name, "method exact") for name, _, _ in candidates(model)]
         revert(model)
@@ -167,6 +168,7 @@ def convert(
         else:
             state.name, state.chosen, state.fallback = label, filter_fn is not None, None
             state.draws.layer = Draws.of(label).layer
+            state.forget()
         state.follow(method, place, plan)
         state.transposed = getattr(target, "transposed", False)
         weight = module.weight

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from ..compress.rematerialize import describe, saved_by_reader
 from ..compress.report import Buffers
 from ..layer_record import Ran
 from ..method import Method
-from ..nn.state import LayerState
+from ..nn.state import REVERTED, LayerState
 from ..plans import Point
 from ..tables import bytes_text
-from .undo import revert
+from .undo import converted_layers, revert
 
 _UNCALLED = "no training forward has called it (its weight may be used without calling the layer)"
 
@@ -64,12 +67,20 @@ class KeptRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class GoneRow:
+    """A converted layer that is no longer in the model, with what is in its place."""
+
+    name: str
+    instead: str
+
+
 @dataclass
 class ConversionReport:
     """What happened to each layer; ``str(report)`` prints it.
 
-    `converted` and `kept` are up to date: a layer that a training forward found unsuited, or did not call, moves from
-    one to the other, with its reason.
+    `converted`, `kept` and `gone` are up to date: a layer that a training forward found unsuited, or did not call, or
+    that another library has replaced, moves from one to the other, with its reason.
 
     Attributes:
         method: as requested.
@@ -80,6 +91,7 @@ class ConversionReport:
         activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
         times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
         point: that the model follows, where `convert` was given one.
+        model: a weak reference to the model; None for a copy, which reads no model.
     """
 
     method: Method
@@ -90,15 +102,23 @@ class ConversionReport:
     plan: str = "speed"
     times: tuple[float, float] | None = None
     point: Point | None = None
+    model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def _rows(self) -> Iterator[ConvertedRow | KeptRow]:
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"model": None}  # weak references cannot be pickled
+
+    def _rows(self) -> Iterator[ConvertedRow | KeptRow | GoneRow]:
+        model = None if self.model is None else self.model()
+        there = None if model is None else {id(state): name for name, _, state in converted_layers(model)}
         trained = any(state.reached for _, state in self.layers)
         # Equal blocks that are compiled one by one share the code of the first, which the plan was made for.
         planned = {(s.spec, s.weight): (name, s.fallback) for name, s in self.layers[::-1] if s.fallback and s.asked}
         for name, state in self.layers:
             first = None if state.reached else planned.get((state.spec, state.weight))
-            if state.fallback is not None:
+            if model is not None and there is not None and id(state) not in there and state.fallback != REVERTED:
+                yield GoneRow(name, _instead(model, name))
+            elif state.fallback is not None:
                 yield KeptRow(name, state.fallback)
             elif first is not None:
                 yield KeptRow(name, f"as {first[0]}, whose compiled code it runs: {first[1]}")
@@ -116,6 +136,11 @@ class ConversionReport:
     def kept(self) -> list[KeptRow]:
         """The layers that stay exact."""
         return self.kept_rows + [row for row in self._rows() if isinstance(row, KeptRow)]
+
+    @property
+    def gone(self) -> list[GoneRow]:
+        """The layers that were converted and that something else has replaced since."""
+        return [row for row in self._rows() if isinstance(row, GoneRow)]
 
     def ran(self) -> list[dict[str, Any]]:
         """What the layers did in their last training step, as recorded by the layers themselves.
@@ -178,12 +203,15 @@ class ConversionReport:
         return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
 
     def __str__(self) -> str:
-        converted, kept = self.converted, self.kept
+        converted, kept, gone = self.converted, self.kept, self.gone
         rows = [(row.name, str(row)) for row in converted]
         rows += [(row.name, f"exact: {row.reason}") for row in kept]
+        rows += [(row.name, f"gone: {row.instead}") for row in gone]
         width = max((len(name) for name, _ in rows), default=0)
         methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
         head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
+        if gone:
+            head += f", {len(gone)} replaced since they were converted"
         if self.activations:
             head += f", {len(self.activations)} ReLUs save 1 bit per element"
         if self.point is not None:
@@ -200,6 +228,13 @@ class ConversionReport:
                 head += f"\n  {line_of(group)}"
         lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
+
+
+def _instead(model: nn.Module, name: str) -> str:
+    """What is in the place of a layer that is gone."""
+    found = dict(model.named_modules()).get(name)
+    kind = "" if found is None else f"{type(found).__module__}.{type(found).__qualname__}"
+    return f"its place has a {kind}" if kind else "the model has no module of this name"
 
 
 def line_of(group: dict[str, Any]) -> str:

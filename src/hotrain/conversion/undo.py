@@ -18,6 +18,8 @@ _ROOM = f"{__package__.rpartition('.')[0]}.nn."  # the package with the classes 
 def revert(model: nn.Module) -> None:
     """Undo `convert` and `checkpoint_blocks`, in place: every layer gets its own class back.
 
+    What another library has put in the place of a converted layer stays there (`ConversionReport.gone`).
+
     Args:
         model: converted or not.
 

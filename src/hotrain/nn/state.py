@@ -61,6 +61,7 @@ class LayerState:
         self.asked: planning.Question | None = None  # what a compiled step's plan was about
         self.traced: tuple[Any, ...] = ()  # the layer as `compress.choosing.layers` finds it in a compiled graph
         self.calls = 0
+        self.begun = -1  # the step of the draws when the layer was converted
         self.draws = Draws.of(name)
         self.origins: Origins | None = None
         self.follow(method, grid, "memory")
@@ -91,7 +92,11 @@ class LayerState:
     @property
     def reached(self) -> bool:
         """Whether a training step has run through the layer."""
-        return self.draws.ran.method is not None or self.draws.step >= 0
+        return self.draws.ran.method is not None or self.draws.step > self.begun
+
+    def forget(self) -> None:
+        """Begin a new record: what ran before was another conversion's."""
+        self.draws.ran, self.begun, self.calls = Ran(), self.draws.step, 0
 
     @property
     def low_rank(self) -> bool:
