@@ -37,6 +37,7 @@ def test_timm_models_at_another_size(name: str, size: int) -> None:
     [
         ({"name": "vit_bas_patch16_224"}, "unknown name 'vit_bas_patch16_224'.*did you mean vit_base_patch16_224"),
         # what begins so, before what is like it
+        ({"name": "vit_basse"}, "unknown name .vit_basse.*did you mean vit_base_"),  # most of the name is missing
         ({"name": "vit_bas"}, "unknown name .vit_bas.*did you mean vit_base_"),
         ({"name": "small_vit", "pretrained": True}, "has no published weights"),
         (

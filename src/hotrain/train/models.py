@@ -62,9 +62,11 @@ SMALL = {
 
 
 def nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Up to three known names for a message: the shortest that begin with `name`, else those that are most like it."""
+    """Up to three known names for a message: the shortest that begin with `name`, or with what is most like it."""
     begin = sorted((other for other in known if name and other.startswith(name)), key=len)
-    return begin[:3] or difflib.get_close_matches(name, known, n=3)
+    parts = name.count("_") + 1
+    cut = {"_".join(other.split("_")[:parts]): other for other in sorted(known, key=len, reverse=True)}
+    return begin[:3] or [cut[like] for like in difflib.get_close_matches(name, cut, n=3)]
 
 
 def default_image_size(name: str, data_size: int) -> int:
