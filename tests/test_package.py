@@ -114,7 +114,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     ]
     refused = run([folder / "bin/hotrain", "--help"], tmp_path, fails=True)
     assert refused.stderr.count("\n") == 1
-    assert "needs typer. Install with pip install 'hotrain[train]'" in refused.stderr
+    assert "needs typer; pip install '.[train,plot]' in a clone of hotrain" in refused.stderr
 
 
 def test_versions_that_are_said_agree() -> None:

@@ -12,6 +12,11 @@ __version__ = "0.1.0"
 TORCH = "2.11"  # the first version that works
 
 
+def install_extra(extra: str) -> str:
+    """How to install extras of hotrain, which is on no registry."""
+    return f"pip install '.[{extra}]' in a clone of hotrain"
+
+
 def require(package: str, least: str, extra: str = "") -> None:
     """Raise ImportError unless a package is installed in a version that works.
 
@@ -23,7 +28,7 @@ def require(package: str, least: str, extra: str = "") -> None:
     Raises:
         ImportError: it is missing or too old; the message says what to install.
     """
-    install = f"pip install 'hotrain[{extra}]'" if extra else f"pip install '{package}>={least}'"
+    install = install_extra(extra) if extra else f"pip install '{package}>={least}'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:

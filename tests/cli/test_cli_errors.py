@@ -48,6 +48,7 @@ MISTAKES = {
     "an unknown method among good ones": (("compare", "demo_vit", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "an unknown method in the demo": (("demo", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
+    "no model that begins so": (("frontier", "vit_basse"), "did you mean vit_base_"),
     "no model of that name": (("memory", "vit_tini_patch16_224"), "did you mean vit_tiny_patch16_224"),
     "no size": (("memory", "demo_vit", "--fit", "24apples"), "24GB"),
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
@@ -110,7 +111,9 @@ def test_too_little_memory_is_said_in_a_line() -> None:
 
 
 def test_a_missing_package_says_how_to_get_it() -> None:
-    assert "pip install 'hotrain[train,plot]'" in one_line(ModuleNotFoundError("No module named 'timm'"))
+    assert "pip install '.[train,plot]' in a clone of hotrain brings" in one_line(
+        ModuleNotFoundError("No module named 'timm'")
+    )
     assert one_line(ValueError()) == "ValueError"
 
 

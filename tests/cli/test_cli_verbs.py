@@ -422,7 +422,7 @@ def test_frontier_writes_figure_and_record_also_where_the_budget_cannot_be_met(
     found = json.loads(done.stdout)
     assert found["best"] in names
     assert {row["model"] for row in found["rows"]} == {"demo_vit"}
-    assert "no figure: matplotlib is not installed; pip install 'hotrain[plot]'" in done.stderr
+    assert "no figure: matplotlib is not installed; pip install '.[plot]' in a clone" in done.stderr
     assert [path.name for path in (tmp_path / "bare").iterdir()] == ["frontier.jsonl"]
 
 

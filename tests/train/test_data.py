@@ -230,7 +230,7 @@ def test_digits_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyP
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RuntimeError, match=r"pip install 'hotrain\[train\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install '\.\[train\]' in a clone"):
         load_data("digits")
 
 

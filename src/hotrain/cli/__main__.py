@@ -12,14 +12,14 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] not in ("typer", "rich"):
             raise
-        from hotrain._version import __version__
+        from hotrain._version import __version__, install_extra
 
         if sys.argv[1:] == ["--version"]:
             print(f"hotrain {__version__}")
             return
         raise SystemExit(
-            f"hotrain {__version__}: the command line needs {missing.name}. Install with pip install 'hotrain[train]', "
-            "or 'hotrain[train,plot]' for reports and figures too"
+            f"hotrain {__version__}: the command line needs {missing.name}; {install_extra('train,plot')} brings it, "
+            "and what draws reports and figures"
         ) from None
     app()
 

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperGroup
 
+from hotrain._version import install_extra
 from hotrain.analysis.steps import is_out_of_memory
 from hotrain.cli.options import PlainFlags
 
@@ -64,7 +65,7 @@ def one_line(error: BaseException) -> str:
     """Return the message on one line: the error's name where it is empty, how to install a missing package."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
-        text += "; pip install 'hotrain[train,plot]' brings what every command needs"
+        text += f"; {install_extra('train,plot')} brings what every command needs"
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]} … ({len(text):,} characters)"
     if is_out_of_memory(error):

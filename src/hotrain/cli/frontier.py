@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hotrain._version import install_extra
 from hotrain.cli.errors import note
 from hotrain.cli.options import (
     AmpOption,
@@ -100,7 +101,7 @@ def frontier(
         (folder / FIGURE).write_text(draw_frontier(found.rows()), encoding="utf-8")
         written = f"{folder / FIGURE} and {written}"
     else:
-        note("no figure: matplotlib is not installed; pip install 'hotrain[plot]'")
+        note(f"no figure: matplotlib is not installed; {install_extra('plot')}")
     best = None if size is None else found.best(size)
     if json:
         print_json({"rows": found.rows(), "best": None if best is None else best.name, "folder": folder})

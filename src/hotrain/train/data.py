@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrain._version import install_extra
 from hotrain.train.arrays import InMemory, check_labels, names_in, read_arrays
 from hotrain.train.dense_folder import DenseFolder, load_dense
 from hotrain.train.image_file import ImageFiles, open_image
@@ -122,7 +123,7 @@ def _digits() -> ArrayData:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ModuleNotFoundError as error:
-        raise RuntimeError("data 'digits' comes with scikit-learn: pip install 'hotrain[train]'") from error
+        raise RuntimeError(f"data 'digits' comes with scikit-learn: {install_extra('train')}") from error
     digits = load_digits()
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # 17 grey levels, (1797, 1, 8, 8)
     # The split is a property of the data set here, so it does not depend on the run's seed.
@@ -134,7 +135,7 @@ def _digits() -> ArrayData:
 
 def _cifar(name: str, data_dir: str) -> ArrayData:
     if not ensure_torchvision():
-        raise RuntimeError(f"data {name!r} is read through torchvision: pip install 'hotrain[train]'")
+        raise RuntimeError(f"data {name!r} is read through torchvision: {install_extra('train')}")
     from torchvision.datasets import CIFAR10, CIFAR100
 
     kind = {"cifar10": CIFAR10, "cifar100": CIFAR100}[name]
