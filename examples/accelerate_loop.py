@@ -1,11 +1,10 @@
 """A training loop with accelerate: convert, then prepare, which wraps the model for autocast and distributed runs."""
 
+import hotrain.train  # noqa: I001 (first: torchvision may not fit PyTorch)
 import timm
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
-
-import hotrain
 
 
 def main(**options: object) -> tuple[torch.nn.Module, hotrain.ConversionReport]:

@@ -1,5 +1,6 @@
 """Detect objects by YOLOS and transformers' Trainer. Arguments: an instances.json of COCO, the folder of its images."""
 
+import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import json
 import sys
 import tempfile
@@ -20,8 +21,7 @@ def main(folder: str, *data: str) -> Trainer:
         _ = [Image.effect_noise((64, 48), 50).save(f"{folder}/{i}.png") for i in range(8)]
     coco = json.loads(Path(file).read_text())
     rows = {row["id"]: row | {"image_id": row["id"], "annotations": []} for row in coco["images"]}
-    for box in coco["annotations"]:
-        rows[box["image_id"]]["annotations"].append(box)
+    _ = [rows[box["image_id"]]["annotations"].append(box) for box in coco["annotations"]]
     process = YolosImageProcessor(size={"height": 64, "width": 64}, do_pad=False)
 
     def collate(rows: list[dict]) -> dict:

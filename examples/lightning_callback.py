@@ -1,5 +1,6 @@
 """Train a LightningModule with Lightning's Trainer, and load its checkpoint into an exact one."""
 
+import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import lightning
 import timm
 import torch

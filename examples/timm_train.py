@@ -1,13 +1,12 @@
 """The loop of timm's train.py and the two lines to add: its optimizers, schedulers and EMA work as before."""
 
+import hotrain.train  # noqa: I001 (the first line: before timm, for a torchvision that does not fit PyTorch)
 import timm
 import torch
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter, ModelEmaV3
-
-import hotrain  # the first line
 
 
 def main(name: str = "test_vit", size: int = 160, batch: int = 4, epochs: int = 2, **model_args) -> float:

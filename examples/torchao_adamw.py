@@ -1,10 +1,9 @@
 """A converted model with torchao's 8-bit AdamW: less memory for activations and for the optimizer's state."""
 
+import hotrain.train  # noqa: I001 (first: torchvision may not fit PyTorch)
 import timm
 import torch
 from torchao.optim import AdamW8bit
-
-import hotrain
 
 
 def main() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -14,9 +13,11 @@ def main() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer = AdamW8bit(model.parameters(), lr=1e-3)  # it compiles its step at the first call
     for _ in range(2):
         images, labels = torch.randn(4, 3, 64, 64, device=device), torch.randint(10, (4,), device=device)
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    print(f"loss {loss:.2f}")
     return model, optimizer
 
 

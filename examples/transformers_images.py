@@ -1,5 +1,6 @@
 """Train a ViT (classes) or a SegFormer (masks) from a configuration with transformers' Trainer, on random images."""
 
+import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import sys
 import tempfile
 
@@ -22,7 +23,9 @@ def segformer() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def main(folder: str, which: str = "vit") -> hf.Trainer:
-    model, labels = {"vit": vit, "segformer": segformer}[which]()
+    if which not in ("vit", "segformer"):
+        raise ValueError(f"the model is {which!r}; accepted are vit and segformer")
+    model, labels = (vit if which == "vit" else segformer)()
     examples = [{"pixel_values": x, "labels": y} for x, y in zip(torch.randn(8, 3, 64, 64), labels, strict=True)]
     arguments = hf.TrainingArguments(
         folder, max_steps=2, logging_steps=1, per_device_train_batch_size=4, report_to="none"

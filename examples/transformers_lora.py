@@ -1,5 +1,6 @@
 """Fine-tune a Llama with transformers' Trainer: convert "before" PEFT adds LoRA, or "after", or train it in "full"."""
 
+import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import sys
 import tempfile
 
@@ -11,6 +12,8 @@ from hotrain.integrations.transformers import HadamardCallback
 
 
 def main(folder: str, order: str = "after") -> Trainer:
+    if order not in ("before", "after", "full"):
+        raise ValueError(f"the order is {order!r}; accepted are before, after and full")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))  # or LlamaForCausalLM.from_pretrained(name)
     callback = HadamardCallback()

@@ -1,5 +1,6 @@
 """Fine-tune a BERT on labelled sentences with transformers' Trainer. Arguments: a .tsv of GLUE's SST-2, and a model."""
 
+import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import csv
 import sys
 import tempfile

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -57,13 +60,48 @@ def same_after_revert(model: nn.Module, inputs: dict[str, Any] | torch.Tensor) -
     assert torch.equal(logits(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_short_and_in_the_document_and_run_here(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+def test_examples_are_short_and_in_the_document_and_run_as_scripts(path: Path, tmp_path: Path) -> None:
+    """Each in a process of its own, where nothing was imported before it, and as the document says."""
+    text = path.read_text(encoding="utf-8")
+    for library in re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed: pip install {library}")
+    with_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*with_torchrun, path, "ddp"] if path.stem == "distributed" else [path]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"\d", done.stdout), "it shows what came of it"
+    if path.stem == "distributed":  # by one rank
+        shown = re.fullmatch(r"loss \d\.\d\d; (\d+) KiB kept for backward, exact (\d+)\n", done.stdout)
+        assert shown is not None, done.stdout
+        assert int(shown[1]) < 0.3 * int(shown[2])
+    assert len(text.splitlines()) <= 40
     document = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
     assert f"<!-- generated: example {path.name} -->" in document
     tests = [Path(__file__), ROOT / "tests/test_distributed_whole.py"]
     assert any(f'example("{path.stem}")' in test.read_text(encoding="utf-8") for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "accepted"),
+    [
+        ("transformers_lora", ("FOLDER", "bogus"), "the order is 'bogus'; accepted are before, after and full"),
+        ("transformers_images", ("FOLDER", "bogus"), "the model is 'bogus'; accepted are vit and segformer"),
+        ("distributed", (), r"are \[''\]; accepted are ddp or fsdp, and --compile"),  # nothing said
+        ("distributed", ("bogus",), r"are \['bogus'\]; accepted are ddp or fsdp, and --compile"),
+        ("distributed", ("fsdp", "--compil"), r"'--compil'\]; accepted are ddp or fsdp, and --compile"),
+    ],
+)
+def test_other_arguments_are_refused_with_those_that_are_accepted(
+    name: str, words: tuple[str, ...], accepted: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft" if name == "transformers_lora" else "transformers")
+    with pytest.raises(ValueError, match=accepted):
+        example(name).main(*(str(tmp_path) if word == "FOLDER" else word for word in words))
+    assert not list(tmp_path.iterdir())
 
 
 def test_python_of_the_document_is_generated_from_examples() -> None:
@@ -90,6 +128,21 @@ def test_a_bert_of_the_trainer(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(saved(**inputs).logits, trainer.model(**inputs).logits)
     same_after_revert(trainer.model, inputs)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+def test_a_bert_of_a_file_as_glue_has_it(tmp_path: Path) -> None:
+    """A quote in it is text: read as CSV, the first one would take all lines up to the next."""
+    pytest.importorskip("transformers")
+    lines = ["it 's \" great \t1", "a dull film \t0", 'no joy " \t0', "warm and funny \t1"]
+    (tmp_path / "train.tsv").write_text("\n".join(["sentence\tlabel", *lines, ""]), encoding="utf-8")
+    trainer = example("transformers_text").main(str(tmp_path / "runs"), str(tmp_path / "train.tsv"))
+    rows = trainer.train_dataset
+    assert [row["labels"] for row in rows] == [1, 0, 0, 1]
+    assert bytes(rows[0]["input_ids"]).rstrip(b"\0 ") == b"it 's \" great"
+    assert {len(row["input_ids"]) for row in rows} == {64}
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+    assert trainer.state.log_history[-1]["hotrain/converted"] == 13
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")
