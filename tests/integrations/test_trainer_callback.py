@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,32 @@ def test_the_report_is_logged_at_a_save_and_at_the_end(tmp_path: Path) -> None:
         log.removeHandler(handler)
         log.setLevel(before)
     assert len([text for text in seen if text.startswith("hotrain: 7 layers converted to hq8")]) == 2
+
+
+def test_it_calibrates_on_the_first_batches_and_the_steps_have_the_same_data(tmp_path: Path) -> None:
+    """The choices are those of `hotrain.calibrate` by hand; the sampler and all generators are as without, so that the
+    loss of the first step, whose forward is exact, is the same to the bit."""
+    exact, losses, scales = vit(), [], []
+    for batches in (0, 2):
+        model, callback = copy.deepcopy(exact), HadamardCallback("hot", calibrate=batches)
+        made = trainer(tmp_path, model, callbacks=[callback])
+        for label, row in enumerate(made.train_dataset):
+            row |= {"pixel_values": torch.full((3, 64, 64), label / 8), "labels": torch.tensor(label % 5)}
+        made.train()
+        losses.append(made.state.log_history[0]["loss"])
+        scales.append({state.method.grad_input.scale for _, _, state in hotrain.converted_layers(model)})
+    assert losses[0] == losses[1]
+    assert scales[0] == {"auto"}
+    assert scales[1] <= {"tensor", "token"}
+    hotrain.convert(exact, "hot")
+    wanted = hotrain.calibrate(exact, [made.data_collator(made.train_dataset[i : i + 4]) for i in (0, 4)])
+    assert callback.calibration == wanted
+    assert {choice.batches for choice in wanted.layers.values()} == {2}
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ValueError, match=r"calibrate=.*accepted is a number of batches"):
+            HadamardCallback(calibrate=wrong)
+    with pytest.raises(ValueError, match="no layer quantizes g_y to integers"):
+        trainer(tmp_path, vit(), callbacks=[HadamardCallback("luq", calibrate=1)]).train()
 
 
 def test_model_init_converts_by_the_callback(tmp_path: Path) -> None:

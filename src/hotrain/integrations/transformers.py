@@ -6,10 +6,12 @@ accelerate, whose autocast replaces the model's forward, nor compiled. ``on_trai
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
+from ..calibration import Calibration, calibrate
 from ..method import Method
 from ..presets import DEFAULT
 from .common import Conversion, require
@@ -37,11 +39,23 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
 
     Args:
         method: as for `hotrain.convert`.
+        calibrate: on how many batches `hotrain.calibrate` chooses the scales when training begins, by the model's own
+            loss: of the first examples of the data set in its order, the same in each process. 0: not at all.
         **options: further arguments of `hotrain.convert`.
+
+    Attributes:
+        calibration: its result, logged as INFO; None without.
+
+    Raises:
+        ValueError: `calibrate` is no number of batches.
     """
 
-    def __init__(self, method: str | Method = DEFAULT, **options: Any) -> None:
+    def __init__(self, method: str | Method = DEFAULT, *, calibrate: int = 0, **options: Any) -> None:
         super().__init__(method, **options)
+        if type(calibrate) is not int or calibrate < 0:
+            raise ValueError(f"hotrain: HadamardCallback(calibrate={calibrate!r}): accepted is a number of batches")
+        self.batches = calibrate
+        self.calibration: Calibration | None = None
         self._logged = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
@@ -54,11 +68,20 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         _refuse(args)
         self.convert(model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Check that the model that is trained is the one that was converted.
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Check that the model that is trained is the one that was converted, and calibrate it.
 
         Raises:
             RuntimeError: it is another one.
+            ValueError: as `hotrain.calibrate`.
         """
         assert model is not None
         if not self.converted(model):
@@ -68,6 +91,13 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
                 "model_init must return callback.convert(model)."
             )
         self.checked = self._logged = False
+        if self.batches:  # not of the loader itself, whose sampler would go on from there
+            rows = iter(train_dataloader.dataset)
+            lists = iter(lambda: list(islice(rows, args.train_batch_size)), [])
+            batches = map(train_dataloader.collate_fn, lists)
+            self.calibration = calibrate(model, batches, max_batches=self.batches)
+            self.calibration.apply(model)
+            logger.info(str(self.calibration))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
