@@ -122,6 +122,16 @@ def test_it_calibrates_on_the_first_batches_and_the_steps_have_the_same_data(tmp
         trainer(tmp_path, vit(), callbacks=[HadamardCallback("luq", calibrate=1)]).train()
 
 
+def test_a_model_without_a_layer_that_is_converted_is_warned_of(tmp_path: Path) -> None:
+    """All of its layers are of a subclass, as where another library has put its own."""
+    model = vit()
+    for module in model.modules():
+        if type(module) in (nn.Linear, nn.Conv2d):
+            module.__class__ = type(f"My{type(module).__name__}", (type(module),), {})
+    with pytest.warns(UserWarning, match="no layer of ViTForImageClassification matched:\n.*MyConv2d is a subclass"):
+        trainer(tmp_path, model, callbacks=[HadamardCallback()])
+
+
 def test_model_init_converts_by_the_callback(tmp_path: Path) -> None:
     callback = HadamardCallback()
     made = trainer(tmp_path, None, model_init=lambda: callback.convert(vit()), callbacks=[callback])
