@@ -169,6 +169,8 @@ def test_a_budget_that_cannot_be_met_names_the_least() -> None:
     assert hotrain.checkpoint_blocks(model, X, budget_bytes=least).after == least
     with pytest.raises(ValueError, match="cannot be met"):
         hotrain.checkpoint_blocks(model, X, budget_bytes=least - 1)
+    with pytest.raises(ValueError, match="budget_bytes=1024 "):
+        hotrain.checkpoint_blocks(model, X, budget_bytes="1KiB")  # a size, as the frontier takes it
 
 
 def test_bad_calls() -> None:
@@ -178,6 +180,8 @@ def test_bad_calls() -> None:
         hotrain.checkpoint_blocks(Net(), budget_bytes=1000)
     with pytest.raises(ValueError, match="budget_bytes=-1"):
         hotrain.checkpoint_blocks(Net(), X, budget_bytes=-1)
+    with pytest.raises(ValueError, match="got 'much', accepted are sizes as 24GB"):
+        hotrain.checkpoint_blocks(Net(), X, budget_bytes="much")
     model = Net()
     hotrain.checkpoint_blocks(model)
     with pytest.raises(ValueError, match="use_cache=False"):

@@ -239,6 +239,11 @@ def test_a_layer_converted_inside_a_part_takes_its_name_from_the_whole() -> None
     ("options", "message"),
     [
         ({"method": "hott"}, r"unknown preset 'hott'. Did you mean 'hot'"),
+        ({"method": "HQ8"}, r"unknown preset 'HQ8'. Did you mean 'hq8'"),
+        (
+            {"method": "hot:rank=4"},
+            r"the fields of 'hot' are arguments, as in hotrain\.preset\('hot', rank=4\)",
+        ),
         ({"method": "fp8"}, r"unknown preset 'fp8'. Both gradients in 8 bits are 'hq8'"),
         ({"method": 3}, r"method 3 is neither"),
         ({"grid": 4}, r"grid=4 is not \(height, width\)"),
@@ -431,11 +436,15 @@ class Renamed(nn.Linear):
     pass
 
 
+Namesake = type("Linear", (nn.Linear,), {"__module__": "timm.layers"})  # as timm's GhostNet has
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
         (OwnForward(64, 64), "OwnForward is a subclass with a forward of its own"),
         (Renamed(64, 64), "Renamed is a subclass"),
+        (Namesake(64, 64), "timm.layers.Linear is a subclass"),
         (nn.LazyLinear(64), "lazy: it has no weight yet; run a forward pass, then convert"),
         (nn.LazyConv2d(64, 3), "lazy: it has no weight yet; run a forward pass, then convert"),
         (nn.Conv1d(64, 64, 3), "Conv1d is not supported; accepted are Linear, Conv2d and transformers' Conv1D"),

@@ -17,7 +17,7 @@ from .audit.saved_bytes import SavedBytes, bytes_inside, saved_bytes
 from .audit.unchanged import as_found
 from .compress.checkpointing import blocks, keep_all, recompute
 from .planning import clock
-from .tables import bytes_text
+from .tables import bytes_text, parse_bytes
 
 _TIMED = 3  # forwards that a block's time is the median of
 
@@ -51,7 +51,7 @@ class CheckpointReport:
 
 
 def checkpoint_blocks(
-    model: nn.Module, *inputs: Any, budget_bytes: int | None = None, **kwargs: Any
+    model: nn.Module, *inputs: Any, budget_bytes: int | str | None = None, **kwargs: Any
 ) -> CheckpointReport:
     """Checkpoint blocks of the model, in place, until a forward saves no more bytes than a budget.
 
@@ -65,7 +65,7 @@ def checkpoint_blocks(
     Args:
         model: converted or not.
         *inputs: of ``model(*inputs, **kwargs)``; not needed without a budget.
-        budget_bytes: bytes that a forward may save for backward; None recomputes all blocks.
+        budget_bytes: bytes that a forward may save for backward, or a size as ``"2GiB"``; None recomputes all blocks.
         **kwargs: of the model.
 
     Returns:
@@ -86,6 +86,8 @@ def checkpoint_blocks(
         return CheckpointReport(list(found), [])
     if not (inputs or kwargs):
         raise ValueError("checkpoint_blocks: budget_bytes needs a batch to measure; give the model's inputs too")
+    if isinstance(budget_bytes, str):
+        budget_bytes = parse_bytes(budget_bytes)
     if budget_bytes < 0:
         raise ValueError(f"checkpoint_blocks: got budget_bytes={budget_bytes}, accepted are numbers from 0")
     before = keep_all(model)

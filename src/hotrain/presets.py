@@ -44,10 +44,12 @@ def preset(name: str, /, **overrides: Any) -> Method:
         hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
     """
     if name not in _PRESETS:
-        near = difflib.get_close_matches(str(name), _PRESETS, n=1)
+        near = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if name in _NUMBERS:
             hint = " Both gradients in 8 bits are 'hq8', with number='e4m3' in fp8 and with number='int' in integers."
+        if (base := str(name).partition(":"))[1] and base[0] in _PRESETS:  # as the command line takes it
+            hint = f" In Python the fields of {base[0]!r} are arguments, as in hotrain.preset('hot', rank=4)."
         raise ValueError(f"unknown preset {name!r}.{hint} Known presets: {', '.join(_PRESETS)}")
     return _PRESETS[name]().override(**overrides)
 

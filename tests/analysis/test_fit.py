@@ -102,6 +102,7 @@ def test_small_tensors_do_not_lead_the_prediction_astray() -> None:
 @pytest.mark.parametrize("make", [lambda n: (inputs(n),), lambda n: {"x": inputs(n)}], ids=["tuple", "mapping"])
 def test_inputs_of_other_forms(make: Any) -> None:
     want = hotrain.fit(Blocks(), inputs, 3_000_000, variants=("exact",)).rows
+    assert hotrain.fit(Blocks(), inputs, "3MB", variants=("exact",)).rows == want
     assert hotrain.fit(Blocks(), make, 3_000_000, variants=("exact",)).rows == want
 
 

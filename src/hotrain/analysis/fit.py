@@ -21,7 +21,7 @@ from ..functional import as_method
 from ..method import Method
 from ..plans import PREDICTED, Point
 from ..presets import DEFAULT
-from ..tables import bytes_text, table
+from ..tables import bytes_text, parse_bytes, table
 from .steps import (
     Inputs,
     MakeOptimizer,
@@ -110,7 +110,7 @@ optimizer's state; what single operators need while they run comes on top."""
 def fit(
     model: nn.Module,
     make_inputs: MakeInputs,
-    budget_bytes: int,
+    budget_bytes: int | str,
     *,
     method: str | Method = DEFAULT,
     plan: str = "speed",
@@ -129,7 +129,7 @@ def fit(
     Args:
         model: exact, on the device in question; it is unchanged.
         make_inputs: batch size → the model's inputs: a tensor, a tuple, or a mapping of keyword arguments.
-        budget_bytes: of the device's memory.
+        budget_bytes: of the device's memory, or a size as ``"24GB"``.
         method: of the converted variants, as in `hotrain.convert`.
         plan: as in `hotrain.convert`.
         variants: of ``exact``, ``checkpointed`` (all blocks are recomputed), ``converted``,
@@ -148,6 +148,8 @@ def fit(
     """
     if unknown := [name for name in variants if name not in (*VARIANTS, BOTH)]:
         raise ValueError(f"fit: unknown variant {unknown[0]!r}, accepted are {', '.join((*VARIANTS, BOTH))}")
+    if isinstance(budget_bytes, str):
+        budget_bytes = parse_bytes(budget_bytes)
     if budget_bytes <= 0:
         raise ValueError(f"fit: got budget_bytes={budget_bytes}, accepted are numbers from 1")
     if any(name in (CHECKPOINTED, BOTH) for name in variants) and not blocks(model):

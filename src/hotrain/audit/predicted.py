@@ -36,7 +36,8 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
         Bytes by module and by operator.
 
     Raises:
-        ValueError: the model needs values to run (it routes tokens, say).
+        ValueError: the model needs values to run (it routes tokens, say), or has a recurrent layer whose library says
+            only when it runs what it keeps.
     """
     return _predicted(model, inputs, kwargs)
 
@@ -66,6 +67,12 @@ def _predicted(
     model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None = None
 ) -> SavedBytes:
     """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
+    for name, module in model.named_modules():
+        if _has_a_workspace(module):
+            raise ValueError(
+                f"predicted_bytes: {name or 'the model'!r} is an {type(module).__name__}, whose workspace has a size "
+                "only when it runs; use hotrain.saved_bytes, which runs it"
+            )
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     try:
@@ -101,6 +108,12 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _has_a_workspace(module: nn.Module) -> bool:
+    """Whether oneDNN or cuDNN computes the layer, whose workspace is empty on fake tensors: most of what it keeps."""
+    on_gpu = isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters())
+    return isinstance(module, nn.LSTM) or on_gpu
 
 
 def _shape_alone(t: Tensor) -> Tensor:

@@ -113,6 +113,8 @@ class _Call:
         self.full: dict[int, int] = {}
 
     def pack(self, t: Tensor) -> _Saved:
+        if t.dtype == torch.uint8 and self.rule is rules.OTHER:  # the workspace of a library: an LSTM's is most of it
+            self._count(t)
         if not _is_large(t) or type(t) not in PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
             return _Saved(t, rules.EXACT, self.outer)
         use = rules.EXACT if _overlaps(t) else self._use(t)
@@ -125,9 +127,12 @@ class _Call:
         if saved.form:
             self.forms.add(saved.form)
         elif use == rules.EXACT:
-            storage = t.untyped_storage()
-            self.full[StorageWeakRef(storage).cdata] = storage.nbytes()
+            self._count(t)
         return saved
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        self.full[StorageWeakRef(storage).cdata] = storage.nbytes()
 
     def _use(self, t: Tensor) -> str:
         places = [place for place, arg in enumerate(self.args) if arg is t]

@@ -85,7 +85,10 @@ def _hindrance(
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             return "fully_shard was called on this layer itself, which changes its class: convert before fully_shard"
         own = type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward)
-        return f"{type(module).__name__} is a subclass" + (" with a forward of its own" if own else "")
+        kind = type(module)
+        # timm has a Linear of its own: its name alone would contradict the sentence.
+        called = f"{kind.__module__}.{kind.__name__}" if hasattr(nn, kind.__name__) else kind.__name__
+        return f"{called} is a subclass" + (" with a forward of its own" if own else "")
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     weight = module.weight

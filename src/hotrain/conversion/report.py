@@ -104,6 +104,7 @@ class ConversionReport:
     point: Point | None = None
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    _unpredicted: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"model": None}  # weak references cannot be pickled
@@ -183,7 +184,7 @@ class ConversionReport:
         Returns:
             (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
             compiled graphs *now* is measured on the graphs, None where a compiler's cache hid it. None instead of the
-            pair before a training forward, and for a model that cannot run on fake tensors or whose inputs were not
+            pair before a training forward, and for a model that `predicted_bytes` refuses or whose inputs were not
             recorded (``memory="linear"``).
         """
         example = None if self.buffers is None else self.buffers.example
@@ -196,6 +197,7 @@ class ConversionReport:
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
+                self._unpredicted = True
                 return None
         exact, now = self._totals
         if self.buffers.uncut:
@@ -223,6 +225,8 @@ class ConversionReport:
         if totals is not None and totals[0] is not None:
             share = totals[0] / max(totals[1], 1)
             head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
+        elif totals is None and self._unpredicted:
+            head += "\n  kept for backward: not known from shapes; hotrain.saved_bytes(model, batch) measures it"
         for group in self.ran():
             if group["g_x"] is not None and group["method"] != "exact":
                 head += f"\n  {line_of(group)}"
