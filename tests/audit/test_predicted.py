@@ -140,6 +140,15 @@ def test_the_report_counts_the_workspace_of_an_lstm() -> None:
     assert float(found[1]) == pytest.approx(hotrain.saved_bytes(model.rnn, x).total / 2**20, abs=0.15)
 
 
+def test_a_model_of_small_tensors_says_that_they_stay() -> None:
+    """Not that a training forward, which there was, will tell."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    report = hotrain.convert(model)
+    assert str(report).endswith("between the layers: known after a training forward")
+    model(torch.randn(64, 64)).sum().backward()
+    assert str(report).endswith("as exact keeps it (tensors of less than 16,384 entries stay as they are)")
+
+
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no product of groups")
 def test_an_operator_that_refuses_fake_tensors_is_not_logged() -> None:
     """PyTorch logs it with a traceback, once an attempt: printing the report of a float32 mixture of experts wrote

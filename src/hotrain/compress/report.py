@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..casting import autocast_to
 from ..private import constant_in_graphs
+from .rules import SMALL
 from .sharing import Origins
 
 _numbers = itertools.count()
@@ -173,6 +174,8 @@ class Buffers:
         rows = [(what, form) for what, form in self.formats.items()]
         rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
         rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
+        if not rows and self.example is not None:
+            return f"  between the layers: as exact keeps it (tensors of less than {SMALL:,} entries stay as they are)"
         if not rows:
             return "  between the layers: known after a training forward"
         width = max(len(what) for what, _ in rows)
