@@ -108,10 +108,8 @@ def test_python_of_the_document_is_generated_from_examples() -> None:
     document = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
     assert len(EXAMPLES) >= 7
     assert len(re.findall("<!-- generated: example ", document)) == len(EXAMPLES)
-    by_hand = re.findall("(?<! -->\n)```python\n(.*?)```", document, re.DOTALL)
-    assert len(by_hand) == 1, "torchtitan's alone, which is not among the extras"
-    assert "import register_model_converter" in by_hand[0]
-    compile(by_hand[0], "torchtitan", "exec")
+    by_hand = document.count("<!-- no extra -->\n```python")  # of a library that no extra brings: torchtitan
+    assert document.count("```python") == len(EXAMPLES) + by_hand
 
 
 @pytest.mark.usefixtures("_fresh_accelerate")
