@@ -521,7 +521,7 @@ def test_the_report_says_which_layers_another_library_has_replaced(replace: Any)
     kind = replace(model)
     assert converted(report) == {"2"}
     assert not report.kept
-    assert "1 layers converted to hq8, 0 kept exact, 1 replaced since they were converted\n" in str(report)
+    assert "1 layer converted to hq8, 0 kept exact, 1 replaced since they were converted\n" in str(report)
     assert f"\n  0  gone: its place has a {kind}" in str(report)
     assert converted(pickled) == {"0", "2"}  # it has no model to read
     left = model[0]

@@ -104,7 +104,7 @@ def test_what_a_model_raises_that_reads_values_does_not_end_training() -> None:
     report = hotrain.convert(model)
     model(*batch).backward()
     assert report.totals() is None
-    assert "1 layers converted" in str(report)
+    assert "1 layer converted" in str(report)
     assert "kept for backward: not known from shapes; hotrain.saved_bytes(model, batch) measures it" in str(report)
     with pytest.raises(ValueError, match=r"Matched does not run without values \(.+\); use hotrain.saved_bytes"):
         hotrain.predicted_bytes(model, *batch)
@@ -173,7 +173,7 @@ def test_an_operator_that_refuses_fake_tensors_is_not_logged() -> None:
 
     log.addFilter(seen)
     try:
-        assert "1 layers converted" in str(report)
+        assert "1 layer converted" in str(report)
         with pytest.raises(ValueError, match="does not run without values"):
             hotrain.predicted_bytes(model, x)
     finally:

@@ -53,7 +53,7 @@ def test_conversion_takes_relus_along_and_revert_gives_them_back() -> None:
     exact = copy.deepcopy(model)
     report = hotrain.convert(model, "hot")
     assert [type(m) for m in model][1::2] == [BitReLU, BitReLU]
-    assert "2 ReLUs save 1 bit per element" in str(report)
+    assert "2 ReLUs saved in 1 bit per element" in str(report)
     x = torch.randn(2, 32, 9, 9, requires_grad=True)
     assert torch.equal(model(x), exact(x))
     model.eval()

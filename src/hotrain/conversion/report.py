@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,11 +211,11 @@ class ConversionReport:
         rows += [(row.name, f"gone: {row.instead}") for row in gone]
         width = max((len(name) for name, _ in rows), default=0)
         methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
-        head = f"hotrain: {len(converted)} layers converted to {methods}, {len(kept)} kept exact"
+        head = f"hotrain: {_count(converted, 'layer')} converted to {methods}, {len(kept)} kept exact"
         if gone:
             head += f", {len(gone)} replaced since they were converted"
         if self.activations:
-            head += f", {len(self.activations)} ReLUs save 1 bit per element"
+            head += f", {_count(self.activations, 'ReLU')} saved in 1 bit per element"
         if self.point is not None:
             recomputed = len(self.point.recomputed)
             head += f"\n  {self.point}" + (f"; {recomputed} blocks recompute" if recomputed else "")
@@ -241,9 +241,13 @@ def _instead(model: nn.Module, name: str) -> str:
     return f"its place has a {kind}" if kind else "the model has no module of this name"
 
 
+def _count(found: Sized, what: str) -> str:
+    return f"{len(found)} {what}{'' if len(found) == 1 else 's'}"
+
+
 def line_of(group: dict[str, Any]) -> str:
     """A group of `ConversionReport.ran` as text."""
-    count = f"{group['layers']} layer{'s' if group['layers'] != 1 else ''}"
+    count = _count(range(group["layers"]), "layer")
     if group["g_x"] is None:
         return f"{count}: {group['method']}, not run yet"
     if group["g_x"] == "exact" and group["x"] == "exact":
