@@ -1,7 +1,7 @@
 """Campaigns against the library, with the counts of cases tried: ``soak``, ``faults`` and ``fuzz``.
 
     python benchmarks/campaign.py fuzz [--cases 200] [--seed 0] [--kinds "lines;settings"] [--out FILE]
-    python benchmarks/campaign.py soak --cases 450   # steps of each subject
+    python benchmarks/campaign.py soak --cases 3000  # steps of each subject
     python benchmarks/campaign.py faults --cases 30  # as root: a disk that is full is a small file system in memory
 
 Each prints what it finds at once, appends a record of each kind of case to FILE, and exits 1 if there was a finding.

@@ -17,7 +17,7 @@ import typer
 from hotrain_campaign import cases, damage, fuzz
 from hotrain_campaign.equality import same
 from hotrain_campaign.faults import _burst
-from hotrain_campaign.soak import CONTROLS, Reading, verdict
+from hotrain_campaign.soak import CONTROLS, ROUND, SLOPE, Reading, slope, verdict
 from torch import Tensor, nn
 
 from hotrain.cli.main import app
@@ -111,12 +111,23 @@ def _readings(**growth: int) -> list[Reading]:
     return [Reading(**{name: value + growth.get(name, 0) * n for name, value in start.items()}) for n in range(15)]
 
 
-@pytest.mark.parametrize("leak", [{"tensors": 1}, {"tensor_bytes": 4}, {"objects": 30}, {"resident": 30 * (16 << 10)}])
+@pytest.mark.parametrize("leak", [{"tensors": 1}, {"tensor_bytes": 4}, {"objects": ROUND}, {"resident": ROUND << 11}])
 def test_a_leak_is_found(leak: dict[str, int]) -> None:
-    """A tensor in 30 steps, an object a step, 16 KiB a step; with real processes it is the campaign's `CONTROLS`."""
+    """A tensor in a round, an object a step, 2 KiB a step; with real processes it is the campaign's `CONTROLS`."""
     assert len(CONTROLS) == 3
     assert verdict(_readings()) == ""
     assert next(iter(leak)) in verdict(_readings(**leak))
+
+
+def test_resident_memory_is_judged_by_its_slope() -> None:
+    """By bytes in 1,000 steps, on either side of the bound; what grows in the warm-up does not count."""
+    for rise, found in ((SLOPE, ""), (SLOPE + 2000, "resident grew by")):
+        readings = _readings(resident=rise * ROUND // 1000)
+        assert slope(readings) == pytest.approx(rise, rel=1e-3)
+        assert verdict(readings)[:16] == found
+    warm = _readings()
+    warm[:5] = [Reading(r.tensors - 5, r.tensor_bytes, r.objects, r.resident // 2) for r in warm[:5]]
+    assert verdict(warm) == ""
 
 
 def test_a_burst_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

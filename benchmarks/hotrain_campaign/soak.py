@@ -4,8 +4,9 @@ Each subject is trained in a process of its own. After each round, a fixed numbe
 garbage is collected and four numbers are read: the tensors that Python knows and their bytes, the objects that its
 garbage collector tracks, and the process's resident memory, with what malloc holds free returned first. The first third
 of the rounds is warm-up. After it the counts of tensors and their bytes must be those of the first round behind the
-warm-up, in every round; tracked objects may be `OBJECTS` more in the last round, resident memory `RESIDENT` more, the
-medians of the first and last third compared. `CONTROLS` leak on purpose, and each has to be found.
+warm-up, in every round; tracked objects may be `OBJECTS` more at the end, the medians of the first and last third
+compared; and the line of least squares through resident memory may rise by `SLOPE` in 1,000 steps. `CONTROLS` leak on
+purpose, one of them twice what `SLOPE` allows, and each has to be found.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import hotrain
 from hotrain_campaign.cases import Tally, ended, in_child
 
 OBJECTS = 50  # tracked objects: some appear once, when an error message or a cache is first made
-RESIDENT = 3 << 20  # bytes: fragmentation of the allocator; in 450 steps a leak of 15 KiB a step is found
-ROUND = 30  # steps
+SLOPE = 1 << 20  # bytes in 1,000 steps: a run of 100,000 would grow by 100 MiB; a control leaks twice as much
+ROUND = 60  # steps
 
 Step = Callable[[int], None]
 
@@ -60,6 +61,14 @@ def _resnet() -> nn.Module:
     import timm
 
     return timm.create_model("resnet18", layers=(1, 1, 1, 1), channels=(16, 32, 48, 64), num_classes=10)
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "use_cache": False}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, **sizes))
 
 
 def _llama() -> nn.Module:
@@ -198,23 +207,28 @@ def _leaking(what: Callable[[list[Any], Tensor], None]) -> Step:
 CONTROLS = {
     "a tensor a step": lambda kept, x: kept.append(x.detach()[:1, :1].clone()),
     "an object a step": lambda kept, x: kept.append([kept]),
-    "64 KiB a step that no tensor has": lambda kept, x: kept.append(os.urandom(64 << 10)),
+    "2 KiB a step that no tensor has": lambda kept, x: kept.append(os.urandom(2 << 10)),
 }
 
 SUBJECTS: dict[str, Subject] = {
     "ViT": Subject(partial(_trained, _vit, _images)),
+    "ViT, plan=memory": Subject(partial(_trained, _vit, _images, plan="memory")),
     "ViT, bf16 autocast": Subject(partial(_trained, _vit, _images, amp=True)),
     "ViT, exact layers, memory=block": Subject(partial(_trained, _vit, _images, "exact", memory="block")),
     "ViT, hot-unbiased": Subject(partial(_trained, _vit, _images, "hot-unbiased")),
     "ViT, checkpointed": Subject(partial(_trained, _vit, _images, prepare=_checkpointed)),
     "ViT, compiled (aot_eager)": Subject(partial(_trained, _vit, _one_image_size, prepare=_compiled)),
     "ResNet": Subject(partial(_trained, _resnet, _images)),
+    "ResNet, plan=memory": Subject(partial(_trained, _resnet, _images, plan="memory")),
     "ResNet, hot-unbiased": Subject(partial(_trained, _resnet, _images, "hot-unbiased")),
     "ResNet, compiled (aot_eager)": Subject(partial(_trained, _resnet, _one_image_size, prepare=_compiled)),
+    "GPT-2": Subject(partial(_trained, _gpt2, _tokens)),
+    "GPT-2, plan=memory": Subject(partial(_trained, _gpt2, _tokens, plan="memory")),
     "Llama": Subject(partial(_trained, _llama, _tokens)),
     "Llama, hot-unbiased, memory=block": Subject(partial(_trained, _llama, _tokens, "hot-unbiased", memory="block")),
     "Llama, checkpointed": Subject(partial(_trained, _llama, _tokens, prepare=_checkpointed)),
     "ViT, converted and reverted": Subject(partial(_converted_and_reverted, _vit, _images)),
+    "ResNet, converted and reverted": Subject(partial(_converted_and_reverted, _resnet, _images)),
     "Llama, converted and reverted": Subject(partial(_converted_and_reverted, _llama, _tokens)),
     "ViT, a new model a step": Subject(partial(_made_anew, _vit, _images)),
     "ResNet, a new model a step": Subject(partial(_made_anew, _resnet, _images)),
@@ -245,30 +259,35 @@ def reading() -> Reading:
     return Reading(len(tensors), sum(seen.values()), len(found), resident)
 
 
+def slope(readings: list[Reading]) -> float:
+    """Bytes of resident memory in 1,000 steps, by least squares, behind the warm-up."""
+    kept = [r.resident for r in readings[len(readings) // 3 :]]
+    return statistics.linear_regression([n * ROUND / 1000 for n in range(len(kept))], kept).slope
+
+
 def verdict(readings: list[Reading]) -> str:
     """What grew, in a sentence; empty where nothing did."""
     kept = readings[len(readings) // 3 :]
     third = max(1, len(kept) // 3)
-    early, late = kept[:third], kept[-third:]
     for name in ("tensors", "tensor_bytes"):
         values = [getattr(r, name) for r in kept]
         if max(values) != min(values):
             return f"{name} went from {values[0]:,} to {values[-1]:,}"
-    for name, allowed in (("objects", OBJECTS), ("resident", RESIDENT)):
-        before, after = (statistics.median(getattr(r, name) for r in part) for part in (early, late))
-        if after - before > allowed:
-            return f"{name} grew from {before:,.0f} to {after:,.0f}"
-    return ""
+    before, after = (statistics.median(r.objects for r in part) for part in (kept[:third], kept[-third:]))
+    if after - before > OBJECTS:
+        return f"objects grew from {before:,.0f} to {after:,.0f}"
+    rise = slope(readings)
+    return f"resident grew by {rise:,.0f} bytes in 1,000 steps" if rise > SLOPE else ""
 
 
 def _soak(make: Callable[[], Step], steps: int, out: Path) -> None:
     step = make()
-    readings = []
+    readings = []  # tuples of numbers, which the garbage collector does not track
     for number in range(steps):
         step(number)
         if number % ROUND == ROUND - 1:
-            readings.append(reading())
-    out.write_text(json.dumps([vars(r) for r in readings]))
+            readings.append(tuple(vars(reading()).values()))
+    out.write_text(json.dumps(readings))
 
 
 def soaked(
@@ -277,7 +296,7 @@ def soaked(
     """Train each subject for so many steps.
 
     Yields:
-        Its name, a tally with its steps as cases, and its first and last readings behind the warm-up.
+        Its name, a tally with its steps as cases, and its readings behind the warm-up, some of them, with their slope.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in names or list(SUBJECTS):
@@ -291,9 +310,12 @@ def soaked(
             said = " ".join((folder / "said").read_text().split())[-300:]
             tally.findings.append(f"ended with {code}: {said}")
         else:
-            readings = [Reading(**r) for r in json.loads(out.read_text())]
+            readings = [Reading(*r) for r in json.loads(out.read_text())]
             grew = verdict(readings)
-            found = {"first": vars(readings[len(readings) // 3]), "last": vars(readings[-1]), "grew": grew}
+            kept = {(n + 1) * ROUND: vars(r) for n, r in enumerate(readings)}
+            some = list(kept)[len(kept) // 3 :: max(1, len(kept) // 15)]
+            found = {"slope": slope(readings), "bound": SLOPE, "grew": grew}
+            found["readings"] = [{"steps": steps, **kept[steps]} for steps in dict.fromkeys([*some, list(kept)[-1]])]
             if subject.leaks and not grew:
                 tally.findings.append("a leak on purpose was not found")
             elif grew and not subject.leaks:
