@@ -16,7 +16,7 @@ import torch
 import typer
 from hotrain_campaign import cases, damage, fuzz
 from hotrain_campaign.equality import same
-from hotrain_campaign.faults import _burst
+from hotrain_campaign.faults import _burst, _drafts
 from hotrain_campaign.soak import CONTROLS, ROUND, SLOPE, Reading, slope, verdict
 from torch import Tensor, nn
 
@@ -128,6 +128,17 @@ def test_resident_memory_is_judged_by_its_slope() -> None:
     warm = _readings()
     warm[:5] = [Reading(r.tensors - 5, r.tensor_bytes, r.objects, r.resident // 2) for r in warm[:5]]
     assert verdict(warm) == ""
+
+
+def test_a_draft_that_is_renamed_while_we_look_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on meanwhile: a campaign ended with FileNotFoundError here."""
+    (tmp_path / "run").mkdir()
+    draft = tmp_path / "run" / "checkpoint.pt.1.tmp"
+    draft.touch()
+    here = (str(draft), draft.stat().st_ino)
+    listed = [draft, draft.with_name("checkpoint.pt.2.tmp")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(listed))
+    assert _drafts(tmp_path) == {here}
 
 
 def test_a_burst_that_leaves_something_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

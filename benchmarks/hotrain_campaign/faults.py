@@ -6,6 +6,7 @@ left ends with an error in bounded time, and a clean step behind a burst of NaN 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -130,7 +131,7 @@ def _kill(child: int, out: Path, draw: random.Random) -> str | None:
     skip = draw.randrange(6)
     seen: set[tuple[str, int]] = set()
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        drafts = {(str(p), p.stat().st_ino) for p in out.glob("*/*.tmp") if p.exists()} if mid else set()
+        drafts = _drafts(out) if mid else set()
         seen |= drafts
         if (mid and drafts and len(seen) > skip) or (not mid and time.monotonic() > until):
             time.sleep(draw.uniform(0, 0.02) if mid else 0)
@@ -139,6 +140,15 @@ def _kill(child: int, out: Path, draw: random.Random) -> str | None:
             return "in the middle of a checkpoint" if list(out.glob("*/*.tmp")) else "between checkpoints"
         time.sleep(0.0005)
     return None
+
+
+def _drafts(out: Path) -> set[tuple[str, int]]:
+    """Path and inode of each file that is being written, without those that were renamed while we looked."""
+    found = set()
+    for path in out.glob("*/*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((str(path), path.stat().st_ino))
+    return found
 
 
 # ---- a full disk ----

@@ -49,6 +49,8 @@ MISTAKES = {
     "an unknown method in the demo": (("demo", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
     "no model of that name": (("memory", "vit_tini_patch16_224"), "did you mean vit_tiny_patch16_224"),
+    "more images than an integer counts": (("memory", "demo_vit", "--batch", f"{2**63}"), "batch size: got 9223372"),
+    "the same as a setting": ((*TRAIN, "--set", f"eval_batch_size={2**63}"), "eval_batch_size: got 9223372"),
     "no size": (("memory", "demo_vit", "--fit", "24apples"), "24GB"),
     "data that are not there": (("memory", "demo_vit", "--data", "data/absent"), "give --classes N"),
     "calibration of a method without scales": (("calibrate", "demo_vit", "-m", "hla"), "no scale to choose"),

@@ -145,9 +145,13 @@ def with_images(
 
     from hotrain.train import load_data, replace
     from hotrain.train.models import default_image_size, resolve_device
+    from hotrain.train.run import INT64
     from hotrain.train.setup import create, seen_by
 
     run = look(name, **options)
+    batch_size = batch_size or run.batch_size
+    if batch_size > INT64:
+        raise ValueError(f"batch size: got {batch_size}, the largest is {INT64}")
     if options["data"] is None and name not in all_recipes():
         classes = classes or CLASSES
     if run.data in SHAPES or classes is not None:
@@ -164,5 +168,5 @@ def with_images(
     torch.manual_seed(run.seed)
     exact = replace(run, pretrained=False)
     model = create(exact, classes=classes, channels=channels, image_size=size, device=device)
-    images = torch.randn(batch_size or run.batch_size, channels, size, size, device=device)
+    images = torch.randn(batch_size, channels, size, size, device=device)
     return run, model.train(), images

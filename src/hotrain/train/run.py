@@ -202,20 +202,21 @@ _REMOVED: list[tuple[str, Any]] = [
 ]
 """Fields that are gone, with the values that records and checkpoints may have of them."""
 _INF = sys.float_info.max  # no upper bound, but finite
+INT64 = 2**63 - 1  # the largest size, and the largest seed, that PyTorch takes
 _RANGES: dict[str, tuple[float, float]] = {
     "image_size": (1, 16384),
     "num_workers": (0, 1024),
     "epochs": (1, _INF),
     "steps": (1, _INF),
-    "batch_size": (1, _INF),
+    "batch_size": (1, INT64),
     "accumulation": (1, _INF),
-    "eval_batch_size": (1, _INF),
+    "eval_batch_size": (1, INT64),
     "momentum": (0.0, 1.0),
     "ema": (0.0, 1.0),
     "crop_padding": (0, 1024),
     "smoothing": (0.0, 1.0),
     "random_erase": (0.0, 1.0),
-    "seed": (0, 2**63 - 1),
+    "seed": (0, INT64),
     "evaluate_every": (1, _INF),
 }
 """Smallest and largest value of a field; of other numbers: from 0."""
