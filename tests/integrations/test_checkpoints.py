@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,24 +32,34 @@ def test_pretrained_folders_go_both_ways(tmp_path: Path) -> None:
         assert torch.equal(call(loaded, inputs), want)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::torch.jit.TracerWarning")
-def test_onnx_is_that_of_the_exact_model() -> None:
-    """To the byte, by tracing, in evaluation mode and after revert."""
-    pytest.importorskip("onnx", reason="onnx is not installed: it comes with the extra `dev`")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamo", [False, True], ids=["traced", "exported"])
+def test_onnx_is_that_of_the_exact_model(dynamo: bool) -> None:
+    """In evaluation mode, but for what the exporter notes of each node's classes; after revert to the byte."""
+    for package in ("onnx", "onnxscript")[: 1 + dynamo]:
+        pytest.importorskip(package, reason=f"{package} is not installed: it comes with the extra `dev`")
     exact = ZOO["vit"].build().eval()
     model = copy.deepcopy(exact)
     hotrain.convert(model)
     x = ZOO["vit"].inputs()
 
-    def onnx(net: nn.Module) -> bytes:
-        file = io.BytesIO()
-        torch.onnx.export(net, (x,), file, dynamo=False)
-        return file.getvalue()
+    def onnx(net: nn.Module) -> Any:
+        import onnx as library
 
-    want = onnx(exact)
-    assert onnx(model) == want
+        file = io.BytesIO()
+        torch.onnx.export(net, (x,), file, dynamo=dynamo, **({"verbose": False} if dynamo else {}))
+        return library.load_from_string(file.getvalue())
+
+    def without_notes(program: Any) -> bytes:
+        for node in program.graph.node:
+            del node.metadata_props[:]
+        return program.SerializeToString(deterministic=True)
+
+    want, converted = onnx(exact), onnx(model)
     hotrain.revert(model)
-    assert onnx(model) == want
+    assert onnx(model).SerializeToString(deterministic=True) == want.SerializeToString(deterministic=True)
+    assert len(want.graph.node) > 100
+    assert without_notes(converted) == without_notes(want)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
