@@ -610,6 +610,23 @@ def test_campaigns_are_counted_by_group(records: ModuleType, tmp_path: Path) -> 
     assert "| fuzz | command lines | 1,013 | accepted: 2, refused: 1,010, finding: 1 | 1 |" in text
     assert "| soak | training steps (1 models and methods) | 450 | flat: 450 | 0 |" in text
     assert "| soak | leaks on purpose | 450 | found: 450 | 0 |" in text
+    assert "resident memory" not in text, "records without a slope"
+
+
+def test_the_steepest_soak_is_printed(records: ModuleType, tmp_path: Path) -> None:
+    def row(variant: str, steps: int, slope: int, *tensors: int) -> dict[str, Any]:
+        readings = [{"tensors": n, "tensor_bytes": 8} for n in tensors]
+        more = {"cases": steps, "outcomes": {"flat": steps}, "findings": [], "slope": slope, "bound": 1 << 20}
+        return bench("campaign", "soak", variant, None, readings=readings, **more)
+
+    rows = [row("ViT", 3000, 2048, 5, 5), row("GPT", 3000, -9, 7, 7), row("control: 2 KiB", 3000, 1 << 21, 7, 8)]
+    write(tmp_path / "campaign.jsonl", *rows, row("Llama", 600, 4096, 3, 3))
+    text = records.campaign(tmp_path)
+    assert "Tensors and their bytes stayed as they were." in text
+    assert "rose of the 2 models with 3,000 steps each by at most 2 KiB (ViT), of the 1 models with 600" in text
+    assert text.endswith("; a finding is more than 1,024 KiB.")
+    write(tmp_path / "campaign.jsonl", *rows, row("Llama", 600, 4096, 3, 4))
+    assert "stayed" not in records.campaign(tmp_path)
 
 
 def test_a_newcomer_is_timed_stage_by_stage(records: ModuleType, tmp_path: Path) -> None:

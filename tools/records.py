@@ -595,7 +595,25 @@ def campaign(folder: Path = RESULTS) -> str:
         commits.setdefault(f"{run[0]['device']}, PyTorch {run[0]['torch']}", []).append(_commit(run[0]))
     heads = [f"{where}, commit {', '.join(dict.fromkeys(names))}" for where, names in commits.items()]
     table = _markdown(["campaign", "what", "cases", "what became of them", "findings"], lines)
-    return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}"
+    soaked = _soaked([row for _, rows in runs for row in rows if row["subject"] == "soak" and "slope" in row])
+    return f"{'; '.join(heads)}: `python benchmarks/campaign.py`\n\n{table}{soaked}"
+
+
+def _soaked(rows: list[dict[str, Any]]) -> str:
+    """How steep resident memory rose, of the models with equally many steps; without the leaks on purpose."""
+    rows = [row for row in rows if not row["variant"].startswith("control")]
+    if not rows:
+        return ""
+    told = []
+    for steps in sorted({row["cases"] for row in rows}, reverse=True):
+        some = [row for row in rows if row["cases"] == steps]
+        most = max(some, key=lambda row: row["slope"])
+        rise = f"{most['slope'] / 1024:,.0f} KiB ({most['variant']})"
+        told.append(f"of the {len(some)} models with {steps:,} steps each by at most {rise}")
+    kept = [{(r["tensors"], r["tensor_bytes"]) for r in row["readings"]} for row in rows]
+    still = "Tensors and their bytes stayed as they were. " if all(len(values) == 1 for values in kept) else ""
+    bound = f"a finding is more than {rows[0]['bound'] / 1024:,.0f} KiB"
+    return f"\n\n{still}In 1,000 steps behind the warm-up resident memory rose {', '.join(told)}; {bound}."
 
 
 STEP_BASELINE = "exact+compile"
