@@ -623,7 +623,7 @@ def test_the_steepest_soak_is_printed(records: ModuleType, tmp_path: Path) -> No
     write(tmp_path / "campaign.jsonl", *rows, row("Llama", 600, 4096, 3, 3))
     text = records.campaign(tmp_path)
     assert "Tensors and their bytes stayed as they were." in text
-    assert "rose of the 2 models with 3,000 steps each by at most 2 KiB (ViT), of the 1 models with 600" in text
+    assert "by at most 2 KiB (ViT) in the 2 runs of 3,000 steps, by at most 4 KiB (Llama) in the 1 runs of 600" in text
     assert text.endswith("; a finding is more than 1,024 KiB.")
     write(tmp_path / "campaign.jsonl", *rows, row("Llama", 600, 4096, 3, 4))
     assert "stayed" not in records.campaign(tmp_path)

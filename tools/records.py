@@ -609,11 +609,11 @@ def _soaked(rows: list[dict[str, Any]]) -> str:
         some = [row for row in rows if row["cases"] == steps]
         most = max(some, key=lambda row: row["slope"])
         rise = f"{most['slope'] / 1024:,.0f} KiB ({most['variant']})"
-        told.append(f"of the {len(some)} models with {steps:,} steps each by at most {rise}")
+        told.append(f"by at most {rise} in the {len(some)} runs of {steps:,} steps")
     kept = [{(r["tensors"], r["tensor_bytes"]) for r in row["readings"]} for row in rows]
     still = "Tensors and their bytes stayed as they were. " if all(len(values) == 1 for values in kept) else ""
     bound = f"a finding is more than {rows[0]['bound'] / 1024:,.0f} KiB"
-    return f"\n\n{still}In 1,000 steps behind the warm-up resident memory rose {', '.join(told)}; {bound}."
+    return f"\n\n{still}Behind the warm-up resident memory rose, in 1,000 steps, {', '.join(told)}; {bound}."
 
 
 STEP_BASELINE = "exact+compile"
