@@ -592,6 +592,22 @@ def test_a_stage_that_failed_is_printed_with_its_error(records: ModuleType, tmp_
     assert "| timm | `b` | 3 + 1 | – | yes | RuntimeError: no |" in text
 
 
+def test_timms_script_is_printed_with_and_without_the_patch(records: ModuleType, tmp_path: Path) -> None:
+    assert "`python benchmarks/timm_script.py" in records.timm_script(tmp_path)
+    more = {"source": "abc", "versions": {"timm": "1"}, "eval_losses": [[1.0, 0.5]]}
+    resumed = {"exact": [0.25], "converted": [0.75]}
+    write(
+        tmp_path / "timm.jsonl",
+        bench("timm-script", "a", "exact", None, losses=[[9.0, 1.0], [9.0, 3.0]], resumed=resumed, **more),
+        bench(
+            "timm-script", "a", "converted", None, losses=[[1.0]], resumed=resumed, kept_bytes=1, exact_bytes=4, **more
+        ),
+    )
+    text = records.timm_script(tmp_path)
+    assert "| a | 2.00 ± 1.41 | 1.00 | 0.50 | 0.50 | 0.25 | 0.250, 0.750 | 0.250, 0.750 |" in text
+    assert "timm's commit abc, timm 1;" in text
+
+
 def test_campaigns_are_counted_by_group(records: ModuleType, tmp_path: Path) -> None:
     assert "`python benchmarks/campaign.py" in records.campaign(tmp_path)
 

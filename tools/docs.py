@@ -344,6 +344,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "variance": records.variance,
     "low-rank": records.low_rank,
     "compatibility": records.compatibility,
+    "timm-script": records.timm_script,
     "newcomer": records.newcomer,
     "scaling": records.scaling,
     "examples": records.examples,

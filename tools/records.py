@@ -486,6 +486,28 @@ def compatibility(folder: Path = RESULTS) -> str:
     return "\n\n".join(tables) or "*Nothing is recorded yet: `python benchmarks/compatibility.py` runs twenty models.*"
 
 
+def timm_script(folder: Path = RESULTS) -> str:
+    """timm's train.py without and with the patch, a line a case of ``benchmarks/timm_script.py``."""
+    tables = []
+    for run, latest in _latest_runs(_of_bench("timm-script", folder)):
+        lines = []
+        for case in dict.fromkeys(row["subject"] for row in latest):
+            rows = [next(r for r in run if (r["subject"], r["variant"]) == (case, v)) for v in (CONTROL, "converted")]
+            cells = [_mean([losses[-1] for losses in row[name]]) for name in ("losses", "eval_losses") for row in rows]
+            kept, exact = rows[1]["kept_bytes"], rows[1]["exact_bytes"]
+            cells.append(f"{kept / exact:.2f}" if kept and exact else "–")
+            cells += [", ".join(f"{row['resumed'][by][-1]:.3f}" for by in (CONTROL, "converted")) for row in rows]
+            lines.append([case, *cells])
+        losses = [f"{what}: {by}" for what in ("training loss", "EMA's loss") for by in (CONTROL, "converted")]
+        resumed = [f"{by}'s checkpoint, resumed by exact, converted" for by in (CONTROL, "converted")]
+        of = f"train.py of timm's commit {run[0]['source']}, timm {run[0]['versions']['timm']}"
+        table = _markdown(["run", *losses, "kept for backward, × exact", *resumed], lines)
+        tables.append(f"{table}\n\n{of}; {_conditions(run[0])}{_notes(latest)}")
+    return "\n\n".join(tables) or (
+        "*Nothing is recorded yet: `python benchmarks/timm_script.py path/to/train.py` runs timm's own script.*"
+    )
+
+
 def newcomer(folder: Path = RESULTS) -> str:
     """Seconds from a clone to a converted step, stage by stage, of the latest record of each model."""
     tables = []
