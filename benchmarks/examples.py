@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conversions import noted
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = "record of the example: "
@@ -46,22 +47,10 @@ def inside(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str,
     Returns:
         Seconds, peak bytes on a GPU, the loss where the example returns one, and what the layers ran.
     """
-    import hotrain.integrations.common
-    import hotrain.train  # first: it lets timm load beside a CPU-only PyTorch
+    import hotrain.train  # noqa: F401 (first: it lets timm load beside a CPU-only PyTorch)
 
     sys.path.insert(0, str(ROOT / "examples"))
-    reports: list[hotrain.ConversionReport] = []
-    models: list[torch.nn.Module] = []  # alive until their report was read
-    convert = hotrain.convert
-
-    def noted(model: torch.nn.Module, *more: Any, **options: Any) -> hotrain.ConversionReport:
-        models.append(model)
-        options |= {} if plan is None else {"plan": plan}
-        reports.append(convert(model, *more, **options))
-        return reports[-1]
-
-    hotrain.convert = noted
-    hotrain.integrations.common.convert = noted
+    made = noted(**({} if plan is None else {"plan": plan}))
     began = time.monotonic()
     named = {"folder": args[-1]} if name == "distributed" else {}  # one folder for all processes
     found = __import__(name).main(*(args[:-1] if named else args), **named)
@@ -72,7 +61,7 @@ def inside(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str,
         row["loss"] = found.state.log_history[-1].get("train_loss")
     elif isinstance(found, float):
         row["loss"] = found
-    return row | {"ran": [group for report in reports for group in report.ran()]}
+    return row | {"ran": [group for _, report in made for group in report.ran()]}
 
 
 def alone(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str, Any]:

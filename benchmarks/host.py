@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import hotrain
+from hotrain.planning import clock
 from hotrain.train import parse_method
 
 VARIANTS = ("exact", "hq8", "hq8:number=int", "hot-unbiased", "hot-importance")
@@ -42,13 +43,6 @@ def built(variant: str, outputs: int, inputs: int, device: torch.device) -> nn.M
 def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
     """Forward and backward."""
     torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
-
-
-def waited(device: torch.device) -> float:
-    """The time in seconds, once the device has no work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def launches(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> int | None:
@@ -79,11 +73,11 @@ def main() -> int:
     times: dict[str, list[float]] = {variant: [] for variant in layers}
     for number in range(args.rounds + 1):
         for variant, layer in layers.items():
-            began = waited(device)
+            began = clock(device)
             for _ in range(STEPS):
                 step(layer, x, g)
             ms = (time.perf_counter() - began) * 1e3 / STEPS
-            waited(device)
+            clock(device)
             if number:  # the first compiles and finds scales
                 times[variant].append(ms)
     common = conditions(device, sys.argv, args.commit)

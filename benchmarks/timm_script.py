@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conversions import noted
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "integrations.md"
@@ -89,17 +90,9 @@ def images(folder: Path) -> None:
 
 def inside(script: str, options: Sequence[str]) -> dict[str, Any]:
     """Run the script in this process; layers and bytes of the conversion that it made, empty if it made none."""
-    import hotrain
-    import hotrain.train  # first: it lets timm load beside a CPU-only PyTorch
+    import hotrain.train  # noqa: F401 (first: it lets timm load beside a CPU-only PyTorch)
 
-    made: list[tuple[torch.nn.Module, hotrain.ConversionReport]] = []  # the model: alive until its report was read
-    convert = hotrain.convert
-
-    def noted(model: torch.nn.Module, *more: Any, **named: Any) -> hotrain.ConversionReport:
-        made.append((model, convert(model, *more, **named)))
-        return made[-1][1]
-
-    hotrain.convert = noted
+    made = noted()
     sys.argv = [script, *options]
     runpy.run_path(script, run_name="__main__")
     if not made:

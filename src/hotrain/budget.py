@@ -86,8 +86,7 @@ def checkpoint_blocks(
         return CheckpointReport(list(found), [])
     if not (inputs or kwargs):
         raise ValueError("checkpoint_blocks: budget_bytes needs a batch to measure; give the model's inputs too")
-    if isinstance(budget_bytes, str):
-        budget_bytes = parse_bytes(budget_bytes)
+    budget_bytes = parse_bytes(budget_bytes)
     if budget_bytes < 0:
         raise ValueError(f"checkpoint_blocks: got budget_bytes={budget_bytes}, accepted are numbers from 0")
     before = keep_all(model)

@@ -88,8 +88,8 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def parse_bytes(text: str) -> int:
-    """Parse a size in bytes.
+def parse_bytes(text: str | int) -> int:
+    """Parse a size in bytes; a number is one already.
 
     Args:
         text: as ``24GB``, ``24GiB``, ``800 MB`` or ``1000``: powers of 1000, with an i of 1024.
@@ -97,6 +97,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: the text is not a size, or a number below 1000 without its unit, which is meant otherwise.
     """
+    if not isinstance(text, str):
+        return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
     if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:

@@ -148,8 +148,7 @@ def fit(
     """
     if unknown := [name for name in variants if name not in (*VARIANTS, BOTH)]:
         raise ValueError(f"fit: unknown variant {unknown[0]!r}, accepted are {', '.join((*VARIANTS, BOTH))}")
-    if isinstance(budget_bytes, str):
-        budget_bytes = parse_bytes(budget_bytes)
+    budget_bytes = parse_bytes(budget_bytes)
     if budget_bytes <= 0:
         raise ValueError(f"fit: got budget_bytes={budget_bytes}, accepted are numbers from 1")
     if any(name in (CHECKPOINTED, BOTH) for name in variants) and not blocks(model):

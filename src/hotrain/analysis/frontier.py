@@ -77,7 +77,7 @@ class Frontier:
         Raises:
             ValueError: none is; the message names the one that comes nearest. Or the budget is no size.
         """
-        size = parse_bytes(budget) if isinstance(budget, str) else budget
+        size = parse_bytes(budget)
         within = [point for point in self.front if point.peak_bytes is not None and point.peak_bytes <= size]
         if within:
             return within[0]

@@ -58,11 +58,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             yield name, module, _hindrance(module, owners, without_call)
         elif isinstance(module, torch.jit.ScriptModule):
             if not isinstance(model.get_submodule(name.rpartition(".")[0]), torch.jit.ScriptModule):
-                yield (
-                    name,
-                    module,
-                    _SCRIPTED,
-                )
+                yield name, module, _SCRIPTED
         elif isinstance(module, nn.modules.conv._ConvNd):
             yield (
                 name,

@@ -111,13 +111,13 @@ class ConversionReport:
 
     def _rows(self) -> Iterator[ConvertedRow | KeptRow | GoneRow]:
         model = None if self.model is None else self.model()
-        there = None if model is None else {id(state): name for name, _, state in converted_layers(model)}
+        there = set() if model is None else {id(state) for _, _, state in converted_layers(model)}
         trained = any(state.reached for _, state in self.layers)
         # Equal blocks that are compiled one by one share the code of the first, which the plan was made for.
         planned = {(s.spec, s.weight): (name, s.fallback) for name, s in self.layers[::-1] if s.fallback and s.asked}
         for name, state in self.layers:
             first = None if state.reached else planned.get((state.spec, state.weight))
-            if model is not None and there is not None and id(state) not in there and state.fallback != REVERTED:
+            if model is not None and id(state) not in there and state.fallback != REVERTED:
                 yield GoneRow(name, _instead(model, name))
             elif state.fallback is not None:
                 yield KeptRow(name, state.fallback)
