@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import hotrain_study.tables
-from hotrain_study.cells import Study, read_rows
+from hotrain_study.cells import Study, beside, read_rows
 from hotrain_study.studies import studies
 from records import COMMANDS, RESULTS, _markdown, folded
 
@@ -30,7 +30,7 @@ def study(name: str, folder: Path = RECORDS) -> str:
 
 def tables(chosen: Study, folder: Path) -> str:
     """The tables of a study, with what they were measured on below; of one that was not run at all, the cells."""
-    rows = read_rows([folder / f"{chosen.name}.jsonl"])
+    rows = read_rows(beside(folder / f"{chosen.name}.jsonl"))
     parts = []
     for table in hotrain_study.tables.tables(chosen, rows):
         if {cell for _, *cells in table.rows for cell in cells if cell} == {hotrain_study.tables.NOT_RUN}:

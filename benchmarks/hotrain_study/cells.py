@@ -1,7 +1,8 @@
 """Studies: many cells (a run of one method and seed, or one measurement), their records in one file, what is missing.
 
 A study is data: a list of cells in the order of their priority. A cell is done when the records have a row of it with
-the same settings; so the records alone say where a study continues, on any machine. A run that diverged is a result.
+the same settings, of this study or of another; so the records alone say where a study continues, on any machine. A run
+that diverged is a result.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Cell:
         return re.sub(r"[^A-Za-z0-9.@_=-]+", "-", text).strip("-")
 
     def is_of(self, row: Mapping[str, Any]) -> bool:
-        """Whether ``row`` is a record of this cell, with the same settings."""
-        same = all(row.get(name) == value for name, value in self.names().items())
+        """Whether ``row`` is a record of this cell, or of another study's with the same settings."""
+        same = all(row.get(name) == value for name, value in self.names().items() if name != "study")
         if not same or row.get("options", {}) != dict(self.options):
             return False
         try:
@@ -175,6 +176,11 @@ def located(run: TrainRun, folder: Path | None) -> TrainRun:
 def read_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
     """Read the rows of several record files, oldest first within a file; those of other programs are left out."""
     return [row for file in files for row in record.read(file) if "study" in row and "config" in row]
+
+
+def beside(file: Path) -> list[Path]:
+    """The record files of that one's folder, it last; other studies may have run cells with the same settings."""
+    return [*sorted(other for other in file.parent.glob("*.jsonl") if other != file), file]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,10 @@ EXAMPLES = """Examples:
 def study(
     name: Annotated[str | None, typer.Argument(help="A study, or a recipe with --methods.", show_default=False)] = None,
     records: Annotated[
-        Path | None, typer.Option("--records", "-r", help="JSONL file. Default: runs/study-NAME/records.jsonl.")
+        Path | None,
+        typer.Option(
+            "--records", "-r", help="JSONL file, read with those beside it. Default: runs/study-NAME/records.jsonl."
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option("--data", "-d", help="Folder with the data sets: NAME.npz, or a folder NAME.")
@@ -82,7 +85,7 @@ def study(
     work = work or Path("runs") / f"study-{name}"
     records = records or work / "records.jsonl"
     if show:
-        _print(chosen, library.read_rows([records]), json, listed=True)
+        _print(chosen, library.read_rows(library.beside(records)), json, listed=True)
         return
     # Ready for all before the first starts: a data set that is missing is said at once.
     located = {cell.id: library.located(cell.run, data) for cell in chosen.cells}
@@ -98,7 +101,7 @@ def study(
             running.all(deadline)
         except KeyboardInterrupt as stop:
             raise interrupted(stop, f"stopped; {records} has what is finished. The same command continues") from stop
-    rows = library.read_rows([records])
+    rows = library.read_rows(library.beside(records))
     _print(chosen, rows, json)
     if any(row["status"] == library.FAILED for row in chosen.last(rows).values()):
         raise typer.Exit(1)
@@ -205,9 +208,9 @@ class _Running:
         note(f"{self.study.name}: {left} of {len(self.study.cells)} cells are missing")
 
     def _rows(self) -> list[dict[str, Any]]:
-        from hotrain_study.cells import read_rows
+        from hotrain_study.cells import beside, read_rows
 
-        return read_rows([self.records])
+        return read_rows(beside(self.records))
 
     def _with_needed(self, cells: list[Cell]) -> list[Cell]:
         """The cells, and before them those done elsewhere whose weights they start from and are not here."""

@@ -134,7 +134,8 @@ def evmt() -> Study:
     methods = ("exact", "hla", "dropout", DEFAULT, "hot-unbiased")
     for seed in (0, 1):
         for title, recipe in (("SimCLR", "simclr_resnet18"), ("BYOL", "byol_resnet18"), ("DeiT-Ti", "short_deit_tiny")):
-            run = replace(prepared(f"{recipe}_cifar10", seed == 0), evaluate_every=20)
+            run = prepared(f"{recipe}_cifar10", seed == 0)
+            run = run if run.task == "classification" else replace(run, evaluate_every=20)  # a probe is a training
             cells += grid("evmt", f"{title}, CIFAR-10", run, methods, (seed,))
         if seed == 0:
             run = replace(prepared("simclr_resnet18_cifar10"), evaluate_every=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -16,7 +17,8 @@ import pytest
 import torch
 from hotrain_study import cli as study
 from hotrain_study import process
-from hotrain_study.cells import Cell, Study, grid, lines, located, mean_text, read_rows
+from hotrain_study.cells import Cell, Study, beside, grid, lines, located, mean_text, read_rows
+from hotrain_study.studies import studies
 from typer.testing import CliRunner
 
 from hotrain.cli.main import app
@@ -312,6 +314,27 @@ def test_a_failure_counts_until_there_is_a_result() -> None:
     assert [c.id for c in chosen.missing([failed])] == [c.id for c in (*CELLS[1:], CELLS[0])], "what failed comes last"
     both = [row_of(CELLS[0], 90.0), failed]
     assert chosen.last(both)[CELLS[0].id]["status"] == "finished"
+
+
+def test_a_cell_that_another_study_ran_is_not_run_again(tmp_path: Path) -> None:
+    """Only with the same settings; a study's own record is the last that counts."""
+    mine, theirs = CELLS[0], dataclasses.replace(CELLS[0], study="other")
+    longer = dataclasses.replace(theirs, run=replace(theirs.run, epochs=theirs.run.epochs + 1))
+    chosen = Study("s", "title", (mine,))
+    assert chosen.missing([row_of(theirs, 90.0)]) == []
+    assert chosen.missing([row_of(longer, 90.0)]) == [mine]
+    for name, cell, accuracy in (("z", theirs, 90.0), ("a", longer, 70.0), ("s", mine, 91.0)):
+        record.append(tmp_path / f"{name}.jsonl", record.signed({"record": record.VERSION, **row_of(cell, accuracy)}))
+    assert chosen.last(read_rows(beside(tmp_path / "s.jsonl")))[mine.id]["accuracy"] == 91.0
+    # The tables on rank and on EVMT have the exact runs of the one on pre-training.
+    known = {(cell.group, cell.method, cell.run.seed): cell for cell in studies()["pretraining"].cells}
+    for name, group in (
+        ("rank", "ResNet-18, CIFAR-100"),
+        ("rank", "small ViT, CIFAR-100"),
+        ("evmt", "DeiT-Ti, CIFAR-10"),
+    ):
+        cell = next(c for c in studies()[name].cells if (c.group, c.method, c.run.seed) == (group, "exact", 0))
+        assert cell.is_of(row_of(known[group, "exact", 0], 90.0)), group
 
 
 def test_a_cell_that_ends_leaves_its_checkpoint_to_the_next_call(tmp_path: Path) -> None:
