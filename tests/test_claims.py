@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hotrain_bench.step import VARIANTS
+from hotrain_bench.step import CHECKPOINTED, VARIANTS
 
 import hotrain
 from hotrain.method import Method
@@ -146,7 +146,7 @@ def test_variants_and_methods_that_documents_name_exist(path: Path) -> None:
     """Names like ``exact+graphs``, ``hotrain-memory`` and ``hot:rank=4`` are variants of the bench or methods."""
     wrong = []
     for name in written_names(path):
-        if name in VARIANTS or name in hotrain.presets():
+        if name.removesuffix(CHECKPOINTED) in VARIANTS or name in hotrain.presets():
             continue
         if ":" in name and name.partition(":")[0] in ("hotrain", *hotrain.presets()):
             preset, overrides = parse_method(name.removeprefix("hotrain:"))

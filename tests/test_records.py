@@ -390,6 +390,13 @@ def test_points_of_the_figure_are_of_the_latest_run_with_memory(records: ModuleT
         bench("step", "vit", "exact+compile", 10.0, run_id="two", peak_bytes=gib),
     )
     assert records.step_points(tmp_path) == {"vit": {"exact+compile": (9.0, 41.0), "hotrain-memory": (3.0, 36.0)}}
+    # One run of exact, checkpointing, the default and more of ours is a frontier of its own.
+    whole = {"exact+graphs": 9, "exact+compile+checkpoint": 2, "hotrain-default": 4, "hotrain-default-all": 3}
+    rows = [bench("step", "vit", name, 40.0, run_id="three", peak_bytes=size * gib) for name, size in whole.items()]
+    write(tmp_path / "b_step.jsonl", *rows[:-1])
+    assert "exact+graphs" not in records.step_points(tmp_path)["vit"], "three points are a line of the sweep"
+    write(tmp_path / "b_step.jsonl", *rows)
+    assert records.step_points(tmp_path) == {"vit": {name: (float(size), 40.0) for name, size in whole.items()}}
 
 
 def test_optimizers_are_compared_within_a_run_and_nowhere_else(records: ModuleType, tmp_path: Path) -> None:

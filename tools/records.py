@@ -967,12 +967,14 @@ def memory_targets(folder: Path = RESULTS) -> str:
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
-    """Subject → variant → (peak GiB, ms/step), each subject from the latest run that has `SMALLER` and the
-    baseline of it, with checkpointing beside it if there is one.
+    """Subject → variant → (peak GiB, ms/step), each subject from its latest run with exact as CUDA graphs, the default
+    and checkpointing; else from the latest that has `SMALLER` and the baseline of it, with checkpointing if there is
+    one.
 
-    Without the variants that have another optimizer; of other libraries' and PyTorch's own that this run lacks, those
-    of the latest run on the same GPU, named as such.
+    Without the variants that have another optimizer; of other libraries' and PyTorch's own that a run of the second
+    kind lacks, those of the latest run on the same GPU, named as such.
     """
+    whole: dict[str, dict[str, tuple[float, float]]] = {}
     found: dict[str, dict[str, tuple[float, float]]] = {}
     device: dict[str, str] = {}
     others: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
@@ -984,6 +986,8 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
                 ms = _step_mean(rows, subject, variant)
                 if peak is not None and ms is not None and not variant.endswith(EIGHT_BIT):
                     points[variant] = (peak / GIB, ms)
+            if set(models.VARIANTS) <= set(points) and len(points) > len(models.VARIANTS):
+                whole[subject] = points
             if {SMALLER, STEP_BASELINE} <= set(points) and (SMALLER + "+checkpoint" in points or subject not in found):
                 found[subject], device[subject] = points, gpu(rows[0])
             for variant, place in points.items():
@@ -993,7 +997,7 @@ def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, floa
         same = others[subject, device[subject]]
         lacking = {name: place for name, place in same.items() if name not in points}
         points |= {f"{name} (another run)": place for name, place in lacking.items()}
-    return found
+    return whole | {subject: points for subject, points in found.items() if subject not in whole}
 
 
 OPTIMIZER_VARIANTS = (STEP_BASELINE, STEP_BASELINE + EIGHT_BIT, SMALLER, SMALLER + EIGHT_BIT)

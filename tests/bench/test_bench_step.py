@@ -339,6 +339,26 @@ def test_gates_let_nothing_pass_that_is_not_a_number() -> None:
         step.compare(task, truth.loss, truth, Bounds(0.01, 0.4))
 
 
+def test_a_variant_that_is_very_slow_is_timed_for_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading takes seconds a step; the record has the steps that were timed."""
+    monkeypatch.setattr(step, "MOST_S", 0.0)
+    (row,) = step.run([VIT], ["exact"], CPU, 3, tiny=True)
+    assert (row["error"], row["steps"]) == (None, 1)
+
+
+def test_any_variant_can_be_checkpointed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same conversion, and every block's forward a second time."""
+    calls: list[str] = []
+    monkeypatch.setattr(step, "with_checkpoints", lambda task: calls.append(type(task.model).__name__))
+    for name in ("hotrain-default-all+checkpoint", "hotrain:hq8:plan=memory+checkpoint"):
+        variant, task = step.variant_of(name), tasks.build(VIT, CPU, tiny=True)
+        variant.change(task)
+        assert (variant.name, variant.graphs) == (name, True)
+        assert task.report is not None, "converted"
+        assert len(calls) == 1, "and then checkpointed"
+        calls.clear()
+
+
 def test_after_its_time_a_run_leaves_out_the_rest() -> None:
     (row,) = step.run([VIT], ["exact"], CPU, 1, tiny=True, seconds=-1.0)
     assert row["error"] == "TimeoutError: left out: -1 seconds were over"
@@ -349,6 +369,7 @@ def test_after_its_time_a_run_leaves_out_the_rest() -> None:
     [
         (["vit"], None, r"got 'vit', subjects are vit_base_patch16_224/b128"),
         ([VIT], ["hotrian"], r"got 'hotrian', accepted are exact, .* and hotrain:METHOD"),
+        ([VIT], ["hotrian+checkpoint"], r"got 'hotrian', accepted are exact, .*, each also with \+checkpoint"),
         ([VIT], ["hotrain:hott"], "Did you mean 'hot'"),
     ],
 )
