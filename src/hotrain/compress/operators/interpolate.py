@@ -4,7 +4,8 @@
 
 A_h (H', H) and A_w (W', W) have two weights in a row. Inductor computes backward by atomic additions of every element
 of G to four of g_X, which takes longer than all else in the head of a segmentation network, and it writes two tensors
-of Y's size in float32 in forward. Nothing is saved.
+of Y's size in float32 in forward. PyTorch's kernel has a thread for each pixel where memory is contiguous; for few of
+them forward stays the compiler's. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def _bilinear(x: Tensor, size: list[int], scales: list[float], corners: bool | N
 
 
 opaque("bilinear(Tensor x, int[] size, float[] scales, bool? corners) -> Tensor", _bilinear)(_bilinear)
+_SMALLEST = 1 << 14  # pixels of Y, a thread each, where memory is contiguous: PyTorch's kernel leaves a GPU idle below
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
@@ -70,7 +72,9 @@ class Interpolated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
         ctx.shape, ctx.scales, ctx.corners = x.shape, scales, corners
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
-        return torch.ops.hotrain.bilinear(x, size, scales, corners)  # type: ignore[no-any-return]
+        pixels = math.prod(size) if size else math.prod(scales) * math.prod(x.shape[2:])
+        forward = torch.ops.hotrain.bilinear if ctx.channels_last or pixels >= _SMALLEST else plain
+        return forward(x, size, scales, corners)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
