@@ -61,7 +61,7 @@ def test_gradients(
     g, target = torch.randn(*TOKENS, CLASSES).to(dtype) / 100, labels()
     given = [t for t in (x, w, b) if t is not None]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rest = target.view(-1), -100, mean, wide
+    rest = target.view(-1), -100, mean, wide, logits
     loss, y, _ = torch.ops.hotrain.linear_cross_entropy(x, w, b, "exact", [], *rest)
     total = loss * 3 + ((y * g).sum() if logits else 0)
     got = [loss, *torch.autograd.grad(total, given)]
@@ -81,7 +81,7 @@ def test_the_logits_alone() -> None:
     """A caller that throws the loss away."""
     x, w = (torch.randn(n, CHANNELS, dtype=torch.float64, requires_grad=True) for n in (256, CLASSES))
     _, y, _ = torch.ops.hotrain.linear_cross_entropy(
-        x, w, None, "exact", [], labels().view(-1), -100, True, torch.float64
+        x, w, None, "exact", [], labels().view(-1), -100, True, torch.float64, True
     )
     g = torch.randn_like(y)
     got = torch.autograd.grad(y, (x, w), g)
@@ -94,7 +94,8 @@ def test_where_every_token_is_ignored() -> None:
     x, w = (torch.randn(n, CHANNELS, requires_grad=True) for n in (256, CLASSES))
     for mean in (True, False):
         target = torch.full((256,), -100)
-        loss, *_ = torch.ops.hotrain.linear_cross_entropy(x, w, None, "exact", [], target, -100, mean, torch.float32)
+        rest = target, -100, mean, torch.float32, False
+        loss, *_ = torch.ops.hotrain.linear_cross_entropy(x, w, None, "exact", [], *rest)
         assert bool(loss.isnan()) is mean
         got = torch.autograd.grad(loss, (x, w))
         assert all(not g.any() for g in got)
@@ -277,26 +278,40 @@ class OnlyTheLoss(Model):
         return super().forward(x, target)[0]
 
 
-def test_no_gradient_of_all_classes_is_in_a_graph() -> None:
-    """Of as many entries as the logits have, forward computes them in the product's dtype, and backward nothing."""
-    model, x, target = OnlyTheLoss(causal), torch.randn(*TOKENS, CHANNELS), labels()
+@pytest.mark.parametrize("kind", [Model, OnlyTheLoss])
+@pytest.mark.parametrize("padded", [False, True], ids=["as many classes", "more"])
+def test_no_gradient_of_all_classes_is_in_a_graph(
+    kind: type[Model], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many entries as the logits have, forward computes them in the product's dtype, and backward nothing.
+
+    Where the product has more classes, logits that the model returns are a copy of it, and others are not copied.
+    """
+    if padded:
+        monkeypatch.setattr(head, "_padded", lambda classes, device: 256)
+    model, x, target = kind(causal), torch.randn(*TOKENS, CHANNELS), labels()
     hotrain.convert(model, "exact", memory="block", plan="memory")
     large: dict[str, set[torch.dtype]] = {}
+    copies: list[str] = []
     entries, compress = x[..., 0].numel() * CLASSES, compiled.compress
 
     def looked_at(forward: Any, backward: Any, *args: Any) -> None:
         for name, half in (("forward", forward), ("backward", backward)):
             values = [n.meta.get("val") for n in half.graph.nodes if n.op == "call_function"]
             large[name] = {t.dtype for t in values if isinstance(t, Tensor) and t.numel() >= entries}
+            copied = half.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+            copies.extend(name for node in copied if node.meta["val"].numel() >= entries)
         compress(forward, backward, *args)
 
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
         patch.setattr(compiled, "compress", looked_at)
         torch._dynamo.reset()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = torch.compile(model)(x, target)
-        loss.backward()
-    assert large == {"forward": {torch.bfloat16}, "backward": set()}
+            found = torch.compile(model)(x, target)
+        (found if kind is OnlyTheLoss else found[0]).backward()
+    tangent = set() if kind is OnlyTheLoss else {torch.bfloat16}  # PyTorch's, of logits that are returned
+    assert large == {"forward": {torch.bfloat16}, "backward": tangent}
+    assert copies == ["forward"] * (padded and kind is Model)
 
 
 def test_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,8 @@ def _by_classes(loss: Node, call: Mapping[str, Any]) -> None:
             late.append(node)
     if target in behind:
         return
-    graph = loss.graph
-    rest = target, call["ignore_index"], call["reduction"] == "mean", loss.meta["example_value"].dtype
+    graph, returned = loss.graph, set(y.users) != {between[-1] if between else loss}
+    rest = target, call["ignore_index"], call["reduction"] == "mean", loss.meta["example_value"].dtype, returned
     with graph.inserting_before(loss):
         made = graph.call_function(torch.ops.hotrain.linear_cross_entropy, (*arguments, *rest))
         results = [graph.call_function(operator.getitem, (made, place)) for place in range(3)]

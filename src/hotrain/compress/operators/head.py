@@ -70,12 +70,15 @@ def _padded(classes: int, device: torch.device) -> int:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Returns the loss, Y, and codes and scales packed here; ``form`` and ``given`` as of `linear.Linear`."""
+    """Returns the loss, Y or, where it is not ``returned``, nothing of it, and codes and scales packed here.
+
+    ``form`` and ``given`` as of `linear.Linear`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given, target: Tensor, ignored: int,
-        mean: bool, dtype: torch.dtype,
+        mean: bool, dtype: torch.dtype, returned: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         form = form if ctx.needs_input_grad[1] else ""
@@ -83,17 +86,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
         classes = len(w)
         more = _padded(classes, w.device) - classes
-        if more:
-            whole = F.linear(x, F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more)))
-            y = whole[..., :classes].contiguous()
-        else:
-            whole = y = not_a_view(F.linear(x, w, b))
+        padded = (F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more))) if more else (w, b)
+        whole = not_a_view(F.linear(x, *padded))
         rows = whole.reshape(-1, classes + more).contiguous()
         counts = target != ignored
         normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
-        rows = y.reshape(-1, classes).contiguous()  # models return these too
+        y = whole[..., :classes].contiguous() if returned else whole.new_empty(0)
+        rows = y.reshape(-1, classes).contiguous() if returned else rows
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         return loss.to(dtype), y, *with_codes(ctx, *own(kept, form))
@@ -123,7 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             torch.cat(of_w) if of_w else None,
             torch.cat(of_b).to(rows.dtype) if of_b else None,
         )
-        return *once("cross_entropy", grads, g, g_y, w), *[None] * 6
+        return *once("cross_entropy", grads, g, g_y, w), *[None] * 7
 
 
 def _pieces(tokens: int, classes: int) -> list[tuple[int, int]]:
@@ -140,7 +141,7 @@ def _run(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 custom_op(
     "linear_cross_entropy(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given, Tensor target, int ignored, "
-    "bool mean, ScalarType dtype) -> (Tensor, Tensor, Tensor[])",
+    "bool mean, ScalarType dtype, bool returned) -> (Tensor, Tensor, Tensor[])",
     without_autocast(_run, lower),
 )
 
