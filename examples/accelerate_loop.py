@@ -24,4 +24,5 @@ def main(**options: object) -> tuple[torch.nn.Module, hotrain.ConversionReport]:
 
 
 if __name__ == "__main__":
-    print(main()[1])
+    trained, report = main()
+    print(report)

@@ -188,6 +188,38 @@ def test_bad_calls() -> None:
         model.blocks[0](torch.randn(2, 4, 64), past_key_values=object())
 
 
+class Opaque(Net):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "message"),
+    [
+        # a budget by another name would recompute every block and say nothing
+        (Net, (X,), {"budget": "1GiB"}, r"got budget='1GiB'; accepted are budget_bytes .*Net\.forward \(x\)"),
+        (Net, (X,), {"budget": 8, "budget_bytes": "1GiB"}, r"got budget=8; accepted are budget_bytes"),
+        (Opaque, (X,), {"budget": "1GiB"}, r"\(…\), which without budget_bytes nothing calls: leave budget out"),
+        (Net, ("1GiB",), {}, r"got '1GiB' as an input .*budget_bytes='1GiB'"),  # without its name
+    ],
+    ids=["typo", "typo beside it", "any keyword", "positional"],
+)
+def test_a_budget_by_another_name_is_refused(
+    model: type[nn.Module], inputs: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    net = model()
+    with pytest.raises(TypeError, match=f"checkpoint_blocks: .*{message}"):
+        hotrain.checkpoint_blocks(net, *inputs, **options)
+    assert not any(isinstance(block, Recomputed) for block in net.blocks)
+
+
+def test_keywords_of_the_model_are_the_models() -> None:
+    """With a budget all that its forward takes; without one those that it names, as a batch may be given by name."""
+    assert len(hotrain.checkpoint_blocks(Net(), x=X).recomputed) == 3
+    assert hotrain.checkpoint_blocks(Net(), x=X, budget_bytes="1GiB").recomputed == []
+    assert hotrain.checkpoint_blocks(Opaque(), X, mask=None, budget_bytes="1GiB").recomputed == []
+
+
 def test_revert_and_state_dict() -> None:
     model = Net()
     classes, keys = [type(m) for m in model.modules()], list(model.state_dict())

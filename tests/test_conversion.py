@@ -471,8 +471,10 @@ def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) 
         ),  # not of its class
         (lambda net: Renamed(64, 64), r"Renamed: Renamed is a subclass\n"),  # which has no name in a model
         (lambda net: nn.Sequential(torch.jit.script(net)), r"0: made by torch\.jit.*put the module"),  # out of reach
+        (lambda net: nn.Sequential(nn.Linear(8, 8), nn.GELU()), r"0: too small: 8 → 8 .*small ones"),  # by default
+        (lambda net: nn.Sequential(OrderedDict(head=net[0])), r"head: head\n.*heads too"),  # a linear probe
     ],
-    ids=["subclass", "alone", "scripted"],
+    ids=["subclass", "alone", "scripted", "small", "head"],
 )
 def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str) -> None:
     """What is between them may still be compressed, so that it is no error; "exact" asks for just this."""
@@ -480,7 +482,7 @@ def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str)
         report = hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))))
     assert len(report.kept) == 1
     hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))), "exact", memory="block")  # a warning is an error here
-    hotrain.convert(nn.Sequential(nn.Linear(8, 8), nn.Conv1d(64, 64, 3)))  # too small, and of no kind that is converted
+    hotrain.convert(nn.Sequential(nn.GELU(), nn.Conv1d(64, 64, 3)))  # nor is one where no layer is of a kind to convert
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hotrain.nn import layer_state
 # What LoRA is put on, what is trained whole beside it, and whether weights are stored (I, O).
 TARGETS: dict[str, dict[str, Any]] = {
     "vit": {"target_modules": ["qkv", "fc1"], "modules_to_save": ["head"]},
-    "hf_vit": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]},
+    "hf_vit": {"target_modules": ["q_proj", "v_proj", "query", "value"], "modules_to_save": ["classifier"]},
     "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
     "resnet": {"target_modules": ["conv1"], "modules_to_save": ["fc"]},
 }

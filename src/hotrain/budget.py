@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -72,9 +73,12 @@ def checkpoint_blocks(
         Which blocks are recomputed, and the bytes before and after.
 
     Raises:
+        TypeError: a keyword is none of the model's; without a budget also a size among the inputs, and a keyword that
+            the model's forward does not name.
         ValueError: the model has no blocks, there is a budget without inputs, or the budget cannot be met; the message
             then states the least that can be reached, and the model is unchanged.
     """
+    _refuse_strangers(model, inputs, kwargs, budget_bytes is not None)
     found = blocks(model)
     if not found:
         raise ValueError(
@@ -96,6 +100,27 @@ def checkpoint_blocks(
         keep_all(model)
         recompute({name: found[name] for name in before if name in found})
         raise
+
+
+def _refuse_strangers(model: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], measures: bool) -> None:
+    """Raise TypeError for what is no argument of the model: without a budget nothing would call the model with it."""
+    taken = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in taken)
+    wrong = [] if accepts_any and measures else [name for name in kwargs if name not in names]
+    if wrong:
+        name, of = wrong[0], f"{type(model).__name__}.forward"
+        why = f", which without budget_bytes nothing calls: leave {name} out" if accepts_any else ""
+        raise TypeError(
+            f"checkpoint_blocks: got {name}={kwargs[name]!r:.40}; accepted are budget_bytes (bytes, or a size as "
+            f"'2GiB') and the arguments of {of} ({', '.join([*names, '…'] if accepts_any else names)}){why}"
+        )
+    sizes = [value for value in inputs if isinstance(value, int | str)]
+    if sizes and not measures:
+        raise TypeError(
+            f"checkpoint_blocks: got {sizes[0]!r} as an input of the model; a budget is given by its name: "
+            f"budget_bytes={sizes[0]!r}"
+        )
 
 
 def _within(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import pickle
 import re
 from collections import UserDict
 
@@ -108,6 +110,27 @@ def test_what_a_model_raises_that_reads_values_does_not_end_training() -> None:
     assert "kept for backward: not known from shapes; hotrain.saved_bytes(model, batch) measures it" in str(report)
     with pytest.raises(ValueError, match=r"Matched does not run without values \(.+\); use hotrain.saved_bytes"):
         hotrain.predicted_bytes(model, *batch)
+
+
+def test_a_report_outlives_its_model() -> None:
+    """Bytes that it was asked for stay, in a copy too; where it never was, it says that there is no model to ask."""
+    reports = []
+    for asked in (True, False):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        report = hotrain.convert(model)
+        model(torch.randn(32, 64)).sum().backward()
+        before = report.totals() if asked else None
+        reports.append(report)
+        del model
+        gc.collect()
+        assert report.totals() == before
+    asked_once, never = reports
+    assert re.search(r"kept for backward: [\d.]+ KiB, exact keeps", str(asked_once))
+    assert pickle.loads(pickle.dumps(asked_once)).totals() == asked_once.totals()
+    assert "kept for backward: not known, the model is gone; print the report while there is the model" in str(never)
+    unused = hotrain.convert(nn.Sequential(nn.Linear(64, 64)))  # gone, and it kept nothing
+    gc.collect()
+    assert "kept for backward" not in str(unused)
 
 
 class Recurrent(nn.Module):

@@ -132,6 +132,29 @@ def test_a_model_without_a_layer_that_is_converted_is_warned_of(tmp_path: Path) 
         trainer(tmp_path, model, callbacks=[HadamardCallback()])
 
 
+@pytest.mark.parametrize(
+    ("words", "options", "error", "message"),
+    [
+        (("hto",), {}, ValueError, "unknown preset 'hto'. Did you mean 'hot'"),
+        ((), {"rank": 4}, TypeError, r"\(rank=…\): accepted are .*filter_fn, .*memory.*preset\(\"hot\", rank=4\)"),
+    ],
+)
+def test_a_wrong_argument_is_named_where_the_callback_is_made(
+    words: tuple[str, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Not when training begins, and not as an argument of a function that the user has not called."""
+    with pytest.raises(error, match=message):
+        HadamardCallback(*words, **options)
+
+
+def test_a_point_is_taken_as_convert_takes_it() -> None:
+    """It has a method of its own, beside which none may be given; the callback's default is none."""
+    callback = HadamardCallback(plan=hotrain.Point("small", hotrain.preset("hq")))
+    callback.convert(vit())
+    assert callback.report is not None
+    assert callback.report.method.name == "hq"
+
+
 def test_model_init_converts_by_the_callback(tmp_path: Path) -> None:
     callback = HadamardCallback()
     made = trainer(tmp_path, None, model_init=lambda: callback.convert(vit()), callbacks=[callback])

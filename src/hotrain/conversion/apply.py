@@ -130,9 +130,9 @@ def convert(
     grids = {} if grid is not None else token_grids(model)
     everywhere = _as_grid(grid, prefix_tokens)
     chosen: list[tuple[str, nn.Module, type[nn.Module]]] = []
-    hindered = False
+    of_a_kind = False  # that is converted
     for name, module, reason in candidates(model):
-        hindered |= reason is not None and isinstance(module, nn.Linear | nn.Conv2d | torch.jit.ScriptModule)
+        of_a_kind |= target_of(module) is not None or isinstance(module, nn.Linear | nn.Conv2d | torch.jit.ScriptModule)
         if filter_fn is not None and not filter_fn(module, name):
             reason = reason or "excluded by filter_fn"
         elif filter_fn is None and reason is None:
@@ -155,7 +155,7 @@ def convert(
     # Any model has activations between its layers to compress; a filter that matches nothing is a mistake.
     if not chosen and (filter_fn is not None or method.memory != "block"):
         raise ValueError(_none_of(model, report.kept_rows))
-    if hindered and not chosen and not report.layers:  # of a kind that is converted, which no default leaves out
+    if of_a_kind and not chosen and not report.layers:
         warnings.warn(_none_of(model, report.kept_rows), stacklevel=2)
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)
@@ -199,8 +199,8 @@ def _none_of(model: nn.Module, rows: list[KeptRow]) -> str:
     return (
         f"hotrain.convert: no layer of {type(model).__name__} matched:\n{why or '  it has no Linear or Conv2d'}\n"
         "Layers are converted whose class is nn.Linear, nn.Conv2d or transformers' Conv1D itself; put these in the "
-        "place of subclasses. Pass filter_fn=lambda module, name: ... to choose layers yourself; "
-        'convert(model, "exact", memory="block") compresses only the activations between them.'
+        "place of subclasses. Pass filter_fn=lambda module, name: ... to choose layers yourself, small ones and heads "
+        'too; convert(model, "exact", memory="block") compresses only the activations between them.'
     )
 
 

@@ -184,14 +184,16 @@ class ConversionReport:
         Returns:
             (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
             compiled graphs *now* is measured on the graphs, None where a compiler's cache hid it. None instead of the
-            pair before a training forward, and for a model that `predicted_bytes` refuses or whose inputs were not
-            recorded (``memory="linear"``).
+            pair before a training forward, and for a model that `predicted_bytes` refuses, that is gone before its
+            report was asked once, or whose inputs were not recorded (``memory="linear"``).
         """
-        example = None if self.buffers is None else self.buffers.example
-        model = None if example is None else example.model()
-        if self.buffers is None or example is None or model is None:
+        if self.buffers is None:
             return None
         if self._totals is None:
+            example = self.buffers.example
+            model = None if example is None else example.model()
+            if example is None or model is None:
+                return None
             from ..audit.predicted import before_and_now
 
             try:
@@ -203,6 +205,11 @@ class ConversionReport:
         if self.buffers.uncut:
             return None, exact
         return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
+
+    def _is_gone(self) -> bool:
+        """Whether the bytes cannot be computed any more, because there is no model."""
+        example = None if self.buffers is None else self.buffers.example
+        return example is not None and example.model() is None
 
     def __str__(self) -> str:
         converted, kept, gone = self.converted, self.kept, self.gone
@@ -227,6 +234,8 @@ class ConversionReport:
             head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
         elif totals is None and self._unpredicted:
             head += "\n  kept for backward: not known from shapes; hotrain.saved_bytes(model, batch) measures it"
+        elif totals is None and self._is_gone():
+            head += "\n  kept for backward: not known, the model is gone; print the report while there is the model"
         for group in self.ran():
             if group["g_x"] is not None and group["method"] != "exact":
                 head += f"\n  {line_of(group)}"

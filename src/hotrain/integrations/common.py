@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from .._version import require as require
 from ..conversion import ConversionReport, convert, converted_layers
+from ..functional import as_method
 from ..method import Method
 from ..presets import DEFAULT
 
@@ -24,11 +26,24 @@ class Conversion:
         method: as for `hotrain.convert`.
         **options: further arguments of `hotrain.convert`.
 
+    Raises:
+        TypeError: an option is none of them.
+        ValueError: the method is unknown.
+
     Attributes:
         report: of the last conversion; None before.
     """
 
     def __init__(self, method: str | Method = DEFAULT, **options: Any) -> None:
+        accepted = [p.name for p in inspect.signature(convert).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        kind = type(self).__name__
+        for name in options:
+            if name not in accepted:
+                raise TypeError(
+                    f"hotrain: {kind}({name}=…): accepted are those of hotrain.convert: {', '.join(accepted)}. A field "
+                    f'of a method is set in the method: {kind}(hotrain.preset("hot", rank=4))'
+                )
+        as_method(method)  # unknown ones are said here, not when training begins
         self.method = method
         self.options = options
         self.report: ConversionReport | None = None
