@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import draws, published
+from .formats import Tiling
 from .support import run, unsupported_device
 
 
@@ -24,15 +24,13 @@ def given_key(key: Tensor | None, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
+def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Tiling, Tiling, Tiling]:
     """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
 
     Tuned on an H200: there programs over x have long loops, because each draws its rows first,
     and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
     bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
     """
-    from .quantize_kernels import Tiling
-
     if dtype == torch.float32:
         return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
     w = Tiling(2, 128, 4, 8, 3, programs=2.5)

@@ -15,7 +15,7 @@ from ..quantize import QUANTIZERS
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
-from .quantize_kernels import COPY, NONE, NOTHING, NUMBERS, Output, padded
+from .formats import COPY, NONE, NOTHING, NUMBERS, Output, padded
 
 _NAMES = {kind: name for name, kind in NUMBERS.items()}
 
