@@ -20,7 +20,8 @@ from ..private import fakes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+# By case: a compiled kernel's launcher, its handle on the device, its metadata, and the values of its constants.
+_compiled: dict[Hashable, tuple[Any, int, Any, tuple[Any, ...]]] = {}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -104,7 +105,7 @@ def launch(
         constants: its other parameters by name.
         **options: Triton's (num_warps, …).
     """
-    device, grid = args[0].device, (programs,) if isinstance(programs, int) else programs
+    device, grid = args[0].device, programs if isinstance(programs, tuple) else (programs,)
     if fakes.include(args[0]):
         wrap_triton(kernel)[grid](*args, **constants, **options)
         return
@@ -114,9 +115,11 @@ def launch(
     place = (id(kernel), case, tuple(options.items()))  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
-        stream = _current_stream()(device.index)
-        found[0][(*grid, 1, 1)[:3]](*args, *found[1], stream=stream)
+        run, function, metadata, rest = found
+        # What Triton's `compiled[grid]` calls, without its hooks for Triton's own profiler.
+        run(*(*grid, 1, 1)[:3], _current_stream()(device.index), function, metadata, None, None, None, *args, *rest)
         return
     compiled = kernel[grid](*args, **constants, **options)
     if not INTERPRETED:
-        _compiled[place] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest
