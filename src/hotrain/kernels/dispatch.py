@@ -34,20 +34,12 @@ from .formats import (
     whole,
 )
 from .operands import given_key, no_key, product, tilings
-from .support import or_reference, unsupported_device
+from .support import module, or_reference, unsupported_device
 
 Needs = Sequence[bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _ROWS_AT = 4  # words of `side` before the rows: the scale, and module to the next boundary of 16 bytes
-
-
-@functools.cache
-def _quantize_kernels() -> Any:
-    """The module, imported at the first call since it needs Triton; an import statement takes a microsecond a call."""
-    from . import quantize_kernels
-
-    return quantize_kernels
 
 
 @functools.cache
@@ -176,8 +168,8 @@ def compressed(
     """
 
     def kernel() -> tuple[Tensor | None, ...]:
-        rows, scale_to = None if side is None else _rows(side), side[:1] if draw and side is not None else None
-        return _quantize_kernels().compress(  # type: ignore[no-any-return]
+        rows, scale_to = None if side is None else _rows(side), side if draw else None
+        return module("quantize_kernels").compress(  # type: ignore[no-any-return]
             t, lay, rows, key, *outputs, rotate=rotate, sums=sums, draw=draw, scale_to=scale_to, **launch
         )  # fmt: skip
 
@@ -365,9 +357,8 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
     w = _contiguous_rows(w)
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return _quantize_kernels().compress_weight(  # type: ignore[no-any-return]
-            w, key, output, history, rotates, tilings(w.dtype, False)[2]
-        )
+        tiling = tilings(w.dtype, False)[2]
+        return module("quantize_kernels").compress_weight(w, key, output, history, rotates, tiling)  # type: ignore[no-any-return]
 
     def reference() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
@@ -471,6 +462,4 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     """
     if unsupported_device(counter.device) is not None:
         return draws.next_key(counter, moves)
-    from .rows import next_key
-
-    return next_key(counter, moves)
+    return module("rows").next_key(counter, moves)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import draws, published
 from .formats import Tiling
-from .support import run, unsupported_device
+from .support import module, run, unsupported_device
 
 
 @functools.lru_cache(maxsize=8)
@@ -43,9 +43,7 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
     """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
     assert scale_a is not None
     if a.dtype != torch.int8:
-        from .gemm import fp8_product
-
-        found = fp8_product(a, b, scale_a, scale_b, dtype)
+        found: Tensor = module("gemm").fp8_product(a, b, scale_a, scale_b, dtype)
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
     def reference() -> Tensor:

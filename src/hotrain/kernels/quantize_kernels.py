@@ -607,7 +607,7 @@ def compress(
         draw: whether to draw the rows of P.
         history: the layer's amax history, needed for fp8.
         quantities: its rows for t H and P t.
-        scale_to: float32, (1,): where to write the scale of P t.
+        scale_to: float32: where to write the scale of P t, into its first element.
         tiling: block sizes.
 
     Returns:
