@@ -102,7 +102,7 @@ def conv2d_gradients(
             found = product_for_weight(as_image(once, g.shape)[:, :outputs], image, size, geometry)
             g_w = found.float() * (scale * x_scale)
     if needs[2]:
-        g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums.to(g_y.dtype)
+        g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums
     return g_x, g_w, g_b
 
 

@@ -426,7 +426,7 @@ def gradients(
     rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, history, needs)
     g_x = g_w = g_b = None
     if needs[2]:
-        g_b = g_y.sum(0) if sums is None else sums.to(g_y.dtype)
+        g_b = g_y.sum(0) if sums is None else sums
     if needs[0]:
         assert w is not None
         matrix = w.T if transposed else w

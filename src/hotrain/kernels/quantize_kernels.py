@@ -407,7 +407,7 @@ def _add_columns(partial, to, me, count, rows, C, BLOCK: tl.constexpr):
             total += tl.load(
                 partial + r[:, None] * C + c[None, :], mask=(r < rows)[:, None] & (c < C)[None, :], other=0.0
             )
-        tl.store(to + c, tl.sum(total, axis=0), mask=c < C)
+        tl.store(to + c, tl.sum(total, axis=0).to(to.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
@@ -611,9 +611,9 @@ def compress(
         tiling: block sizes.
 
     Returns:
-        (rotated codes (T, C'), their scale, projected codes (C', R'), their scale, sums (C,) float32), None for what
-        was not requested. Scales are float32, (), or (T,) per token, (C,) per channel. C' is C, R' is `lay.rows`, each
-        padded to a multiple of 16.
+        (rotated codes (T, C'), their scale, projected codes (C', R'), their scale, sums (C,) in t's dtype), None for
+        what was not requested. Scales are float32, (), or (T,) per token, (C,) per channel. C' is C, R' is `lay.rows`,
+        each padded to a multiple of 16.
 
     Raises:
         ValueError: the matrix has 2³¹ tokens or more, which exceeds the kernel's indices.
@@ -671,7 +671,7 @@ def compress(
     if plan.integers:
         launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **plan.options)
     launch(_compress_kernel, plan.programs, launched, args, plan.write, **plan.options)
-    total = torch.empty(channels, dtype=torch.float32, device=device) if sums else rot_scale
+    total = torch.empty(channels, dtype=t.dtype, device=device) if sums else rot_scale
     if plan.fp8:
         args = (
             t, stride, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
