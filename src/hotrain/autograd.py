@@ -307,7 +307,7 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
 
 def not_a_view(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if is_view(y) else y
 
 
 def _plain(t: Tensor) -> AbstractContextManager[object]:
@@ -440,7 +440,7 @@ def _save(
     word = torch.tensor(key, dtype=torch.int64, device="cpu") if call.config.draws and isinstance(key, int) else key
     saved = w if ctx.needs_input_grad[0] else None, word if call.config.draws else None
     ctx.save_for_backward(*saved, *packed, *given)
-    call.note(x_cast, packed, ctx.source, trained, len(w))
+    call.note(x_cast, packed, ctx.source, trained, w.shape[0])
 
 
 def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:

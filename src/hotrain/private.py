@@ -230,7 +230,7 @@ class Fakes(NamedTuple):
 
     def include(self, t: Any) -> bool:
         """Whether t is one; False where there are none."""
-        return self.tensor is not Tensor and isinstance(t, self.tensor)
+        return isinstance(t, self.tensor) and self.tensor is not Tensor
 
 
 def _no_fakes() -> AbstractContextManager[Any]:

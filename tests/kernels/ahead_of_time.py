@@ -6,7 +6,6 @@ python ahead_of_time.py 80 90      capability, kernel, bytes of shared memory
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,22 +41,10 @@ TYPES = {
 _launches: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
 
 
-def _recorded(kernel: Any, _: int, __: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: Any) -> None:
+def _recorded(
+    kernel: Any, _: object, __: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> None:
     _launches.append((kernel, args, constants, options))
-
-
-class _Recorded:
-    """A kernel that is launched as Triton does, `kernel[grid](…)`."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, _: object) -> Any:
-        return self.record
-
-    def record(self, *args: Any, **named: Any) -> None:
-        constants = {name: value for name, value in named.items() if name in self.kernel.arg_names}
-        _launches.append((self.kernel, args, constants, {k: v for k, v in named.items() if k not in constants}))
 
 
 def _type(value: Any) -> str:
@@ -119,7 +106,7 @@ def layers(fp8: bool) -> None:
             continue
         dispatch._weight_codes(w, method, key, history)
         for output in dispatch._outputs(method)[1:3]:
-            wide = replace(output, dtype=torch.bfloat16)
+            wide = output._replace(dtype=torch.bfloat16)
             own = quantize_kernels.whole(2048, False)
             quantize_kernels.compress(g_y, own, None, key, wide, history=history)
     method = hotrain.preset("hot-importance", number="e4m3" if fp8 else "int")  # x in int4, rows that are picked
@@ -141,7 +128,6 @@ def layers(fp8: bool) -> None:
 
 
 if __name__ == "__main__":
-    gemm._product_kernel, gemm._sum_kernel = _Recorded(gemm._product_kernel), _Recorded(gemm._sum_kernel)
     gemm.multiprocessors = lambda _: 108
     of_ours = (
         activation,
@@ -150,6 +136,7 @@ if __name__ == "__main__":
         codes,
         dropout,
         gated,
+        gemm,
         head,
         lift,
         luq,

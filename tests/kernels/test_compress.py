@@ -45,6 +45,14 @@ def fp8(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (t.double() / scale).float().to(dtype), scale
 
 
+def assert_sums(sums: Tensor, t: Tensor) -> None:
+    """The sums over tokens: float32's, with one rounding to t's precision, which the interpreter truncates to."""
+    assert sums.dtype == t.dtype
+    exact, widest = t.double().sum(0), torch.finfo(t.dtype)
+    error = 2**-21 * t.double().abs().sum(0).max() + (t.dtype != torch.float32) * widest.eps * exact.abs()
+    assert ((sums.double() - exact).abs() <= error)[exact.abs() < widest.max].all()
+
+
 @pytest.mark.parametrize(("lead", "grid", "rank", "sampled"), cases())
 @pytest.mark.parametrize("tiling", [C.Tiling(1, 16, 1), C.Tiling(4, 16, 4), C.Tiling(8, 16, 4, 1)], ids=str)
 @pytest.mark.usefixtures("poison")
@@ -117,14 +125,14 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     assert moved.max() <= 1
     assert few(moved > 0, MOVED * 16)
     assert not proj[:, lay.rows :].any(), "the padding of the contraction must be zero"
-    scale = t.double().abs().sum(0).max()
-    assert (sums - t.double().sum(0)).abs().max() <= 2**-21 * scale
+    assert_sums(sums, t)
 
 
 @pytest.mark.parametrize("number", [C.E4M3, C.E5M2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize(("lead", "grid", "rank", "sampled"), cases())
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # numpy's, of sums in float16
 @pytest.mark.usefixtures("poison")
 def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sampled, channels, dtype, number, device):
     """Without a guess, with a right one, after a sudden growth and after a sudden fall of the gradient.
@@ -165,7 +173,7 @@ def test_fp8_codes_are_the_definitions_whatever_was_guessed(lead, grid, rank, sa
             assert few(~near, 16 * MOVED)
         assert not proj[:, lay.rows :].float().any()
         assert not proj[channels:].float().any()
-        assert (sums - t.double().sum(0)).abs().max() <= 2**-21 * t.double().abs().sum(0).max()
+        assert_sums(sums, t)
         assert not any(row[1:].any() for row in history.rows), "tickets and bins are cleared for the next step"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def test_codes_for_a_product_in_16_bits_are_the_codes(output, device):
     t, key = torch.randn(70, 40, device=device).bfloat16(), key_on(device)
     layout = whole(len(t), False)
     codes, scale, *_ = compress(t, layout, None, key, output, history=AmaxHistory.on(device))
-    half = replace(output, dtype=torch.bfloat16)
+    half = output._replace(dtype=torch.bfloat16)
     wide, same, *_ = compress(t, layout, None, key, half, history=AmaxHistory.on(device))
     assert wide.dtype == torch.bfloat16
     assert torch.equal(scale, same)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 from . import dispatch, row_scales
 from .dispatch import Grads, Needs
+from .formats import COPY, FORWARD, INT, NOTHING, NUMBERS, PROJECTED, ROTATED, Output, X, whole
 from .operands import device_key, given_key, tilings
 from .support import run
 
@@ -62,8 +61,6 @@ def conv2d_gradients(
         (g_x, g_w, g_b), None where not needed: as x in g_y's dtype, as w in float32 after a product of codes and else
         in g_y's dtype, and (O,) in g_y's dtype.
     """
-    from .quantize_kernels import COPY, NOTHING, PROJECTED, ROTATED
-
     outputs, dtype, path = g_y.shape[1], of_products(g_y), method.grad_input
     call, rotates = _Codes(key, history, g_y), path.transform == "hadamard"
     floats = stays_float(method, outputs, geometry)
@@ -74,7 +71,7 @@ def conv2d_gradients(
     if rotated is not NOTHING:
         assert w is not None
         matrix = dispatch._contiguous_rows(padded_grad(g_y, path, geometry.groups))
-        once, scale, sums = call.of(matrix, replace(rotated, dtype=dtype), ROTATED, rotates, needs[2])
+        once, scale, sums = call.of(matrix, rotated._replace(dtype=dtype), ROTATED, rotates, needs[2])
         k = call.of_kernel(w, method, geometry, dtype, None if rotated.each else scale)
         # A rotation has filled the padding of its last block; without one it is zeros, behind all groups.
         g = as_image(once, g_y.shape)[:, : len(k)]
@@ -99,13 +96,13 @@ def conv2d_gradients(
             if share < 1 or once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
                 matrix = dispatch._contiguous_rows(channels_last(g).reshape(-1, outputs))
                 once, scale, own = call.of(
-                    matrix, replace(projected, dtype=dtype), PROJECTED, False, needs[2] and share == 1
+                    matrix, projected._replace(dtype=dtype), PROJECTED, False, needs[2] and share == 1
                 )
                 sums = own if share == 1 else sums
             found = product_for_weight(as_image(once, g.shape)[:, :outputs], image, size, geometry)
             g_w = found.float() * (scale * x_scale)
     if needs[2]:
-        g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums.to(g_y.dtype)
+        g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums
     return g_x, g_w, g_b
 
 
@@ -117,11 +114,9 @@ class _Codes:
         self.history = history or dispatch._without_layer(g_y.device)
 
     def of(
-        self, t: Tensor, output: dispatch.Output, quantity: int, rotate: bool, sums: bool = False
+        self, t: Tensor, output: Output, quantity: int, rotate: bool, sums: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes of t or of t H, (T, C'), their scale, and the column sums of t."""
-        from .quantize_kernels import X, whole
-
         codes, scale, _, _, total = dispatch.compressed(
             "gradients", t, whole(len(t), False), self.key, output, rotate=rotate, sums=sums, history=self.history,
             quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
@@ -144,8 +139,6 @@ class _Codes:
 
     def of_lifted(self, x: Tensor, method: Method, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes of x̂, (T, C'), and their scale."""
-        from .quantize_kernels import FORWARD, INT, NUMBERS, Output
-
         number = PARTNER[method.grad_weight.number]
         limit = floating.largest_code(number) if number in FP8 else float(largest_code(8))
         kind = NUMBERS[number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,23 @@ from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
 from . import row_scales
+from .formats import (
+    COPY,
+    DTYPES,
+    E4M3,
+    FORWARD,
+    INT,
+    NOTHING,
+    NUMBERS,
+    ROTATED,
+    WEIGHT,
+    Output,
+    X,
+    padded,
+    whole,
+)
 from .operands import given_key, no_key, product, tilings
-from .support import or_reference, unsupported_device
-
-if TYPE_CHECKING:
-    from .quantize_kernels import Output
+from .support import module, or_reference, unsupported_device
 
 Needs = Sequence[bool]  # of x, w, b
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -46,7 +58,6 @@ def prepare(device: torch.device) -> None:
 @functools.lru_cache(maxsize=1024)
 def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     """The output formats of x, g_y H, P g_y and Hᵀ w."""
-    from .quantize_kernels import COPY, NOTHING, NUMBERS, Output
 
     def output(number: str, bits: int | None, rounding: str, stream: int, each: bool = False) -> Output:
         if bits is None:
@@ -64,10 +75,9 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     return x, rotated, projected, weight
 
 
+@functools.lru_cache(maxsize=1024)
 def _written(method: Method) -> tuple[Output, Output, Output]:
     """What the kernel that reads x, and g_y, writes of P x, g_y H and P g_y; rows with scales are rounded after it."""
-    from .quantize_kernels import COPY, Output
-
     x, rotated, projected, _ = _outputs(method)
     if row_scales.applies(method):
         x = projected = Output(COPY, dtype=torch.float32)  # rounded from float32, as in the definition
@@ -90,8 +100,6 @@ def kept_shapes(
         method: of the layer.
         dtype: of x.
     """
-    from .quantize_kernels import DTYPES, padded
-
     if row_scales.applies(method):
         return row_scales.kept_shapes(columns, lay, method)
     codes = ((padded(columns), padded(lay.rows)), DTYPES.get(_outputs(method)[0].number, dtype))
@@ -105,8 +113,6 @@ def _rows(side: Tensor) -> Tensor:
 
 def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
     """A buffer for a scale and the rows; the scale is 1.0 where `output` has no codes."""
-    from .quantize_kernels import COPY
-
     side = torch.empty(_ROWS_AT + _row_words(lay), dtype=torch.float32, device=device)
     if output.number == COPY:
         side[:1].fill_(1.0)
@@ -115,8 +121,6 @@ def _new_side(lay: Layout, device: torch.device, output: Output) -> Tensor:
 
 def _filled_side(lay: Layout, key: Tensor) -> Tensor:
     """A buffer with the rows, for a method that saves none."""
-    from .quantize_kernels import COPY, Output
-
     side = _new_side(lay, key.device, Output(COPY))
     _fill_side(lay, key, side, None)
     return side
@@ -164,10 +168,8 @@ def compressed(
     """
 
     def kernel() -> tuple[Tensor | None, ...]:
-        from .quantize_kernels import compress
-
-        rows, scale_to = None if side is None else _rows(side), side[:1] if draw and side is not None else None
-        return compress(
+        rows, scale_to = None if side is None else _rows(side), side if draw else None
+        return module("quantize_kernels").compress(  # type: ignore[no-any-return]
             t, lay, rows, key, *outputs, rotate=rotate, sums=sums, draw=draw, scale_to=scale_to, **launch
         )  # fmt: skip
 
@@ -197,13 +199,11 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
         `row_scales.packed` returns.
     """
-    from .quantize_kernels import NOTHING, ROTATED, X
-
     x, output, key = _contiguous_rows(x), _written(method)[0], given_key(key, x.device)
     side = _new_side(lay, x.device, output)
     codes = compressed(
         "keep", x, lay, key, NOTHING, output, side=side, draw=True, history=history or _without_layer(x.device),
-        quantities=(ROTATED, X), tiling=tilings(x.dtype, _few_rows(lay, output))[0],
+        quantities=(ROTATED, X), tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8))[0],
     )[2]  # fmt: skip
     assert codes is not None
     if row_scales.applies(method):
@@ -238,8 +238,6 @@ def forward(
     Returns:
         y, (T, O), in x's dtype, and what `keep` returns, or nothing.
     """
-    from .quantize_kernels import E4M3, FORWARD, INT, NOTHING, WEIGHT, Output, X, whole
-
     x, w, key = _contiguous_rows(x), _contiguous_rows(w.T if transposed else w), given_key(key, x.device)
     fp8 = method.forward == "fp8"
     operand = Output(E4M3, floating.largest_code("e4m3")) if fp8 else Output(INT, float(largest_code(8)), each=True)
@@ -248,7 +246,7 @@ def forward(
     side = _new_side(lay, x.device, output) if keeps else None
     codes, scale, kept, _, _ = compressed(
         "forward", x, lay if keeps else whole(len(x), False), key, operand, output, side=side, draw=keeps, rotate=False,
-        history=history, quantities=(FORWARD, X), tiling=tilings(x.dtype, _few_rows(lay, operand))[1],
+        history=history, quantities=(FORWARD, X), tiling=tilings(x.dtype, _few_rows(lay, fp8))[1],
     )  # fmt: skip
     weight, weight_scale, *_ = compressed(
         "weight", w, whole(outputs, False), key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
@@ -266,9 +264,9 @@ def forward(
     return y, () if side is None or kept is None else (kept, side)
 
 
-def _few_rows(lay: Layout, *outputs: Output) -> bool:
-    """The argument `few_rows` of `tilings`."""
-    return any(output.is_fp8 for output in outputs) and 2 * lay.lines.rank <= lay.lines.tile
+def _few_rows(lay: Layout, fp8: bool) -> bool:
+    """The argument `few_rows` of `tilings`; `fp8`: whether an output is."""
+    return fp8 and 2 * lay.lines.rank <= lay.lines.tile
 
 
 def grad_codes(
@@ -294,8 +292,6 @@ def grad_codes(
     Returns:
         (codes of g_y H, their scale, codes of P g_y, their scale, column sums), None where not needed.
     """
-    from .quantize_kernels import NOTHING, whole
-
     _, rotated, projected = _written(method)
     rotated = rotated if needs[0] else NOTHING
     projected = projected if needs[1] else NOTHING
@@ -307,7 +303,7 @@ def grad_codes(
     return compressed(
         "gradients", g_y, tokens, key, rotated, projected, side=side, rotate=rotates, sums=needs[2],
         history=history or _without_layer(g_y.device),
-        tiling=tilings(g_y.dtype, _few_rows(lay, rotated, projected))[1],
+        tiling=tilings(g_y.dtype, _few_rows(lay, rotated.is_fp8 or projected.is_fp8))[1],
     )  # fmt: skip
 
 
@@ -354,8 +350,6 @@ def weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHis
 
 
 def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, Tensor]:
-    from .quantize_kernels import compress_weight
-
     key, history = given_key(key, w.device), history or _without_layer(w.device)
     output, rotates = _outputs(method)[3], method.grad_input.transform == "hadamard"
     if w.stride(0) == 1 < w.stride(1) and not output.stochastic:
@@ -363,7 +357,8 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
     w = _contiguous_rows(w)
 
     def kernel() -> tuple[Tensor, Tensor]:
-        return compress_weight(w, key, output, history, rotates, tilings(w.dtype, False)[2])
+        tiling = tilings(w.dtype, False)[2]
+        return module("quantize_kernels").compress_weight(w, key, output, history, rotates, tiling)  # type: ignore[no-any-return]
 
     def reference() -> tuple[Tensor, Tensor]:
         from .reference import compress_weight
@@ -377,8 +372,6 @@ def _codes_as_stored(
     w: Tensor, method: Method, output: Output, key: Tensor, history: AmaxHistory
 ) -> tuple[Tensor, Tensor]:
     """Codes of a weight that is stored as (I, O), as the codes are; `compress_weight` would read a transposed copy."""
-    from .quantize_kernels import WEIGHT, X, padded, whole
-
     w, rotates = _contiguous_rows(w), method.grad_input.transform == "hadamard"
     codes, scale, *_ = compressed(
         "weight", w, whole(len(w), False), key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
@@ -433,7 +426,7 @@ def gradients(
     rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, history, needs)
     g_x = g_w = g_b = None
     if needs[2]:
-        g_b = g_y.sum(0) if sums is None else sums.to(g_y.dtype)
+        g_b = g_y.sum(0) if sums is None else sums
     if needs[0]:
         assert w is not None
         matrix = w.T if transposed else w
@@ -469,6 +462,4 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
     """
     if unsupported_device(counter.device) is not None:
         return draws.next_key(counter, moves)
-    from .rows import next_key
-
-    return next_key(counter, moves)
+    return module("rows").next_key(counter, moves)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import cdiv, is_current, multiprocessors
+from .launch import aligned, cdiv, launch, multiprocessors
 
 
 @triton.jit
@@ -114,9 +114,6 @@ def int8_product(
     Returns:
         (M, N), in `dtype`.
     """
-    if not is_current(a.device):
-        with torch.cuda.device(a.device):
-            return int8_product(a, b, scale_a, scale_b, dtype, blocks, split)
     (m, k), n = a.shape, b.shape[0]
     across = cdiv(m, blocks.m) * cdiv(n, blocks.n)
     steps = cdiv(k, blocks.k)
@@ -127,16 +124,21 @@ def int8_product(
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     to = out if split == 1 else torch.empty(split, m, n, dtype=torch.int32, device=a.device)
     flags = {"EACH_A": scale_a.dim() == 1, "EACH_B": scale_b.dim() == 1}
-    _product_kernel[(across, split)](
-        a, b, to, scale_a, scale_b, m, n, k, a.stride(0), b.stride(0), n, each, SPLIT=split > 1,
-        WHOLE=k % blocks.k == 0,
-        BM=blocks.m, BN=blocks.n, BK=blocks.k, GROUP=blocks.group, num_warps=blocks.warps, num_stages=blocks.stages,
-        **flags, enable_fp_fusion=False,
+    sizes = m, n, k, a.stride(0), b.stride(0), n, each
+    case = (*sizes, *flags.values(), split, dtype, blocks, aligned(a, b, scale_a, scale_b), a.device)
+    constants = {
+        **flags, "SPLIT": split > 1, "WHOLE": k % blocks.k == 0,
+        "BM": blocks.m, "BN": blocks.n, "BK": blocks.k, "GROUP": blocks.group,
+    }  # fmt: skip
+    launch(
+        _product_kernel, (across, split), case, (a, b, to, scale_a, scale_b, *sizes), constants,
+        num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if split > 1:
-        _sum_kernel[(cdiv(m, 32), cdiv(n, 128))](
-            to, out, scale_a, scale_b, m, n, PARTS=split, BM=32, BN=128, **flags, enable_fp_fusion=False
-        )
+        launch(
+            _sum_kernel, (cdiv(m, 32), cdiv(n, 128)), case, (to, out, scale_a, scale_b, m, n),
+            {"PARTS": split, **flags, "BM": 32, "BN": 128}, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 

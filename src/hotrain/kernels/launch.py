@@ -20,7 +20,8 @@ from ..private import fakes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+# By case: a compiled kernel's launcher, its handle on the device, its metadata, and the values of its constants.
+_compiled: dict[Hashable, tuple[Any, int, Any, tuple[Any, ...]]] = {}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,11 +54,14 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all tensors are aligned to 16 bytes, as Triton's wide loads require."""
-    if fakes.include(tensors[0]):  # Inductor aligns what it allocates, and copies arguments that are not aligned
-        return all(t is None or t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
-    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+def aligned(*tensors: Tensor | None) -> bool | tuple[bool, ...]:
+    """Which tensors are aligned to 16 bytes, as Triton's wide loads require; True where all are. For a `case`."""
+    if fakes.include(tensors[0]):
+        return True  # the case of a node is not used: its graph finds out
+    bits = 0
+    for t in tensors:
+        bits |= 0 if t is None else t.data_ptr()
+    return bits % 16 == 0 or tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
 
 
 def is_wide(entries: int) -> bool:
@@ -84,21 +88,26 @@ def is_current(device: torch.device) -> bool:
 
 
 def launch(
-    kernel: Any, programs: int, case: Hashable, args: tuple[Any, ...], constants: dict[str, Any], **options: Any
+    kernel: Any,
+    programs: int | tuple[int, int],
+    case: Hashable,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Launch a kernel; of a graph that is traced, it becomes a node (`compress.kernel_nodes`).
 
     Args:
         kernel: of `triton.jit`.
-        programs: grid size.
+        programs: grid size, of one axis or two.
         case: equal for two launches only where the same compiled kernel is valid for both.
         args: its first parameters in order, a tensor first.
         constants: its other parameters by name.
         **options: Triton's (num_warps, …).
     """
-    device = args[0].device
+    device, grid = args[0].device, programs if isinstance(programs, tuple) else (programs,)
     if fakes.include(args[0]):
-        wrap_triton(kernel)[(programs,)](*args, **constants, **options)
+        wrap_triton(kernel)[grid](*args, **constants, **options)
         return
     if not is_current(device):
         with torch.cuda.device(device):
@@ -106,9 +115,11 @@ def launch(
     place = (id(kernel), case, tuple(options.items()))  # names are not unique, and kernels are never freed
     found = _compiled.get(place)
     if found is not None:
-        stream = _current_stream()(device.index)
-        found[0][(programs, 1, 1)](*args, *found[1], stream=stream)
+        run, function, metadata, rest = found
+        # What Triton's `compiled[grid]` calls, without its hooks for Triton's own profiler.
+        run(*(*grid, 1, 1)[:3], _current_stream()(device.index), function, metadata, None, None, None, *args, *rest)
         return
-    compiled = kernel[(programs,)](*args, **constants, **options)
+    compiled = kernel[grid](*args, **constants, **options)
     if not INTERPRETED:
-        _compiled[place] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import draws, published
-from .support import run, unsupported_device
+from .formats import Tiling
+from .support import module, run, unsupported_device
 
 
 @functools.lru_cache(maxsize=8)
@@ -24,15 +24,13 @@ def given_key(key: Tensor | None, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Any, Any, Any]:
+def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Tiling, Tiling, Tiling]:
     """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
 
     Tuned on an H200: there programs over x have long loops, because each draws its rows first,
     and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
     bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
     """
-    from .quantize_kernels import Tiling
-
     if dtype == torch.float32:
         return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
     w = Tiling(2, 128, 4, 8, 3, programs=2.5)
@@ -45,9 +43,7 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
     """(a bᵀ) with its scales, (M, `columns`): without the padding of b."""
     assert scale_a is not None
     if a.dtype != torch.int8:
-        from .gemm import fp8_product
-
-        found = fp8_product(a, b, scale_a, scale_b, dtype)
+        found: Tensor = module("gemm").fp8_product(a, b, scale_a, scale_b, dtype)
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
     def reference() -> Tensor:

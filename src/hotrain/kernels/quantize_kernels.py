@@ -31,18 +31,29 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layer_record import BINS, AmaxHistory
-from ..transform.rows import Rows
 from ..transform.tokens import Layout
+from .formats import (
+    COPY,
+    DTYPES,
+    E4M3,
+    E5M2,
+    INT,
+    NONE,
+    NOTHING,
+    PROJECTED,
+    ROTATED,
+    WEIGHT,
+    Output,
+    Tiling,
+    padded,
+    whole,
+)
 from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, overlaps, power_of_2
 from .noise import noise16, round_nearest, round_stochastic, stream_words
 from .rows import kept_rows, of_layout
 
-# Number formats of an output.
-NONE, INT, E4M3, E5M2, COPY = range(5)
 _INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
 
-# The rows of a layer's amax history: the previous amax (its bits), an arrival counter, and bins of partial amax.
-X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
 _BINS = tl.constexpr(BINS)
 _HEADROOM = tl.constexpr(2)  # binades above the previous amax: a gradient may grow fourfold without a second pass
 _SLACK = tl.constexpr(4)  # binades by which a scale may be too large before the codes are written again
@@ -396,7 +407,7 @@ def _add_columns(partial, to, me, count, rows, C, BLOCK: tl.constexpr):
             total += tl.load(
                 partial + r[:, None] * C + c[None, :], mask=(r < rows)[:, None] & (c < C)[None, :], other=0.0
             )
-        tl.store(to + c, tl.sum(total, axis=0), mask=c < C)
+        tl.store(to + c, tl.sum(total, axis=0).to(to.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
@@ -459,62 +470,6 @@ def _correct_kernel(
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Output:
-    """The format of one output.
-
-    Attributes:
-        number: `NONE`, `INT`, `E4M3`, `E5M2` or `COPY`.
-        limit: largest code.
-        stochastic: whether to round stochastically.
-        stream: of the draws.
-        each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
-        dtype: of the rotated output, for a product that takes no codes: the codes, which are exact in bfloat16, or the
-            codes times the scale of their token; of a copy. None is the codes' own, and for a copy the matrix's.
-    """
-
-    number: int
-    limit: float = 0.0
-    stochastic: bool = False
-    stream: int = 0
-    each: bool = False
-    dtype: torch.dtype | None = None
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.number in (E4M3, E5M2)
-
-
-NOTHING = Output(NONE)
-NUMBERS = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}  # of a method
-DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Block sizes and launch options of a kernel.
-
-    Attributes:
-        tiles: of tokens, per block.
-        channels: per block.
-        warps: per program.
-        loop: blocks along the channels per program, at most.
-        stages: of loads in flight in that loop.
-        group: blocks of tokens that run at the same time.
-        registers: per thread, at most (None: the compiler's choice); fewer increase occupancy.
-        programs: per multiprocessor, at least, if the matrix is large enough; loops are shortened for it.
-    """
-
-    tiles: int = 4
-    channels: int = 128
-    warps: int = 4
-    loop: int = 4
-    stages: int = 3
-    group: int = 16
-    registers: int | None = None
-    programs: float = 1.0
-
-
 @functools.lru_cache(maxsize=256)
 def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Tensor, bool]:
     """The token in every slot of every block, int32, −1 for none, (blocks, 16·tiles); and whether all are filled.
@@ -538,14 +493,9 @@ def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Te
     return index.to(torch.int32).to(device), filled
 
 
-def padded(n: int) -> int:
-    """n rounded up to a multiple of 16, which the products require of their operands' strides."""
-    return -(-n // 16) * 16
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
-    """Launch parameters of a call that depend on its shapes and formats only."""
+    """Launch parameters of a call that depend on its shapes and formats only; it is hashed by its identity."""
 
     wide: int
     kept: int
@@ -558,8 +508,11 @@ class _Plan:
     correct: dict[str, Any]
     fp8: bool
     integers: bool
+    options: dict[str, Any]
+    correcting: dict[str, Any]  # the options of the correction
 
 
+_TILING, _TILING_OF_WEIGHTS = Tiling(), Tiling(2, 128, 4, 2)
 _plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
 
 
@@ -608,6 +561,9 @@ def _plan(
         "ROT": only(rotated, rotated.is_fp8).number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
         "PROJ": only(projected, projected.is_fp8).number, "PROJ_LIMIT": projected.limit, "SUMS": sums, **shape,
     }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": tiling.warps, "enable_fp_fusion": False}
+    if tiling.registers is not None:
+        options["maxnreg"] = tiling.registers
     measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
     return _Plan(
         wide, kept, index, blocks, blocks * slices,
@@ -616,6 +572,7 @@ def _plan(
         # Of two passes with P the first draws its rows, the second reads them.
         constants(rotated, projected, fp8, True, sums, draw and projected.number != INT),
         constants(*measured, True, False, False, draw), correcting, fp8, INT in (rotated.number, projected.number),
+        options, {**options, "launch_pdl": True} if shape["OVERLAP"] else options,
     )  # fmt: skip
 
 
@@ -633,7 +590,7 @@ def compress(
     history: AmaxHistory | None = None,
     quantities: tuple[int, int] = (ROTATED, PROJECTED),
     scale_to: Tensor | None = None,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling = _TILING,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes of t H and of P t, transposed, with their scales, and the column sums of t.
 
@@ -650,13 +607,13 @@ def compress(
         draw: whether to draw the rows of P.
         history: the layer's amax history, needed for fp8.
         quantities: its rows for t H and P t.
-        scale_to: float32, (1,): where to write the scale of P t.
+        scale_to: float32: where to write the scale of P t, into its first element.
         tiling: block sizes.
 
     Returns:
-        (rotated codes (T, C'), their scale, projected codes (C', R'), their scale, sums (C,) float32), None for what
-        was not requested. Scales are float32, (), or (T,) per token, (C,) per channel. C' is C, R' is `lay.rows`, each
-        padded to a multiple of 16.
+        (rotated codes (T, C'), their scale, projected codes (C', R'), their scale, sums (C,) in t's dtype), None for
+        what was not requested. Scales are float32, (), or (T,) per token, (C,) per channel. C' is C, R' is `lay.rows`,
+        each padded to a multiple of 16.
 
     Raises:
         ValueError: the matrix has 2³¹ tokens or more, which exceeds the kernel's indices.
@@ -664,11 +621,11 @@ def compress(
     tokens, channels = t.shape
     if tokens >= 1 << 31:
         raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
-    device = t.device
-    case = (id(lay), tokens, channels, t.stride(0), t.dtype, rotated, projected, rotate, sums, draw, tiling, device)
+    device, stride = t.device, t.stride(0)
+    case = (id(lay), tokens, channels, stride, t.dtype, rotated, projected, rotate, sums, draw, tiling, device)
     found = _plans.get(case)
     if found is None:
-        plan = _plan(tokens, channels, t.stride(0), lay, rotated, projected, rotate, sums, draw, tiling, device)
+        plan = _plan(tokens, channels, stride, lay, rotated, projected, rotate, sums, draw, tiling, device)
         _plans[case] = found = plan, lay  # keeps the layout alive, so that its id is not reused
     plan = found[0]
     rot = proj = None
@@ -681,12 +638,16 @@ def compress(
             proj[channels:].zero_()
         if plan.kept > lay.rows:
             proj[:, lay.rows :].zero_()
-    # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes.
-    rot_scale = torch.empty((tokens,) if rotated.each else (), dtype=torch.float32, device=device)
-    if scale_to is not None:
-        proj_scale = scale_to
-    else:
-        proj_scale = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
+    # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes. Where one is not wanted, the
+    # other is passed in its place.
+    made = (
+        torch.empty((tokens,) if rotated.each else (), dtype=torch.float32, device=device) if rotated.number else None
+    )
+    if scale_to is None and (made is None or projected.number):
+        scale_to = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
+    rot_scale, proj_scale = (scale_to if made is None else made), (made if scale_to is None else scale_to)
+    assert rot_scale is not None
+    assert proj_scale is not None
     rot_hint, proj_hint = (t, t) if history is None else (history.rows[quantities[0]], history.rows[quantities[1]])
     # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
     rot_max = proj_max = rot_scale
@@ -703,26 +664,21 @@ def compress(
     table = t if rows is None else rows
     rot_to, proj_to = (t if rot is None else rot), (t if proj is None else proj)
     args = (
-        t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max, proj_max,
+        t, stride, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max, proj_max,
         rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": tiling.warps, "enable_fp_fusion": False}
-    if tiling.registers is not None:
-        options["maxnreg"] = tiling.registers
-    launched = (case, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
+    launched = (plan, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
     if plan.integers:
-        launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **options)
-    launch(_compress_kernel, plan.programs, launched, args, plan.write, **options)
-    total = torch.empty(channels, dtype=torch.float32, device=device) if sums else rot_scale
+        launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **plan.options)
+    launch(_compress_kernel, plan.programs, launched, args, plan.write, **plan.options)
+    total = torch.empty(channels, dtype=t.dtype, device=device) if sums else rot_scale
     if plan.fp8:
         args = (
-            t, t.stride(0), plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
+            t, stride, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
             proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * multiprocessors(device))
-        if plan.correct["OVERLAP"]:
-            options["launch_pdl"] = True
-        launch(_correct_kernel, programs, launched, args, plan.correct, **options)
+        launch(_correct_kernel, programs, launched, args, plan.correct, **plan.correcting)
     elif sums:
         launch(_sums_kernel, cdiv(channels, 32), launched, (partial, total, plan.blocks, channels), {"BLOCK": 128})
     return (
@@ -732,14 +688,6 @@ def compress(
         None if projected.number in (NONE, COPY) else proj_scale,
         total if sums else None,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def whole(size: int, rotate: bool) -> Layout:
-    """The layout that makes P the rotation H along an axis of that size, padded to whole blocks, or the identity."""
-    rows = Rows(16, 16, 0, "sequency")
-    tiles = -(-size // 16) if rotate else 0
-    return Layout(1, size, 0, tiles, 0 if rotate else size, rows, rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -754,7 +702,7 @@ def compress_weight(
     output: Output,
     history: AmaxHistory | None,
     rotate: bool = True,
-    tiling: Tiling = Tiling(2, 128, 4, 2),
+    tiling: Tiling = _TILING_OF_WEIGHTS,
 ) -> tuple[Tensor, Tensor]:
     """Codes of Hᵀ w, or of w, transposed: the right operand of g_x.
 

@@ -15,7 +15,7 @@ from ..quantize import QUANTIZERS
 from ..transform import tokens
 from ..transform.hadamard import rotate as rotate_channels
 from ..transform.tokens import Layout, project
-from .quantize_kernels import COPY, NONE, NOTHING, NUMBERS, Output, padded
+from .formats import COPY, NONE, NOTHING, NUMBERS, Output, padded
 
 _NAMES = {kind: name for name, kind in NUMBERS.items()}
 
@@ -69,7 +69,7 @@ def compress(
     elif projected.number != NONE:
         codes, proj_scale = codes_of(project(values, lay, word), projected, "column", word)
         proj = padded_to_16(codes.T)
-    return rot, rot_scale, proj, proj_scale, values.sum(0) if sums else None
+    return rot, rot_scale, proj, proj_scale, values.sum(0).to(t.dtype) if sums else None
 
 
 def lift(codes: Tensor, side: Tensor, lay: Layout, key: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,6 @@ ones, in int8. The references here are for where these kernels do not compile.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,9 @@ from ..method import Method
 from ..quantize.integer import pack, unpack
 from ..transform.importance import drawn
 from ..transform.tokens import Layout
+from .formats import Output
 from .operands import device_key, product
 from .support import run
-
-if TYPE_CHECKING:
-    from .quantize_kernels import Output
 
 Kept = tuple[Tensor, ...]
 

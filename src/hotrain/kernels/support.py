@@ -143,6 +143,12 @@ def note(why: str, device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
+@functools.cache
+def module(name: str) -> Any:
+    """A file of this package that needs Triton, imported at the first call; an import statement would cost more."""
+    return importlib.import_module(f"{__package__}.{name}")
+
+
 # --- a kernel that does not compile
 
 
@@ -179,8 +185,8 @@ def or_reference(name: str, kernel: Callable[[], Any], reference: Callable[[], A
 
 @functools.cache
 def _kernel(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(".")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+    file, _, function = name.partition(".")
+    found: Callable[..., Any] = getattr(module(file), function)
     return found
 
 

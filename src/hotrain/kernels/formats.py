@@ -1,0 +1,87 @@
+"""Formats, sizes and layouts of the quantize kernel's launches, without Triton.
+
+A step looks launches up by them: named tuples are hashed without a call of Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..transform.rows import Rows
+from ..transform.tokens import Layout
+
+# Number formats of an output.
+NONE, INT, E4M3, E5M2, COPY = range(5)
+
+# The rows of a layer's amax history: the previous amax (its bits), an arrival counter, and bins of partial amax.
+X, ROTATED, PROJECTED, WEIGHT, FORWARD = range(5)
+
+
+class Output(NamedTuple):
+    """The format of one output.
+
+    Attributes:
+        number: `NONE`, `INT`, `E4M3`, `E5M2` or `COPY`.
+        limit: largest code.
+        stochastic: whether to round stochastically.
+        stream: of the draws.
+        each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
+        dtype: of the rotated output, for a product that takes no codes: the codes, which are exact in bfloat16, or the
+            codes times the scale of their token; of a copy. None is the codes' own, and for a copy the matrix's.
+    """
+
+    number: int
+    limit: float = 0.0
+    stochastic: bool = False
+    stream: int = 0
+    each: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.number in (E4M3, E5M2)
+
+
+NOTHING = Output(NONE)
+NUMBERS = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}  # of a method
+DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+class Tiling(NamedTuple):
+    """Block sizes and launch options of a kernel.
+
+    Attributes:
+        tiles: of tokens, per block.
+        channels: per block.
+        warps: per program.
+        loop: blocks along the channels per program, at most.
+        stages: of loads in flight in that loop.
+        group: blocks of tokens that run at the same time.
+        registers: per thread, at most (None: the compiler's choice); fewer increase occupancy.
+        programs: per multiprocessor, at least, if the matrix is large enough; loops are shortened for it.
+    """
+
+    tiles: int = 4
+    channels: int = 128
+    warps: int = 4
+    loop: int = 4
+    stages: int = 3
+    group: int = 16
+    registers: int | None = None
+    programs: float = 1.0
+
+
+def padded(n: int) -> int:
+    """n rounded up to a multiple of 16, which the products require of their operands' strides."""
+    return -(-n // 16) * 16
+
+
+@functools.lru_cache(maxsize=256)
+def whole(size: int, rotate: bool) -> Layout:
+    """The layout that makes P the rotation H along an axis of that size, padded to whole blocks, or the identity."""
+    rows = Rows(16, 16, 0, "sequency")
+    tiles = -(-size // 16) if rotate else 0
+    return Layout(1, size, 0, tiles, 0 if rotate else size, rows, rows)
