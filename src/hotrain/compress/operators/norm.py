@@ -305,13 +305,9 @@ def _ends_in(input: Tensor, shape: Any) -> bool:
 
 
 def _layer_norm(
-    scope: Scope,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    scope: Scope, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     if not _ends_in(input, normalized_shape):
         return None
     return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
@@ -328,13 +324,9 @@ def _rms_norm(
 
 
 def _group_norm(
-    scope: Scope,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    scope: Scope, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     if input.dim() < 3:
         return None
     keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
