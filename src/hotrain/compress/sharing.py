@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..autograd import Origin
 from ..private import constant_in_graphs, schema_of, version_of
 from .codes import whole
-from .formats import SMALL
 from .mode_stack import traced_graph
+from .rules import SMALL
 
 # ---- what is known of a tensor ----
 
@@ -99,7 +99,9 @@ def writes(node: torch.fx.Node) -> bool:
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if not (in_place or _is_flagged(node) or node.kwargs.get("out") is not None or _is_mutable(node.target)):
         return False
-    values = [t.meta.get("example_value") for t in node.all_input_nodes]
+    values = [
+        t.meta.get("example_value") for t in node.all_input_nodes
+    ]  # SMALL counts bytes here, of the whole storage
     return any(
         isinstance(t, Tensor) and t.is_floating_point() and t.untyped_storage().nbytes() >= SMALL for t in values
     )
