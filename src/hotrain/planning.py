@@ -214,12 +214,7 @@ def gain(question: Question, graphs: bool = False) -> float:
 
 
 def verdict(question: Question, graphs: bool = False) -> str | None:
-    """Why the layer stays exact, with the two times; None where it is faster converted.
-
-    Args:
-        question: the layer.
-        graphs: as in `times`.
-    """
+    """Why the layer stays exact, with the two times; None where it is faster converted. Arguments as of `times`."""
     roofs = Roofs.of(question.device) if question.dtype.itemsize == 2 else None
     bounds = None if roofs is None else least(question, roofs)
     if bounds is not None and bounds[1] >= bounds[0]:

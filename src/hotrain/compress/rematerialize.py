@@ -297,9 +297,7 @@ def describe(recipe: str) -> str:
 def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
     """(dtype, bytes) of the tensors of a recipe that nobody saves but the layer that reads it.
 
-    Args:
-        recipe: of a layer's input, "" where it is its own.
-        elements: of the tensor that is made.
+    The recipe is "" where the layer saves its own input; `elements` are those of the tensor that is made.
     """
     codes = parsed(recipe) if recipe else None
     if not isinstance(codes, Codes) or codes.kind != "output":

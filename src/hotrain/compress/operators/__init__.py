@@ -49,8 +49,7 @@ REGISTRY: Handlers = {
 def share_inputs(op: Callable[..., Tensor]) -> None:
     """Let a converted layer share its producer's saved tensors when compiled.
 
-    Args:
-        op: the layer's operator; its last arguments are the recipe of its input and the tensors for it.
+    The last arguments of its operator are the recipe of its input and the tensors for it.
     """
 
     def run(scope: Scope, *args: Any) -> Tensor | None:
