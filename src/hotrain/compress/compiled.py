@@ -115,14 +115,9 @@ def partition(
     num_fwd_outputs: int,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """Partition a joint graph, with saved tensors quantized where their uses allow it.
+    """The graphs of forward and backward of a joint graph, with saved tensors quantized where their uses allow it.
 
-    Args:
-        gm: the joint graph; what has no line here is as PyTorch passes it to a partitioner.
-        inner: the partitioner that cuts; None for PyTorch's own.
-
-    Returns:
-        The graphs of forward and backward.
+    ``inner`` is the partitioner that cuts, None for PyTorch's own; the rest is as PyTorch passes it to one.
     """
     inner = inner or _inductor.cut
     fusing.add_gradients(gm.graph)

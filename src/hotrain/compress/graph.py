@@ -112,14 +112,10 @@ class Backward:
         return found
 
     def factors(self, kept: Node) -> dict[Node, str] | None:
-        """Find what to keep in place of a tensor: nodes made from it that are combined with a gradient.
+        """What to keep in place of a kept tensor: nodes made from it that are combined with a gradient → class of use.
 
-        Args:
-            kept: an argument that forward kept.
-
-        Returns:
-            Node → the class of its use; None if not all of them can be made in forward, or if one is combined with a
-            gradient in another way than as a factor, a term or a condition.
+        None if not all of them can be made in forward, or if one is combined with a gradient in another way than as a
+        factor, a term or a condition.
         """
         found: dict[Node, str] = {}
         seen, waiting = {kept}, [kept]

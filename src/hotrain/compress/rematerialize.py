@@ -72,14 +72,7 @@ def restore(
     one from which several codes can be recomputed. So the nodes are marked as backward's. The codes pass through an
     operator of `prims`: the partitioner then takes them as stored in memory, while others count twice.
 
-    Args:
-        form: the format.
-        kept: what ``form.keep`` returned.
-        shape: of the result.
-        dtype: of the result; booleans for `Bits`.
-
-    Returns:
-        The dequantized tensor.
+    ``kept`` is what ``form.keep`` returned; the result has the shape and dtype, booleans for `Bits`.
     """
     if not torch.fx.traceback.has_preserved_node_meta():
         return form.restore(kept, shape, dtype)
@@ -307,15 +300,8 @@ def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
 
 
 def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Compute the tensor of a recipe.
+    """The tensor of a recipe's word, dequantized from what the recipe takes, in order.
 
-    Args:
-        recipe: the recipe's word.
-        tensors: what it takes, in order.
-        shape: of the result; any view of the tensor if `is_in_order`.
-        dtype: of the result.
-
-    Returns:
-        The dequantized tensor.
+    The shape may be that of any view of the tensor if `is_in_order`.
     """
     return parsed(recipe).made(iter(tensors), shape, dtype)

@@ -96,18 +96,9 @@ def along_channels(t: Tensor, axes: int) -> Tensor:
 def pack_normalized(
     x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Pack x̂.
+    """Codes and scales of x̂ for x (..., C); the reference takes x̂ from `normalized`.
 
-    Args:
-        x: (..., C).
-        mean: μ, or None for 0.
-        r: one number per row, like μ, or per channel.
-        form: the format.
-        normalized: the reference: computes x̂.
-        by_row: whether μ and r are per row.
-
-    Returns:
-        Codes and scales.
+    μ (None for 0) and r are one number per row, or per channel unless `by_row`.
     """
 
     def reference() -> tuple[Tensor, Tensor]:
