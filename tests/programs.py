@@ -43,7 +43,7 @@ from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.method import GradWeight, Method, Saved
 from hotrain.saved import Levels
 
-THRESHOLD = 256  # entries from which tensors are compressed here, in the place of `formats.SMALL`
+THRESHOLD = 256  # entries from which tensors are compressed here, in the place of `rules.SMALL`
 # Slopes in eight bits with zero and one among the levels: sixteen times as fine as those of `ACTIVATIONS`.
 _FINER = 16
 

@@ -28,7 +28,7 @@ NAMES = (
 )
 
 
-def test_the_presets_are_those_of_the_issue() -> None:
+def test_the_presets_are_these() -> None:
     assert set(hotrain.presets()) == set(NAMES)
 
 

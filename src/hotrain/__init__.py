@@ -56,37 +56,11 @@ _LAZY = {
 }
 
 __all__ = [
-    "BitSchedule",
-    "Calibration",
-    "ConversionReport",
-    "Frontier",
-    "GradInput",
-    "GradWeight",
-    "Grid",
-    "Method",
-    "Point",
-    "Ranks",
-    "Saved",
-    "__version__",
-    "accumulation",
-    "calibrate",
-    "calibrate_ranks",
-    "checkpoint_blocks",
-    "compile",
-    "convert",
-    "converted_layers",
-    "cost",
-    "fidelity",
-    "fit",
-    "frontier",
-    "manual_seed",
-    "plan",
-    "predicted_bytes",
-    "preset",
-    "presets",
-    "revert",
-    "saved_bytes",
-]
+    "BitSchedule", "Calibration", "ConversionReport", "Frontier", "GradInput", "GradWeight", "Grid", "Method", "Point",
+    "Ranks", "Saved", "__version__", "accumulation", "calibrate", "calibrate_ranks", "checkpoint_blocks", "compile",
+    "convert", "converted_layers", "cost", "fidelity", "fit", "frontier", "manual_seed", "plan", "predicted_bytes",
+    "preset", "presets", "revert", "saved_bytes",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -290,12 +290,9 @@ class _SecondDerivative(torch.autograd.Function):
 
 
 def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients unchanged; under create_graph, a second derivative through them raises.
+    """The gradients unchanged; under create_graph, a second derivative through them raises, and names the layer.
 
-    Args:
-        name: of the layer.
-        grads: the gradients.
-        *sources: what they were computed from; derivatives with respect to these raise too.
+    Derivatives with respect to the sources, which they were computed from, raise too.
     """
     if not torch.is_grad_enabled():
         return grads

@@ -73,12 +73,7 @@ def mode_of(model: nn.Module, point: Point | None) -> str | None:
 class Check:
     """A hook on a compiled model that writes the times of the exact and of the compiled step into its report.
 
-    It removes itself after the second measurement.
-
-    Args:
-        fast: the compiled model.
-        model: what it was compiled from.
-        report: of the conversion.
+    It removes itself after the second measurement. ``fast`` is the compiled ``model``.
     """
 
     def __init__(self, fast: nn.Module, model: nn.Module, report: ConversionReport) -> None:

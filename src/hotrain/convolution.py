@@ -126,14 +126,7 @@ def _float_operands(
 
 
 def grad_weight(
-    g_y: Tensor,
-    kept: Kept,
-    w: Tensor,
-    shape: Shape,
-    geometry: Geometry,
-    lay: Layout,
-    method: Method,
-    key: draws.Key,
+    g_y: Tensor, kept: Kept, w: Tensor, shape: Shape, geometry: Geometry, lay: Layout, method: Method, key: draws.Key
 ) -> Tensor:
     """g_w of a convolution whose patches overlap, shaped as w.
 
@@ -164,14 +157,7 @@ def grad_weight(
 
 
 def _coded_grad_weight(
-    g_y: Tensor,
-    kept: Kept,
-    w: Tensor,
-    shape: Shape,
-    geometry: Geometry,
-    lay: Layout,
-    method: Method,
-    key: draws.Key,
+    g_y: Tensor, kept: Kept, w: Tensor, shape: Shape, geometry: Geometry, lay: Layout, method: Method, key: draws.Key
 ) -> Tensor:
     """Q(g_y)ᵀ U(Q(x̂)): the convolution of x̂'s codes with those of g_y."""
     path, dtype = method.grad_weight, of_products(g_y)

@@ -225,12 +225,7 @@ class Draws:
         return made
 
     def next_on(self, device: torch.device, make: Callable[[Tensor, bool], Tensor] = next_key) -> Tensor:
-        """`next` as an int64 () on that device, without synchronizing.
-
-        Args:
-            device: of the counter.
-            make: `next_key`, or a kernel that computes the same.
-        """
+        """`next` as an int64 () on that device, without synchronizing; `make` is `next_key`, or a kernel like it."""
         self.place(device)
         assert self.counter is not None
         _seed.graphs = _seed.graphs or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -12,11 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one step: it is always either the old one or the new one, complete, also after a crash.
-
-    Args:
-        path: of the file; its folder exists.
-        text: written as UTF-8.
+    """Replace a file in one step, in UTF-8: it is always the old one or the new one, complete, also after a crash.
 
     Raises:
         OSError: it cannot be written, for instance because the disk is full. The old file stays, and nothing else.
@@ -35,11 +31,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
-    """Read a file of text in UTF-8.
-
-    Args:
-        path: of the file.
-        errors: what to do with bytes that are not UTF-8, as for `open`.
+    """Read a file of text in UTF-8; `errors` says what to do with other bytes, as for `open`.
 
     Raises:
         FileNotFoundError: there is none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 Pair = tuple[int, int]
@@ -31,6 +31,13 @@ class Geometry:
     dilation: Pair = (1, 1)
     groups: int = 1
     padding_mode: str = "zeros"
+
+    @classmethod
+    def of(cls, module: nn.Conv2d) -> Geometry:
+        """The geometry of a module."""
+        padding = module.padding if isinstance(module.padding, str) else (module.padding[0], module.padding[1])
+        kernel, stride, dilation = ((v[0], v[1]) for v in (module.kernel_size, module.stride, module.dilation))
+        return cls(kernel, stride, padding, dilation, module.groups, module.padding_mode)
 
     @property
     def pads(self) -> tuple[int, int, int, int]:

@@ -75,11 +75,9 @@ class Config:
         return self.layout((*(batch or (1,)), *size))
 
     def product(self, outputs: int) -> str:
-        """What backward multiplies where patches overlap: g_y and x at its own positions, ``"restored"`` and quantized,
-        or ``"float"``, neither g_y nor w in codes (`convolution.stays_float`); elsewhere it is ``"tokens"``.
-
-        Args:
-            outputs: number of output channels.
+        """What backward multiplies where patches overlap: g_y, of so many channels, and x at its own positions,
+        ``"restored"`` and quantized, or ``"float"``, neither g_y nor w in codes (`convolution.stays_float`); elsewhere
+        it is ``"tokens"``.
         """
         assert self.geometry is not None
         return "float" if stays_float(self.method, outputs, self.geometry) else "restored"

@@ -46,14 +46,8 @@ def agreed(key: str, own: Any) -> Any:
     """What all processes of a distributed run use for a measurement: the first result that one of them has posted.
 
     Two GPUs measure two times, and from them would make two plans. No process waits for another, so that a layer that
-    only some of them run is no deadlock.
-
-    Args:
-        key: of the measurement, equal on all processes.
-        own: this process's result, of JSON's types; a list comes back as a tuple.
-
-    Returns:
-        The result to use; `own` in a run of one process.
+    only some of them run is no deadlock. The key is equal on all processes; `own` is this one's result, of JSON's
+    types, of which a list comes back as a tuple.
     """
     store = default_store()
     if store is None:
@@ -155,10 +149,6 @@ def least(question: Question, roofs: Roofs) -> tuple[float, float] | None:
     Every operand is read once and every result written once, at the rate of a copy, or the operations at the rate of
     products, whichever takes longer. Quantizing the weight is left out.
 
-    Args:
-        question: the layer.
-        roofs: of its device.
-
     Returns:
         (exact, by the method), ms; None for a method without codes on both paths.
     """
@@ -214,12 +204,7 @@ def gain(question: Question, graphs: bool = False) -> float:
 
 
 def verdict(question: Question, graphs: bool = False) -> str | None:
-    """Why the layer stays exact, with the two times; None where it is faster converted.
-
-    Args:
-        question: the layer.
-        graphs: as in `times`.
-    """
+    """Why the layer stays exact, with the two times; None where it is faster converted. Arguments as of `times`."""
     roofs = Roofs.of(question.device) if question.dtype.itemsize == 2 else None
     bounds = None if roofs is None else least(question, roofs)
     if bounds is not None and bounds[1] >= bounds[0]:

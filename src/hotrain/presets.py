@@ -23,7 +23,7 @@ def presets() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-_NUMBERS = ("fp8", "int8", "e4m3", "e5m2")
+_NO_PRESETS = ("fp8", "int8", "e4m3", "e5m2")  # numbers, which users may take for methods
 
 
 def preset(name: str, /, **overrides: Any) -> Method:
@@ -46,7 +46,7 @@ def preset(name: str, /, **overrides: Any) -> Method:
     if name not in _PRESETS:
         near = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        if name in _NUMBERS:
+        if name in _NO_PRESETS:
             hint = " Both gradients in 8 bits are 'hq8', with number='e4m3' in fp8 and with number='int' in integers."
         if (base := str(name).partition(":"))[1] and base[0] in _PRESETS:  # as the command line takes it
             hint = f" In Python the fields of {base[0]!r} are arguments, as in hotrain.preset('hot', rank=4)."
@@ -75,13 +75,7 @@ def hot() -> Method:
     The low-pass loses the energy of the other 8 rows: g_w is biased. ``number="e4m3"`` has all codes in fp8, 8 bits
     on both paths, rounded to nearest with per-tensor scales.
     """
-    return Method(
-        "hot",
-        GradInput("hadamard", bits=4),
-        GradWeight(tile=16, rank=8, bits=8),
-        Saved(bits=8),
-        KNOBS,
-    )
+    return Method("hot", GradInput("hadamard", bits=4), GradWeight(tile=16, rank=8, bits=8), Saved(bits=8), KNOBS)
 
 
 @_register
@@ -110,13 +104,7 @@ def hla() -> Method:
     g_x exact (its rotation without quantization is the identity, so it is skipped); g_w from 8 of 16 low-pass rows
     in floating point. Saved: P x, half of x. Biased as HOT is.
     """
-    return Method(
-        "hla",
-        GradInput("hadamard"),
-        GradWeight(tile=16, rank=8),
-        Saved(),
-        KNOBS - {"number"},
-    )
+    return Method("hla", GradInput("hadamard"), GradWeight(tile=16, rank=8), Saved(), KNOBS - {"number"})
 
 
 @_register
@@ -125,13 +113,7 @@ def hq() -> Method:
 
     ``number="e4m3"`` has all codes in fp8, as in `hot`.
     """
-    return Method(
-        "hq",
-        GradInput("hadamard", bits=4),
-        GradWeight(tile=16, rank=16, bits=8),
-        Saved(bits=8),
-        KNOBS,
-    )
+    return Method("hq", GradInput("hadamard", bits=4), GradWeight(tile=16, rank=16, bits=8), Saved(bits=8), KNOBS)
 
 
 @_register
@@ -199,13 +181,7 @@ def lbp_wht() -> Method:
     Tiles of 8×8 tokens, the 21 Walsh bases with v+h < 6 (LP_L1), floating point. Border tiles are padded with
     zeros, not reflected: reflection counts border tokens twice in g_w.
     """
-    return Method(
-        "lbp-wht",
-        GradInput("lowpass"),
-        GradWeight(tile=64, rank=21),
-        Saved(),
-        frozenset({"rank", "order"}),
-    )
+    return Method("lbp-wht", GradInput("lowpass"), GradWeight(tile=64, rank=21), Saved(), frozenset({"rank", "order"}))
 
 
 @_register

@@ -25,7 +25,6 @@ TESTED = ("2.11", "2.13")
 # What falls back where a name is missing.
 EXACT = "converted layers compute exact gradients"
 FULL = "activations between the layers are saved in full precision"
-GRAPHS = "compiled graphs save in full precision what no operator of hotrain saves"
 PREDICTION = "bytes cannot be predicted"
 SLOWER = "training is slower"
 MISSING: dict[str, str] = {}  # name → what falls back
@@ -312,7 +311,10 @@ class Inductor(NamedTuple):
 
 @functools.cache
 def inductor() -> Inductor:
-    """Inductor's hooks for partitioners and graphs. Without it: AttributeError or ImportError, and `GRAPHS` falls back.
+    """Inductor's hooks for partitioners and graphs.
+
+    Without it: AttributeError or ImportError, and compiled graphs save in full precision what no operator of hotrain's
+    saves.
 
     Before 2.13, Inductor describes all that the arguments of a custom operator are computed from, where it first meets
     that operator, for a log that is mostly off. In a deep graph this takes hours, so it is left until it is written.

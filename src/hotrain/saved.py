@@ -131,12 +131,8 @@ def parts(t: Tensor, bits: int) -> list[tuple[int, Tensor]]:
 def group_size(columns: int, whole: bool = False) -> int:
     """How many neighbours share a scale.
 
-    The largest multiple of 4 from 16 to 128 that divides the channels, else 64 with padding. Fewer than 16 channels
-    are one group, padded to a multiple of 4.
-
-    Args:
-        columns: number of channels.
-        whole: whether all channels are one group, padded to a multiple of 4.
+    The largest multiple of 4 from 16 to 128 that divides the channels, else 64 with padding. Fewer than 16 channels,
+    or all of them if ``whole``, are one group, padded to a multiple of 4.
     """
     if columns < 16 or whole:
         return -(-columns // 4) * 4

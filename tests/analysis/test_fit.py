@@ -135,7 +135,7 @@ def test_out_of_memory_is_caught_and_cleared(monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return 1.0, 1000 * len(x)
 
-    monkeypatch.setattr(fitting, "timed", timed)
+    monkeypatch.setattr(fitting.steps, "timed", timed)
     monkeypatch.setattr(fitting, "_limited", lambda budget, device: nullcontext())
     step = Step(model, None, torch.optim.AdamW)
     row = fitting._by_running(step, lambda n: as_inputs(inputs(n)), "exact", 1, 1 << 20, torch.device("cpu"))

@@ -24,7 +24,7 @@ from hotrain.compress.slopes import ACTIVATIONS
 class Case:
     """call: of tensors of `shapes`, which all require gradients.
 
-    kept: (operator of `policy.FORMATS` or a format, the shape in which it is kept), a row a compressed tensor.
+    kept: (operator of `formats.FORMATS` or a format, the shape in which it is kept), a row a compressed tensor.
     beside: entries of what is kept in full precision, in the dtype of statistics (float32, or float64 there).
     indices: entries that are kept at a byte each.
     """
@@ -79,7 +79,6 @@ def _pool(shape: tuple[int, ...], kernel: Any, out: int, **options: Any) -> Case
     return Case(lambda x: F.max_pool2d(x, kernel, **options), (shape,), indices=out)
 
 
-# The running statistics of a batch norm are not asked for here: `test_norms` has those.
 CASES = {
     "gelu": _slope(F.gelu, "gelu"),
     "gelu_tanh": _slope(_gelu_tanh, "gelu_tanh", (2, 197, 3)),

@@ -114,11 +114,7 @@ class Cost:
 
 
 def cost(
-    model: nn.Module,
-    *inputs: Any,
-    method: str | Method | None = None,
-    float_bits: int = 32,
-    **kwargs: Any,
+    model: nn.Module, *inputs: Any, method: str | Method | None = None, float_bits: int = 32, **kwargs: Any
 ) -> Cost:
     """Count the products of one training step on the batch ``model(*inputs, **kwargs)``, layer by layer.
 

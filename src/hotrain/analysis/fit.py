@@ -22,18 +22,7 @@ from ..method import Method
 from ..plans import PREDICTED, Point
 from ..presets import DEFAULT
 from ..tables import bytes_text, parse_bytes, table
-from .steps import (
-    Inputs,
-    MakeOptimizer,
-    Step,
-    as_inputs,
-    batch_bytes,
-    device_of,
-    fixed_bytes,
-    following,
-    timed,
-    unless_out_of_memory,
-)
+from . import steps
 
 EXACT, CHECKPOINTED, CONVERTED, BOTH = "exact", "checkpointed", "converted", "converted+checkpointed"
 VARIANTS = (EXACT, CHECKPOINTED, CONVERTED)
@@ -46,7 +35,7 @@ _ROUNDS = 12
 _STRIDE = 8  # times the largest batch that was measured, the next one at most
 
 MakeInputs = Callable[[int], Any]
-InputsOf = Callable[[int], Inputs]
+InputsOf = Callable[[int], steps.Inputs]
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def fit(
     plan: str = "speed",
     variants: Sequence[str] = VARIANTS,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: MakeOptimizer = torch.optim.AdamW,
+    optimizer: steps.MakeOptimizer = torch.optim.AdamW,
     largest: int = LARGEST,
     on_row: Callable[[FitRow], None] | None = None,
 ) -> FitReport:
@@ -153,9 +142,9 @@ def fit(
         raise ValueError(f"fit: got budget_bytes={budget_bytes}, accepted are numbers from 1")
     if any(name in (CHECKPOINTED, BOTH) for name in variants) and not blocks(model):
         raise ValueError(f"fit: {type(model).__name__} has no blocks to recompute; leave out the checkpointed variants")
-    device = device_of(model, "fit")
+    device = steps.device_of(model, "fit")
     chosen = as_method(method)
-    step = Step(model, loss, optimizer)
+    step = steps.Step(model, loss, optimizer)
     rows = []
     for variant in variants:
         point = Point(
@@ -164,9 +153,9 @@ def fit(
             plan=plan,
             recomputed=tuple(blocks(model)) if variant in (CHECKPOINTED, BOTH) else (),
         )
-        with following(model, point):
+        with steps.following(model, point):
             find = _by_running if device.type == "cuda" else _by_prediction
-            rows.append(find(step, lambda n: as_inputs(make_inputs(n)), variant, budget_bytes, largest, device))
+            rows.append(find(step, lambda n: steps.as_inputs(make_inputs(n)), variant, budget_bytes, largest, device))
         if on_row is not None:
             on_row(rows[-1])
     return FitReport(budget_bytes, str(device), rows)
@@ -202,13 +191,15 @@ def search(fits: Callable[[int], bool], largest: int = LARGEST) -> tuple[int, in
 # ---- on a GPU ----
 
 
-def _by_running(step: Step, inputs: InputsOf, variant: str, budget: int, largest: int, device: torch.device) -> FitRow:
+def _by_running(
+    step: steps.Step, inputs: InputsOf, variant: str, budget: int, largest: int, device: torch.device
+) -> FitRow:
     needs = 0
 
     def fits(batch: int) -> bool:
         nonlocal needs
-        peak = unless_out_of_memory(
-            lambda: timed(step, partial(inputs, batch), step.optimizer(), device)[1], step.model
+        peak = steps.unless_out_of_memory(
+            lambda: steps.timed(step, partial(inputs, batch), step.optimizer(), device)[1], step.model
         )
         needs = peak if peak is not None else needs
         return peak is not None
@@ -238,16 +229,16 @@ def _limited(budget: int, device: torch.device) -> Iterator[None]:
 
 
 def _by_prediction(
-    step: Step, inputs: InputsOf, variant: str, budget: int, largest: int, device: torch.device
+    step: steps.Step, inputs: InputsOf, variant: str, budget: int, largest: int, device: torch.device
 ) -> FitRow:
     optimizer = step.optimizer()
     step.run(inputs(_SMALL), optimizer)  # makes its state
-    fixed = fixed_bytes(step.model, optimizer)
+    fixed = steps.fixed_bytes(step.model, optimizer)
     del optimizer
     needs: dict[int, int] = {}
     at_once: dict[int, int] = {}
     for batch in (_SMALL, _LARGER):
-        needs[batch], at_once[batch] = batch_bytes(step.model, inputs(batch))
+        needs[batch], at_once[batch] = steps.batch_bytes(step.model, inputs(batch))
     # Small tensors are not compressed and groups of codes are padded, so that bytes are no straight line in the batch:
     # it is drawn anew through the batch that it led to, or the largest that can be measured here. Step by step: where
     # the larger of two small batches is compressed and the other is not, a line says nothing of large ones.
@@ -258,7 +249,7 @@ def _by_prediction(
         trial = min(batch, affordable, _STRIDE * max(needs))
         if trial in needs or trial < _SMALL:
             break
-        needs[trial], at_once[trial] = batch_bytes(step.model, inputs(trial))
+        needs[trial], at_once[trial] = steps.batch_bytes(step.model, inputs(trial))
     while fixed + needs.get(batch, 0) > budget and batch:
         batch, too_large = batch - 1, batch
     how = MEASURED if batch in needs else PREDICTED

@@ -283,15 +283,9 @@ def _worth_recomputing(model: nn.Module, batch: Inputs, point: Point) -> list[st
 
 
 def _measured(
-    model: nn.Module,
-    batch: Inputs,
-    plan: Point,
-    device: torch.device,
-    loss: Callable[[Any], Tensor] | None,
-    optimizer: MakeOptimizer,
-    compile: bool,
-    steps: int,
-) -> Point:
+    model: nn.Module, batch: Inputs, plan: Point, device: torch.device, loss: Callable[[Any], Tensor] | None,
+    optimizer: MakeOptimizer, compile: bool, steps: int,
+) -> Point:  # fmt: skip
     """The point with its time and memory; without them where memory ran out."""
 
     def measure() -> tuple[float, int]:

@@ -143,7 +143,7 @@ def _shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
     assert isinstance(weight, Tensor)
     lead, groups, kernel, unfolds = tuple(y.shape[:-1]), 1, 1, False
     if isinstance(module, nn.Conv2d):
-        geometry = geometry_of(module)
+        geometry = Geometry.of(module)
         lead, groups = _positions(y.shape), module.groups
         kernel, unfolds = math.prod(geometry.kernel), not geometry.is_patches
     return LayerShape(
@@ -162,10 +162,3 @@ def _shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
         needs_grad_input=x.requires_grad,
         needs_grad_weight=weight.requires_grad,
     )
-
-
-def geometry_of(module: nn.Conv2d) -> Geometry:
-    """What the module says about its patches."""
-    kernel, stride, dilation = ((v[0], v[1]) for v in (module.kernel_size, module.stride, module.dilation))
-    padding = module.padding if isinstance(module.padding, str) else (module.padding[0], module.padding[1])
-    return Geometry(kernel, stride, padding, dilation, module.groups, module.padding_mode)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..audit.saved_bytes import CHECKPOINT, WEIGHT_COPY, SavedBytes
-from ..compress.formats import SMALL
+from ..compress.rules import SMALL
 from ..conversion import ConversionReport
 from ..tables import bytes_text, table
 
@@ -47,9 +47,7 @@ class FullRow:
 def still_full(audit: SavedBytes, report: ConversionReport | None = None, share: float = SHARE) -> list[FullRow]:
     """The operators that keep floating-point tensors of more than `share` of the audit's total, largest first.
 
-    Args:
-        report: of the conversion; reasons are taken from it where it has them.
-        share: of the total, below which an operator is left out.
+    Reasons are taken from the report of the conversion where it has them.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in audit.rows:

@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hotrain.cli import options
 from hotrain.cli.errors import note
-from hotrain.cli.options import (
-    AmpOption,
-    BatchOption,
-    CheckpointOption,
-    ClassesOption,
-    DataOption,
-    DeviceOption,
-    JsonOption,
-    MethodOption,
-    Model,
-    SeedOption,
-    SetOption,
-    print_json,
-)
 from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
@@ -49,19 +36,19 @@ MEMORY = """Examples:
 
 
 def memory(
-    model: Model,
-    method: MethodOption = None,
-    data: DataOption = None,
-    classes: ClassesOption = None,
-    batch_size: BatchOption = None,
-    amp: AmpOption = None,
+    model: options.Model,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
+    classes: options.ClassesOption = None,
+    batch_size: options.BatchOption = None,
+    amp: options.AmpOption = None,
     modules: Annotated[bool, typer.Option("--modules", help="By module instead of by operator.")] = False,
     fit: Annotated[
         str | None, typer.Option("--fit", help="Find the largest batch that fits into so much memory: 24GB, 800MB.")
     ] = None,
-    settings: SetOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    settings: options.SetOption = None,
+    device: options.DeviceOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Bytes that autograd saves for backward: exact against converted.
 
@@ -87,7 +74,7 @@ def memory(
     title = f"{run.model}, {about['precision']}, {run.method_label} (memory={about['memory']})"
     if budget is not None:
         if json:
-            print_json({**about, **asdict(found)})
+            options.print_json({**about, **asdict(found)})
         else:
             typer.echo(f"{title}, {run.optimizer}\n{found}")
         return
@@ -102,7 +89,7 @@ def memory(
             name: None if p is None else {"total": p.total, "by_operator": p.by_operator, "by_module": p.by_module}
             for name, p in predicted.items()
         }
-        print_json({**answer, "full_precision": [asdict(row) for row in full]})
+        options.print_json({**answer, "full_precision": [asdict(row) for row in full]})
         return
     typer.echo(f"{title}, batch of {len(images)}")
     typer.echo(_side_by_side(exact, converted, predicted[run.method_label], modules))
@@ -194,14 +181,14 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
 
 
 def cost(
-    model: Model,
-    method: MethodOption = None,
-    data: DataOption = None,
-    classes: ClassesOption = None,
+    model: options.Model,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
+    classes: options.ClassesOption = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch.")] = 1,
     float_bits: Annotated[int, typer.Option("--float-bits", help="Bits of a float: 32, or 16 for bf16.")] = 32,
-    settings: SetOption = None,
-    json: JsonOption = False,
+    settings: options.SetOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """FLOPs and bit operations of forward and both gradients, by layer, including the transforms."""
     import hotrain
@@ -215,21 +202,21 @@ def cost(
     if json:
         answer: dict[str, Any] = {"model": run.model, "method": run.method_label}
         answer |= {"batch_size": len(images), "flops": found.flops_total, "bit_ops": found.bit_ops_total}
-        print_json({**answer, "rows": found.rows})
+        options.print_json({**answer, "rows": found.rows})
     else:
         typer.echo(f"{run.model}, batch of {len(images)}, {run.method_label}\n{found}")
 
 
 def fidelity(
-    model: Model,
-    method: MethodOption = None,
-    data: DataOption = None,
-    checkpoint: CheckpointOption = None,
+    model: options.Model,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
+    checkpoint: options.CheckpointOption = None,
     draws: Annotated[int, typer.Option("--draws", min=2, help="Draws that the bias is averaged over.")] = 8,
-    settings: SetOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    settings: options.SetOption = None,
+    seed: options.SeedOption = None,
+    device: options.DeviceOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Relative error, cosine and bias of every layer's gradients against exact, on one training batch."""
     import hotrain
@@ -241,23 +228,23 @@ def fidelity(
         with setup.autocast():
             found = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=draws)
     if json:
-        print_json({"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows})
+        options.print_json({"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows})
     else:
         typer.echo(f"{run.model} on {run.data}, {run.method_label}\n{found}")
 
 
 def calibrate(
-    model: Model,
+    model: options.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("calibration.json"),
-    method: MethodOption = None,
-    data: DataOption = None,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
     batches: Annotated[int, typer.Option("--batches", min=1, help="Number of training batches.")] = 4,
-    checkpoint: CheckpointOption = None,
-    settings: SetOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = None,
+    checkpoint: options.CheckpointOption = None,
+    settings: options.SetOption = None,
+    seed: options.SeedOption = None,
+    device: options.DeviceOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Choose per-token scales or one per-tensor scale for every layer (LQS).
 
@@ -277,6 +264,6 @@ def calibrate(
             found = hotrain.calibrate(setup.model, chosen, setup.loss, max_batches=len(chosen))
     found.save(out)
     if json:
-        print_json({"model": run.model, "method": run.method_label, "file": out, **asdict(found)})
+        options.print_json({"model": run.model, "method": run.method_label, "file": out, **asdict(found)})
     else:
         typer.echo(f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}")

@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotrain.cli import completion
+from hotrain.cli import completion, options
 from hotrain.cli.errors import interrupted, note
-from hotrain.cli.options import (
-    DataOption,
-    DeviceOption,
-    JsonOption,
-    LogOption,
-    QuietOption,
-    RecipeOrResume,
-    SetOption,
-    print_json,
-    split_names,
-    split_seeds,
-)
 from hotrain.cli.terminal import print_lines, working
 from hotrain.plotting import lines
 
@@ -39,7 +27,7 @@ EXAMPLES = """Examples:
 
 
 def compare(
-    recipe: RecipeOrResume = None,
+    recipe: options.RecipeOrResume = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -51,18 +39,18 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated: 0,1,2.")] = "0",
-    data: DataOption = None,
-    settings: SetOption = None,
-    device: DeviceOption = None,
+    data: options.DataOption = None,
+    settings: options.SetOption = None,
+    device: options.DeviceOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the records. Default: runs/compare-RECIPE.")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Folder of a comparison: train what it lacks. Needs nothing else.")
     ] = None,
-    log: LogOption = None,
-    quiet: QuietOption = False,
-    json: JsonOption = False,
+    log: options.LogOption = None,
+    quiet: options.QuietOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Train with every method under every seed, and compare.
 
@@ -78,7 +66,7 @@ def compare(
             if methods is None:
                 raise ValueError("--methods: none is given; name at least one, as in --methods exact,hq8")
             folder = out or Path("runs") / f"compare-{recipe}"
-            chosen, numbers = split_names(methods, "--methods"), split_seeds(seeds)
+            chosen, numbers = options.split_names(methods, "--methods"), options.split_seeds(seeds)
             run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
             labels(run, chosen)  # a bad one is refused before anything is built
         elif recipe is not None or methods is not None:
@@ -117,7 +105,9 @@ def compare(
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:
         summary = lines.summarize(records_of(outcome, {}).rows)
-        print_json({"rows": outcome.rows, "failures": outcome.failures, "summary": [asdict(line) for line in summary]})
+        options.print_json(
+            {"rows": outcome.rows, "failures": outcome.failures, "summary": [asdict(line) for line in summary]}
+        )
     if outcome.rows:  # there is no report of nothing
         meta = conditions([run], numbers) | {"title": f"{run.name}: {len(chosen)} methods compared"}
         records = records_of(outcome, meta)

@@ -9,19 +9,8 @@ from typing import Annotated
 import typer
 
 from hotrain._version import install_extra
+from hotrain.cli import options
 from hotrain.cli.errors import note
-from hotrain.cli.options import (
-    AmpOption,
-    BatchOption,
-    ClassesOption,
-    DataOption,
-    DeviceOption,
-    JsonOption,
-    MethodOption,
-    Model,
-    SetOption,
-    print_json,
-)
 from hotrain.cli.terminal import working
 
 FIGURE, RECORD = "frontier.svg", "frontier.jsonl"
@@ -32,12 +21,12 @@ EXAMPLES = """Examples:
 
 
 def frontier(
-    model: Model,
-    method: MethodOption = None,
-    data: DataOption = None,
-    classes: ClassesOption = None,
-    batch_size: BatchOption = None,
-    amp: AmpOption = None,
+    model: options.Model,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
+    classes: options.ClassesOption = None,
+    batch_size: options.BatchOption = None,
+    amp: options.AmpOption = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile each point, on a GPU as CUDA graphs; minutes for large models.")
     ] = False,
@@ -48,9 +37,9 @@ def frontier(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for both files; default: runs/frontier/MODEL.")
     ] = None,
-    settings: SetOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    settings: options.SetOption = None,
+    device: options.DeviceOption = None,
+    json: options.JsonOption = False,
 ) -> None:
     """Peak memory against step time: exact, checkpointed, offloaded and converted.
 
@@ -66,10 +55,10 @@ def frontier(
     from hotrain.train.setup import autocast
 
     size = None if budget is None else parse_bytes(budget)
-    options = {"method": method, "data": data, "settings": settings, "device": device}
-    options |= {"amp": amp, "compile": "true" if compiled else None}
+    asked = {"method": method, "data": data, "settings": settings, "device": device}
+    asked |= {"amp": amp, "compile": "true" if compiled else None}
     with working(f"{model}: loading") as say:
-        run, network, images = with_images(model, classes, batch_size, **options)
+        run, network, images = with_images(model, classes, batch_size, **asked)
         labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
         def loss(output: torch.Tensor) -> torch.Tensor:
@@ -104,7 +93,7 @@ def frontier(
         note(f"no figure: matplotlib is not installed; {install_extra('plot')}")
     best = None if size is None else found.best(size)
     if json:
-        print_json({"rows": found.rows(), "best": None if best is None else best.name, "folder": folder})
+        options.print_json({"rows": found.rows(), "best": None if best is None else best.name, "folder": folder})
         return
     typer.echo(found)
     if best is not None:

@@ -111,8 +111,7 @@ BatchOption = Annotated[
     int | None, typer.Option("--batch-size", "--batch", "-b", min=1, help="Images in the batch; default: the recipe's.")
 ]
 ClassesOption = Annotated[
-    int | None,
-    typer.Option("--classes", min=1, help="Number of classes: use random images, without data."),
+    int | None, typer.Option("--classes", min=1, help="Number of classes: use random images, without data.")
 ]
 CheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", help="Weights of a run: its folder or checkpoint file.")

@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotrain.cli import options
 from hotrain.cli.errors import interrupted, note, wrapped
-from hotrain.cli.options import (
-    DataOption,
-    DeviceOption,
-    JsonOption,
-    LogOption,
-    MethodOption,
-    OutOption,
-    QuietOption,
-    RecipeOrResume,
-    SeedOption,
-    SetOption,
-    print_json,
-)
 from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
@@ -38,20 +26,20 @@ EXAMPLES = """Examples:
 
 
 def train(
-    recipe: RecipeOrResume = None,
-    method: MethodOption = None,
-    data: DataOption = None,
-    settings: SetOption = None,
+    recipe: options.RecipeOrResume = None,
+    method: options.MethodOption = None,
+    data: options.DataOption = None,
+    settings: options.SetOption = None,
     resume: Annotated[
         Path | None,
         typer.Option("--resume", help="A checkpoint, or the folder of a run: continued bit for bit. Needs no recipe."),
     ] = None,
-    seed: SeedOption = None,
-    device: DeviceOption = None,
-    out: OutOption = None,
-    log: LogOption = None,
-    quiet: QuietOption = False,
-    json: JsonOption = False,
+    seed: options.SeedOption = None,
+    device: options.DeviceOption = None,
+    out: options.OutOption = None,
+    log: options.LogOption = None,
+    quiet: options.QuietOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Train a recipe, or resume a run.
 
@@ -90,7 +78,7 @@ def train(
     if json:
         shown = ("run_id", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "seconds")
         answer = {"model": run.model, "method": run.method_label, "seed": run.seed}
-        print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": result.layers})
+        options.print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": result.layers})
         return
     typer.echo(_outcome(run, result))
 

@@ -47,14 +47,7 @@ class Recomputed(Mixin):
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the blocks that can be checkpointed: the innermost elements of module lists that have submodules.
-
-    Args:
-        model: where to look.
-
-    Returns:
-        Module name → module.
-    """
+    """Name → module of what can be checkpointed: the innermost elements of module lists that have submodules."""
     found = {
         f"{name}.{key}" if name else key: child
         for name, parent in model.named_modules()
@@ -67,25 +60,14 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def recompute(modules: dict[str, nn.Module]) -> None:
-    """Switch checkpointing on.
-
-    Args:
-        modules: name → block, as `blocks` returns them.
-    """
+    """Switch checkpointing on for these `blocks`."""
     for module in modules.values():
         mix(module, Recomputed)
         module.__dict__[ATTRIBUTE] = True
 
 
 def keep_all(model: nn.Module) -> list[str]:
-    """Switch checkpointing off in the whole model.
-
-    Args:
-        model: the model, changed in place.
-
-    Returns:
-        Names of the blocks that were checkpointed.
-    """
+    """Switch checkpointing off in the whole model, in place; returns the names of the blocks that had it."""
     names = [name for name, module in model.named_modules() if ATTRIBUTE in module.__dict__]
     for module in model.modules():
         if module.__dict__.pop(ATTRIBUTE, False):

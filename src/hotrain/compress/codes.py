@@ -11,21 +11,10 @@ from torch import Tensor
 
 from ..kernels import FUNCTIONS, rows_in_memory
 from ..saved import group_size
+from . import rematerialize
 from .formats import GROUPED
 from .launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .rematerialize import (
-    Activated,
-    Codes,
-    Normed,
-    Product,
-    Recipe,
-    is_image,
-    keep,
-    make,
-    parsed,
-    restore,
-    stays_in_backward,
-)
+from .rematerialize import Activated, Codes, Normed, Product, Recipe
 
 LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
@@ -41,7 +30,7 @@ def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`."""
     if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])) and rows_in_memory(t) is not None:
         return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
-    return keep(GROUPED[form], t)
+    return rematerialize.keep(GROUPED[form], t)
 
 
 def empty_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -66,7 +55,7 @@ def unpack(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch
     """The tensor of this shape and dtype, dequantized from what `pack` returned."""
     spec, columns = GROUPED[form], shape[-1]
     if not supported_in_eager(kept[0], dtype) or columns > LONGEST_ROW or not has_kernel(form, columns):
-        return restore(spec, kept, shape, dtype)
+        return rematerialize.restore(spec, kept, shape, dtype)
 
     def reference() -> Tensor:
         return spec.restore(kept, shape, dtype).reshape(-1, columns)
@@ -84,18 +73,18 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     # γ and β of a norm over several axes are a matrix.
     in_a_row = all(t is None or t.dim() != 2 for t in tensors)
     if first is None or not in_a_row or not supported(first.device, dtype) or factors_of(recipe) is None:
-        return make(recipe, tensors, shape, dtype)
+        return rematerialize.make(recipe, tensors, shape, dtype)
     run = operator_for(first, "restore_codes")
     if run is _restore_codes:
         return _restore_codes(tensors, recipe, shape, dtype)  # type: ignore[no-any-return]
-    with stays_in_backward():
+    with rematerialize.stays_in_backward():
         return run(list(tensors), recipe, list(shape), dtype)  # type: ignore[no-any-return]
 
 
 @cache
 def factors_of(recipe: str) -> tuple[tuple[bool, str], ...] | None:
     """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
-    recipes = parsed(recipe)
+    recipes = rematerialize.parsed(recipe)
     found = [_factor(part) for part in ((recipes.a, recipes.b) if isinstance(recipes, Product) else (recipes,))]
     factors = [factor for factor in found if factor is not None]
     if len(factors) < len(found) or len({(c.form, c.columns, c.kind == "image") for c, _, _ in factors}) > 1:
@@ -122,7 +111,7 @@ def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
 def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     first = given[0]
     assert first is not None
-    if is_image(recipe):
+    if rematerialize.is_image(recipe):
         return first.new_empty(channels_last_shape(shape), dtype=dtype).movedim(-1, 1)
     return first.new_empty(tuple(shape), dtype=dtype)
 
@@ -133,8 +122,8 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
     assert first is not None
 
     def reference() -> Tensor:
-        t = make(recipe, given, shape, dtype)
-        return (t.movedim(1, -1) if is_image(recipe) else t).contiguous()
+        t = rematerialize.make(recipe, given, shape, dtype)
+        return (t.movedim(1, -1) if rematerialize.is_image(recipe) else t).contiguous()
 
     factors: list[tuple[Any, ...]] = []
     at = 0
@@ -143,7 +132,7 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
         factors.append((*mine, normed, name))
         at += 4 if normed else 2
     rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
-    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if is_image(recipe) else rows.view(shape)
+    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(shape)
 
 
 def channels_last_shape(shape: Sequence[int]) -> list[int]:

@@ -29,11 +29,11 @@ from torch.fx import Graph, GraphModule, Node
 from ..planning import Roofs
 from ..private import fakes, inductor
 from . import choosing, formats, fusing, graph, kernel_nodes, rules
-from .formats import SMALL
 from .graph import KEY, entries
 from .halves import Halves
 from .losses import in_pieces
 from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
+from .rules import SMALL
 
 _inductor = inductor()
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -46,10 +46,7 @@ _regions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def region(buffers: Any) -> str:
-    """Register a model with the pass, and install the pass in Inductor.
-
-    Args:
-        buffers: the model's records, a `report.Buffers`.
+    """Register a model by its records, a `report.Buffers`, and install the pass in Inductor.
 
     Returns:
         The mark of the model's nodes, in their metadata under `KEY`.
@@ -65,11 +62,7 @@ def region(buffers: Any) -> str:
 
 
 class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
-    """PyTorch's partitioner followed by `compress`.
-
-    Args:
-        inner: a partitioner to use in place of PyTorch's.
-    """
+    """PyTorch's partitioner, or another one (``inner``), followed by `compress`."""
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner
@@ -91,11 +84,7 @@ class Partitioner(_inductor.partitioner):  # type: ignore[name-defined,misc]
 
 
 class Losses(_inductor.graph_pass):  # type: ignore[name-defined,misc]
-    """`losses.in_pieces` on the graphs of Dynamo, and then another pass.
-
-    Args:
-        inner: that pass, or several.
-    """
+    """`losses.in_pieces` on the graphs of Dynamo, and then another pass, or several (``inner``)."""
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = () if inner is None else (inner,) if callable(inner) else tuple(inner)
@@ -126,14 +115,9 @@ def partition(
     num_fwd_outputs: int,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """Partition a joint graph, with saved tensors quantized where their uses allow it.
+    """The graphs of forward and backward of a joint graph, with saved tensors quantized where their uses allow it.
 
-    Args:
-        gm: the joint graph; what has no line here is as PyTorch passes it to a partitioner.
-        inner: the partitioner that cuts; None for PyTorch's own.
-
-    Returns:
-        The graphs of forward and backward.
+    ``inner`` is the partitioner that cuts, None for PyTorch's own; the rest is as PyTorch passes it to one.
     """
     inner = inner or _inductor.cut
     fusing.add_gradients(gm.graph)

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..private import fakes, saved_tensor_hooks, version_of
 from . import rules
-from .formats import SMALL, packer
-from .rules import Rule
+from .formats import packer
+from .rules import SMALL, Rule
 
 # hotrain's own among them, where one mode is inside of another
 _OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
@@ -28,15 +28,10 @@ PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them 
 
 
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
-    """Look up the rule of a call.
+    """The rule of a call of a function of PyTorch; None if it runs unchanged.
 
-    Args:
-        looked_at: names of functions without a rule whose saved bytes are known. The first call of another one with a
-            large tensor gets `rules.OTHER`, under which all is saved as it is and counted.
-        func: the function of PyTorch, called with ``args`` and ``kwargs``.
-
-    Returns:
-        The rule; None if the call runs unchanged.
+    `looked_at` has the names of functions without a rule whose saved bytes are known. The first call of another one
+    with a large tensor gets `rules.OTHER`, under which all is saved as it is and counted.
     """
     if passes(looked_at, func):
         return None
@@ -53,15 +48,10 @@ def passes(looked_at: set[str], func: Any) -> bool:
 
 
 def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with its saved tensors packed as the rule says.
+    """Call a function with its saved tensors packed as the rule of `rule_of` says, and record it in `report.Buffers`.
 
     Within a checkpoint the function runs unchanged: both forwards must save the same. Outer hooks of others get the
     codes.
-
-    Args:
-        buffers: the `report.Buffers` in which the result is recorded for the report.
-        rule: of `rule_of`.
-        func: the function of PyTorch, called with ``args`` and ``kwargs``.
     """
     outer, allowed = saved_tensor_hooks.innermost()
     theirs = None if outer is None else getattr(outer[0], "__module__", None)

@@ -11,8 +11,6 @@ from torch import Tensor
 from ..saved import Bits, Grouped, Levels, as_it_was, memory_order
 from . import rules
 
-SMALL = rules.SMALL
-
 # Rounded to nearest: stochastic rounding has no bias, but 1.5 times the error (docs/numerics.md).
 GROUPED = {
     "int8": Grouped(8),

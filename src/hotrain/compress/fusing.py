@@ -57,10 +57,7 @@ def unfused(norm: Node) -> int:
     What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that is
     written in another order next (of windows); the gradient that the norm writes is read once more. Fewer, below 0, by
     the cast of a shortcut's gradient for a product, which the kernel writes and a compiler makes in a pass of its own
-    (seen in ViT-B and DeiT-S). On the joint graph, as `choosing` sees it.
-
-    Args:
-        norm: a node of `norm_forward` or `norm_backward`.
+    (seen in ViT-B and DeiT-S). On the joint graph, as `choosing` sees it, of `norm_forward` or `norm_backward`.
     """
     return _unfused_forward(norm) if norm.target is _FORWARD else _unfused_backward(norm)
 
@@ -135,7 +132,9 @@ def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
     changed = False
     for packet, merging in by.items():
         for node in graph.find_nodes(op="call_function", target=packet.default):
-            changed |= merging(graph, node).merge()
+            one = merging(graph, node)
+            one.merge()
+            changed |= one.changed
     if changed:
         graph.eliminate_dead_code()
     return changed
@@ -160,6 +159,14 @@ class _Merging:
         self.graph.erase_node(self.node)
         self.node, self.changed = made, True
         return made
+
+    def cast_result(self, place: int) -> None:
+        """Give a result, whose dtype is argument 6, the one that all its readers cast it to, if there is one."""
+        result, args = self.result(place), self.node.args
+        casts = None if result is None else _all_casts(result)
+        if casts:
+            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
+            _drop(self.graph, casts, self.result(place))
 
     def result(self, place: int) -> Node | None:
         return next((user for user in self.node.users if user.args[1] == place), None)
@@ -192,10 +199,10 @@ class _Merging:
 
 
 class _Forward(_Merging):
-    def merge(self) -> bool:
+    def merge(self) -> None:
         self.add()
-        self.cast()
-        return self.changed
+        if not self.node.args[8]:  # x̂ is not rounded to y's dtype
+            self.cast_result(1)
 
     def add(self) -> None:
         args: Any = self.node.args
@@ -225,24 +232,14 @@ class _Forward(_Merging):
         if keeps:
             self.replace(source, self.call(after, operator.getitem, made, 0), after)
 
-    def cast(self) -> None:
-        y = self.result(1)
-        casts = None if y is None else _all_casts(y)
-        args: Any = self.node.args
-        if not casts or args[8]:
-            return
-        self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
-        _drop(self.graph, casts, self.result(1))
-
 
 class _Backward(_Merging):
-    def merge(self) -> bool:
+    def merge(self) -> None:
         self.uncast()
-        self.cast()
+        self.cast_result(0)
         self.add()
         self.copy()
         self.multiply()
-        return self.changed
 
     def uncast(self) -> None:
         args: Any = self.node.args
@@ -250,14 +247,6 @@ class _Backward(_Merging):
         source = _uncast(_base(g))
         if source is not _base(g) and is_dense(source):
             self.again(self.node, (self.rows(self.node, source), *rest))
-
-    def cast(self) -> None:
-        g_x = self.result(0)
-        casts = None if g_x is None else _all_casts(g_x)
-        if casts:
-            args: Any = self.node.args
-            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
-            _drop(self.graph, casts, self.result(0))
 
     def add(self) -> None:
         g_x = self.result(0)
@@ -339,7 +328,7 @@ class _Backward(_Merging):
 
 
 class _Slope(_Merging):
-    def merge(self) -> bool:
+    def merge(self) -> None:
         g_x = self.result(0)
         sums = [] if g_x is None else _sums_of_columns(g_x, g_x.meta["val"].shape[-1])
         if sums:
@@ -350,19 +339,17 @@ class _Slope(_Merging):
                 value = old.meta["val"]
                 cast = self.call(old, CASTS[0], found, value.dtype) if value.dtype != torch.float32 else found
                 self.replace(old, cast, old)
-        return self.changed
 
 
 class _Joint(_Merging):
     """The gradient of batch norm's result where two branches begin at it."""
 
-    def merge(self) -> bool:
+    def merge(self) -> None:
         args: Any = self.node.args
         g, other, *rest = args
         operands = g.args if g.target is _aten.add.Tensor and not g.kwargs and len(g.users) == 1 else ()
         if other is None and len(operands) == 2 and all(_is_alike(t, g) for t in operands):
             self.again(self.node, (*operands, *rest))
-        return self.changed
 
 
 def _is_alike(node: Any, other: Node) -> bool:
@@ -376,7 +363,7 @@ def _is_alike(node: Any, other: Node) -> bool:
 class _Bias(_Merging):
     """An operator that adds a bias to its first argument, or a norm that adds it to its branch."""
 
-    def merge(self) -> bool:
+    def merge(self) -> None:
         args: Any = self.node.args
         is_norm = self.node.target is torch.ops.hotrain.norm_forward.default
         place = _BIAS_OF_NORM if is_norm else len(args) - 1
@@ -387,7 +374,6 @@ class _Bias(_Merging):
             if bias is not None:
                 self.again(self.node, (*args[:place], bias, *args[place + 1 :]))
                 break
-        return self.changed
 
 
 def _taken_bias(t: Node) -> Node | None:

@@ -73,12 +73,7 @@ class Uses:
 
 
 class Backward:
-    """A backward graph, its arguments divided into gradients and tensors that forward kept.
-
-    Args:
-        graph: the backward graph.
-        kept: its arguments that forward kept.
-    """
+    """A backward graph, its arguments divided into gradients and tensors that forward ``kept``."""
 
     def __init__(self, graph: torch.fx.Graph, kept: Iterable[Node]) -> None:
         kept = set(kept)
@@ -117,14 +112,10 @@ class Backward:
         return found
 
     def factors(self, kept: Node) -> dict[Node, str] | None:
-        """Find what to keep in place of a tensor: nodes made from it that are combined with a gradient.
+        """What to keep in place of a kept tensor: nodes made from it that are combined with a gradient → class of use.
 
-        Args:
-            kept: an argument that forward kept.
-
-        Returns:
-            Node → the class of its use; None if not all of them can be made in forward, or if one is combined with a
-            gradient in another way than as a factor, a term or a condition.
+        None if not all of them can be made in forward, or if one is combined with a gradient in another way than as a
+        factor, a term or a condition.
         """
         found: dict[Node, str] = {}
         seen, waiting = {kept}, [kept]
@@ -193,9 +184,7 @@ class Backward:
 def spans_magnitudes(node: Node, kept: Mapping[str, Node] | None = None) -> bool:
     """Whether a tensor is the result of a function whose elements span orders of magnitude.
 
-    Args:
-        node: the tensor.
-        kept: name → node of forward, for a node of backward, to continue the search in forward.
+    Of a node of backward the search goes on in forward, where `kept` is given, name → node of forward.
     """
     while True:
         if node.op == "placeholder" and kept and node.name in kept:

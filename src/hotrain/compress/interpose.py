@@ -252,15 +252,9 @@ class WrappedFunction(Mixin):
 
 
 def wrap(model: nn.Module) -> Buffers:
-    """Put the mode around the model and its blocks.
+    """Put the mode around the model and its blocks, in place; returns the records that its forwards write to.
 
     A model that is wrapped already stays wrapped and gets new records.
-
-    Args:
-        model: the model, changed in place.
-
-    Returns:
-        The records of what its forwards compress and what they keep in full precision.
     """
     buffers = Buffers()
     buffers.root = weakref.ref(model)
@@ -289,11 +283,7 @@ def wrap(model: nn.Module) -> Buffers:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Give every wrapped module its own class back.
-
-    Args:
-        model: the model, changed in place.
-    """
+    """Give every wrapped module of the model its own class back, in place."""
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
             del module.__dict__[ATTRIBUTE]

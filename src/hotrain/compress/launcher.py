@@ -36,13 +36,9 @@ def supported_in_eager(t: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def launch(device: torch.device, name: str, reference: Callable[[], Any], *args: Any) -> Any:
-    """Run a kernel, or its reference where there are no kernels or this one does not compile.
+    """Run the kernel ``"file.function"`` of `hotrain.kernels`, or its reference in plain PyTorch.
 
-    Args:
-        device: of the tensors.
-        name: ``"file.function"`` within `hotrain.kernels`.
-        reference: computes the same in plain PyTorch.
-        *args: of the kernel's function.
+    The reference runs where there are no kernels, or where this one does not compile.
     """
     kernels = autograd.KERNELS.get(device.type)
     return reference() if kernels is None else kernels.run(name, reference, *args)
@@ -52,11 +48,7 @@ def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
     """Decorator: a custom operator that runs a kernel, and into which Inductor does not trace.
 
     Where Inductor would fuse the reference itself, it would read a tensor twice to quantize it, and load a scale for
-    every element.
-
-    Args:
-        schema: of the operator.
-        fake: its results for a tracer.
+    every element. ``fake`` makes its results for a tracer.
     """
 
     def define(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,26 +90,17 @@ def _as_it_was(module: Any) -> Iterator[None]:
 
 
 def mix(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Put a mixin before the module's class; a second time without effect.
-
-    Args:
-        module: the module, changed in place.
-        mixin: the mixin.
-    """
+    """Put a mixin before the module's class, in place; a second time without effect."""
     if not isinstance(module, mixin):
         plain, mixins = _parts(type(module))
         _set_class(module, _made(plain, (*mixins, mixin)))
 
 
 def unmix(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Remove a mixin.
+    """Remove a mixin, in place, if the module has it.
 
     A module whose class was exchanged again since (FSDP2's `fully_shard`) keeps the mixin, which is without effect once
     its attribute on the module is gone.
-
-    Args:
-        module: the module, changed in place.
-        mixin: the mixin; one that the module does not have is ignored.
     """
     plain, mixins = _parts(type(module))
     if mixin in mixins:

@@ -20,10 +20,7 @@ class offloading(saved_tensors_hooks):
     """Context in which saved tensors go to the host's memory, pinned where they come from a GPU.
 
     Strides are preserved, which compiled backwards need and `torch.autograd.graph.save_on_cpu` does not do. Tensors
-    that are small, expanded, or views of a parameter stay on the device.
-
-    Args:
-        model: whose parameters stay.
+    that are small, expanded, or views of a parameter of the model stay on the device.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -72,14 +72,7 @@ def restore(
     one from which several codes can be recomputed. So the nodes are marked as backward's. The codes pass through an
     operator of `prims`: the partitioner then takes them as stored in memory, while others count twice.
 
-    Args:
-        form: the format.
-        kept: what ``form.keep`` returned.
-        shape: of the result.
-        dtype: of the result; booleans for `Bits`.
-
-    Returns:
-        The dequantized tensor.
+    ``kept`` is what ``form.keep`` returned; the result has the shape and dtype, booleans for `Bits`.
     """
     if not torch.fx.traceback.has_preserved_node_meta():
         return form.restore(kept, shape, dtype)
@@ -297,9 +290,7 @@ def describe(recipe: str) -> str:
 def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
     """(dtype, bytes) of the tensors of a recipe that nobody saves but the layer that reads it.
 
-    Args:
-        recipe: of a layer's input, "" where it is its own.
-        elements: of the tensor that is made.
+    The recipe is "" where the layer saves its own input; `elements` are those of the tensor that is made.
     """
     codes = parsed(recipe) if recipe else None
     if not isinstance(codes, Codes) or codes.kind != "output":
@@ -309,15 +300,8 @@ def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
 
 
 def make(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Compute the tensor of a recipe.
+    """The tensor of a recipe's word, dequantized from what the recipe takes, in order.
 
-    Args:
-        recipe: the recipe's word.
-        tensors: what it takes, in order.
-        shape: of the result; any view of the tensor if `is_in_order`.
-        dtype: of the result.
-
-    Returns:
-        The dequantized tensor.
+    The shape may be that of any view of the tensor if `is_in_order`.
     """
     return parsed(recipe).made(iter(tensors), shape, dtype)

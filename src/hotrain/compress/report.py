@@ -112,12 +112,7 @@ class Buffers:
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
-        """Record the first call of a compiled model, whose forward runs no Python of hotrain.
-
-        Args:
-            fast: what `torch.compile` returned, which gets a hook.
-            model: the model.
-        """
+        """Record the first call of a compiled model by a hook on `fast`: its forward runs no Python of hotrain."""
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if model.training and torch.is_grad_enabled():
@@ -155,11 +150,7 @@ class Buffers:
         return 0.0 if model is None or self.gains is None else self.gains(model, layers)
 
     def record_chosen(self, counts: Mapping[str, tuple[int, int]]) -> None:
-        """Record how many calls of each operator a compiled graph keeps exact, so that it is as fast as before.
-
-        Args:
-            counts: operator → calls that are kept exact, of how many.
-        """
+        """Record, by operator, how many calls a compiled graph keeps exact to be as fast as before, of how many."""
         for what, (exact, of) in counts.items():
             before = self.chosen.get(what, (0, 0, 0))
             self.full.pop(_counted(what, *before), None)

@@ -114,11 +114,7 @@ def _row(name: str, functions: str, aten: str = "", saved: str = EXACT, also: It
 
 
 MUL = _row(
-    "element-wise products",
-    "mul multiply addcmul square",
-    "mul square",
-    VALUE,
-    formats={"product": "int4 nearest"},
+    "element-wise products", "mul multiply addcmul square", "mul square", VALUE, formats={"product": "int4 nearest"}
 )
 MATMUL = _row(
     "matrix products",

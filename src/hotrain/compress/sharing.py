@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..autograd import Origin
 from ..private import constant_in_graphs, schema_of, version_of
 from .codes import whole
-from .formats import SMALL
 from .mode_stack import traced_graph
+from .rules import SMALL
 
 # ---- what is known of a tensor ----
 
@@ -99,7 +99,9 @@ def writes(node: torch.fx.Node) -> bool:
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if not (in_place or _is_flagged(node) or node.kwargs.get("out") is not None or _is_mutable(node.target)):
         return False
-    values = [t.meta.get("example_value") for t in node.all_input_nodes]
+    values = [
+        t.meta.get("example_value") for t in node.all_input_nodes
+    ]  # SMALL counts bytes here, of the whole storage
     return any(
         isinstance(t, Tensor) and t.is_floating_point() and t.untyped_storage().nbytes() >= SMALL for t in values
     )
@@ -167,14 +169,7 @@ class Origins:
             self.recent, self.checkpoint, self.running = (), before, self.running - 1
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None, by_heads: bool = False) -> None:
-        """Record the origin of a tensor.
-
-        Args:
-            t: the tensor.
-            recipe: of `rematerialize`.
-            *tensors: what the recipe takes.
-            by_heads: as of `Origin`.
-        """
+        """Record the `Origin` of a tensor: a recipe of `rematerialize`, and the tensors that it takes."""
         if torch.compiler.is_dynamo_compiling():
             known: Any = t, _traced_writes()
             kept = tuple([None if part is None else part.detach() for part in tensors])
@@ -203,14 +198,10 @@ class Origins:
         return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
-        """Look up the origin of a tensor, in the forward, and checkpoint, that began last.
+        """The origin of a tensor, in the forward, and checkpoint, that began last.
 
-        Args:
-            t: the tensor.
-            by_heads: look for attention's result, of which the transpose alone can be made, and for nothing else.
-
-        Returns:
-            The origin, if t is the same tensor object and was not written to since; else None.
+        None if t is another object, or was written to since. With `by_heads` attention's result alone is found, of
+        which the transpose alone can be made; without it everything else.
         """
         if not self.recent:
             return None

@@ -6,13 +6,6 @@ from .report import ConversionReport, ConvertedRow, KeptRow, line_of
 from .undo import converted_layers, revert
 
 __all__ = [
-    "SMALLEST",
-    "ConversionReport",
-    "ConvertedRow",
-    "FilterFn",
-    "KeptRow",
-    "convert",
-    "converted_layers",
-    "line_of",
+    "SMALLEST", "ConversionReport", "ConvertedRow", "FilterFn", "KeptRow", "convert", "converted_layers", "line_of",
     "revert",
-]
+]  # fmt: skip

@@ -159,19 +159,10 @@ def _forward_kernel(
 
 
 def forward(
-    x: Tensor,
-    branch: Tensor | None,
-    w: Tensor | None,
-    b: Tensor | None,
-    eps: float,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    centered: bool,
-    cast: bool,
-    keeps: bool = True,
-    bias: Tensor | None = None,
-    factor: Tensor | None = None,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float,
+    dtypes: tuple[torch.dtype, torch.dtype], centered: bool, cast: bool, keeps: bool = True, bias: Tensor | None = None,
+    factor: Tensor | None = None, times: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """A layer or RMS norm over rows, of x + bias + branch · factor.
 
     Args:
@@ -293,18 +284,9 @@ def _gradient_kernel(
 
 
 def gradient(
-    g: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    r: Tensor,
-    w: Tensor | None,
-    dtype: torch.dtype,
-    centered: bool,
-    other: Tensor | None = None,
-    copy: torch.dtype | None = None,
-    factor: Tensor | None = None,
-    times: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, dtype: torch.dtype, centered: bool,
+    other: Tensor | None = None, copy: torch.dtype | None = None, factor: Tensor | None = None, times: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of a norm over rows.
 
     Args:

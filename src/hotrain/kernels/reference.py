@@ -46,15 +46,9 @@ def kept_rows(lay: Layout, key: Tensor) -> Tensor:
 
 
 def compress(
-    t: Tensor,
-    lay: Layout,
-    key: Tensor,
-    rotated: Output = NOTHING,
-    projected: Output = NOTHING,
-    *,
-    rotate: bool = True,
+    t: Tensor, lay: Layout, key: Tensor, rotated: Output = NOTHING, projected: Output = NOTHING, *, rotate: bool = True,
     sums: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`hotrain.kernels.quantize_kernels.compress`."""
     word, values = _reference_key(key), t.to(torch.float32)
     rot = rot_scale = proj = proj_scale = None

@@ -33,9 +33,7 @@ class HadamardConv2d(nn.Conv2d):
     @property
     def geometry(self) -> Geometry:
         """Kernel size, stride, padding, dilation, groups and padding mode."""
-        padding = self.padding if isinstance(self.padding, str) else (self.padding[0], self.padding[1])
-        kernel, stride, dilation = ((p[0], p[1]) for p in (self.kernel_size, self.stride, self.dilation))
-        return Geometry(kernel, stride, padding, dilation, self.groups, self.padding_mode)
+        return Geometry.of(self)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:

@@ -219,11 +219,7 @@ class LayerState:
     def _prepare(self, spec: str, samples: bool, place: Place | None, *facts: Any) -> tuple[str, bool] | None:
         """The part of `_traced` that runs outside of Dynamo, once, when the layer is traced.
 
-        Args:
-            spec: so that Dynamo reads it.
-            samples: as of `_why_exact`.
-            place: of a convolution.
-            *facts: of `_facts`.
+        `spec` is an argument so that Dynamo reads it; `samples` is as of `_why_exact`, `facts` are of `_facts`.
 
         Returns:
             The word of the configuration and whether it draws; None where the exact path runs.
@@ -258,12 +254,10 @@ class LayerState:
         return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *of_layer, trains_bias)
 
     def _why_exact(self, question: planning.Question | None, samples: bool) -> str | None:
-        """Why the layer stays exact, or None.
+        """Why the layer stays exact, or None; there is a question where a plan may keep it exact.
 
-        Args:
-            question: where a plan may keep it exact.
-            samples: whether rows are samples rather than tokens (a 2-D input, one token per sample, a 1×1 image), and
-                the weight is trained. A low-rank step would mix them, unless a `filter_fn` selected the layer.
+        `samples` is whether rows are samples rather than tokens (a 2-D input, one token per sample, a 1×1 image), and
+        the weight is trained. A low-rank step would mix them, unless a `filter_fn` selected the layer.
         """
         if samples and self.low_rank and not self.chosen:
             return _SAMPLES

@@ -14,12 +14,9 @@ from hotrain.plotting.style import Look, drawing, new_figure, stand_in, tag, to_
 def draw_curves(
     curves: Sequence[dict[str, Any]], quantity: str, looks: Mapping[str, Look], title: str, metric: str = "accuracy"
 ) -> str:
-    """SVG of one model's curves over two epochs or more.
+    """SVG of one model's curves of the records, over two epochs or more.
 
-    Args:
-        curves: of the records, of one model.
-        quantity: ``accuracy`` (percent) or ``loss`` (mean over the epoch).
-        metric: what the accuracy is.
+    ``quantity`` is ``accuracy`` (percent; ``metric`` says of what) or ``loss`` (mean over the epoch).
     """
     by_method: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:

@@ -109,9 +109,7 @@ def part(index: int) -> str:
 def css_variables(mode: str, used: str | None = None) -> str:
     """``--m-exact:#…;…`` for ``mode`` ``light`` or ``dark``: the colours of methods and of parts.
 
-    Args:
-        mode: ``light`` or ``dark``.
-        used: a text; only the variables that it refers to are returned. None: all.
+    Of a text ``used`` only the variables that it refers to.
     """
     colours = {f"--m-{name}": getattr(style, mode) for name, style in LOOKS.items()}
     colours |= {f"--s-{index}": pair[mode == "dark"] for index, pair in enumerate(SERIES)}

@@ -14,27 +14,7 @@ from hotrain.train.run import Lora, TrainRun, parse_method, replace, with_preset
 from hotrain.train.setup import Setup, build, training_batches  # noqa: E402
 
 __all__ = [
-    "Comparison",
-    "Diverged",
-    "Interrupted",
-    "Lora",
-    "NotSaved",
-    "Progress",
-    "Result",
-    "Setup",
-    "TrainRun",
-    "build",
-    "compare",
-    "ensure_torchvision",
-    "finished_cells",
-    "load_data",
-    "parse_method",
-    "progress_bar",
-    "replace",
-    "saved_run",
-    "silent",
-    "train",
-    "training_batches",
-    "with_preset",
-    "with_settings",
-]
+    "Comparison", "Diverged", "Interrupted", "Lora", "NotSaved", "Progress", "Result", "Setup", "TrainRun", "build",
+    "compare", "ensure_torchvision", "finished_cells", "load_data", "parse_method", "progress_bar", "replace",
+    "saved_run", "silent", "train", "training_batches", "with_preset", "with_settings",
+]  # fmt: skip

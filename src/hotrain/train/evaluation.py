@@ -71,11 +71,7 @@ def evaluate_dense(model: nn.Module, setup: Setup, ranks: Processes) -> dict[str
 
 
 def mask_accuracies(table: Tensor) -> dict[str, float]:
-    """Mean IoU of the classes that occur, and the share of pixels that are right, in percent.
-
-    Args:
-        table: numbers of pixels, true class × predicted class.
-    """
+    """Mean IoU of the classes that occur, and share of pixels that are right, in percent, of true × predicted class."""
     right = table.diagonal()
     union = table.sum(0) + table.sum(1) - right
     occurs = union > 0

@@ -43,9 +43,7 @@ _NO_CLASS_TOKEN = {"class_token": False, "global_pool": "avg"}
 SMALL = {
     # 7 blocks of width 256 on 8×8 tokens: the network of the accuracy study in docs/maths.md.
     "small_vit": SmallModel(
-        "vit_tiny_patch16_224",
-        32,
-        {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN},
+        "vit_tiny_patch16_224", 32, {"patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, **_NO_CLASS_TOKEN}
     ),
     "small_resnet18": SmallModel("resnet18", 32, small_stem=True),
     "small_resnet50": SmallModel("resnet50", 32, small_stem=True),
@@ -173,11 +171,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     head = model.get_classifier()  # type: ignore[operator]
     heads = [name for name, m in model.named_modules() if m is head]
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        modules_to_save=heads,
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, modules_to_save=heads
     )
     adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
     return adapted

@@ -108,11 +108,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 
 
 def signed(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row as JSON data with its checksum under ``sha256``, which `read` verifies.
-
-    Args:
-        row: finite JSON values; others become strings.
-    """
+    """The row as finite JSON data, other values as strings, with its checksum under ``sha256``, for `read`."""
     plain = json.loads(json.dumps(row, allow_nan=False, default=str))
     return {**plain, "sha256": digest(plain)}
 

@@ -39,11 +39,7 @@ WATCH = 20  # updates between two checks of the loss on a GPU
 
 
 class Training:
-    """The mutable state of a run: model, optimizer, schedules, averages, counters and history.
-
-    Args:
-        saved: state of a checkpoint to continue; None: a new run.
-    """
+    """The mutable state of a run, new or of a checkpoint: model, optimizer, schedules, averages, counters, history."""
 
     def __init__(self, setup: Setup, ranks: Processes, saved: dict[str, Any] | None = None) -> None:
         from timm.data import Mixup

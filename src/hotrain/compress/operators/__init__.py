@@ -29,28 +29,17 @@ from . import (
 )
 from .base import Handlers, Scope
 
-REGISTRY: Handlers = {
-    **norm.HANDLERS,
-    **batch_norm.HANDLERS,
-    **activation.HANDLERS,
-    **attention.HANDLERS,
-    **softmax.HANDLERS,
-    **dropout.HANDLERS,
-    **pooling.HANDLERS,
-    **interpolate.HANDLERS,
-    **cross_entropy.HANDLERS,
-    **head.HANDLERS,
-    **product.HANDLERS,
-    **linear.HANDLERS,
-    **views.HANDLERS,
-}
+_OPERATORS = (
+    *(norm, batch_norm, activation, attention, softmax, dropout, pooling),
+    *(interpolate, cross_entropy, head, product, linear, views),
+)
+REGISTRY: Handlers = {function: handler for each in _OPERATORS for function, handler in each.HANDLERS.items()}
 
 
 def share_inputs(op: Callable[..., Tensor]) -> None:
     """Let a converted layer share its producer's saved tensors when compiled.
 
-    Args:
-        op: the layer's operator; its last arguments are the recipe of its input and the tensors for it.
+    The last arguments of its operator are the recipe of its input and the tensors for it.
     """
 
     def run(scope: Scope, *args: Any) -> Tensor | None:

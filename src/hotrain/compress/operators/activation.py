@@ -44,11 +44,6 @@ _DERIVATIVE, _BIT = "4-bit derivative", "1 bit per element"  # formats in the re
 _GATES = ("relu", "relu6")  # functions with a 1-bit derivative that the kernels support
 
 
-def _input_format() -> str:
-    """The format of x, where it is saved."""
-    return FORMATS["curve"]
-
-
 # ---- f and its derivative; tensors have their axes in the order of their memory layout ----
 
 
@@ -204,7 +199,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         if before is not None and not is_fused(before.x, name):
             before = None
         saves_input = kind.by_input and before is None
-        form = _input_format() if saves_input else _DERIVATIVE if kind.levels else _BIT
+        form = FORMATS["curve"] if saves_input else _DERIVATIVE if kind.levels else _BIT
         scope.record(name, form)
         if before is not None:
             return finished(scope, before, name, input if inplace else None)

@@ -43,11 +43,6 @@ _numbers = itertools.count()
 _CUDNN_MASKED = -65504.0  # what PyTorch gives cuDNN for False
 
 
-def _formats() -> tuple[str, str]:
-    """The formats of q and k, and of v and the result."""
-    return FORMATS["query_key"], FORMATS["value_output"]
-
-
 # ---- reference: PyTorch's kernels ----
 
 
@@ -94,17 +89,9 @@ _preferred: dict[tuple[Any, ...], bool] = {}  # by arguments; Dynamo would trace
 
 @constant_in_graphs
 def _prefers_cudnn(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    queries: int,
-    keys: int,
-    width: int,
-    drops: bool,
-    causal: bool,
-    axes: int,
-    kind: torch.dtype,
-) -> bool:
+    device: torch.device, dtype: torch.dtype, heads: int, queries: int, keys: int, width: int, drops: bool,
+    causal: bool, axes: int, kind: torch.dtype,
+) -> bool:  # fmt: skip
     """Whether PyTorch would run cuDNN's kernel.
 
     ``heads`` is the number of q's heads for one of k's, ``axes`` how many a mask has, 0 for none, ``kind`` its dtype.
@@ -348,16 +335,9 @@ attention = custom_op(
 
 
 def _attention(
-    scope: Scope,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+    scope: Scope, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor | None:  # fmt: skip
     if not is_large(query) or not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
     q, k, v = map(autocast, (query, key, value))
@@ -368,7 +348,7 @@ def _attention(
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
         scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")
         return None
-    forms = _formats()
+    forms = FORMATS["query_key"], FORMATS["value_output"]
     scope.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)

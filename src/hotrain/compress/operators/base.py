@@ -14,8 +14,8 @@ from ... import casting
 from ...private import any_autocast, autocasts_itself, is_view
 from ...saved import memory_order
 from .. import rematerialize
-from ..formats import SMALL
 from ..report import Buffers
+from ..rules import SMALL
 from ..sharing import Origins
 
 _lib = torch.library.Library("hotrain", "FRAGMENT")
@@ -47,11 +47,9 @@ def custom_op(schema: str, implementation: Callable[..., Any]) -> Callable[..., 
 def without_autocast(
     function: Callable[..., Any], cast: Callable[..., Sequence[Any]] | None = None
 ) -> Callable[..., Any]:
-    """The function of tensors, run outside of autocast.
+    """The function of a tensor and other arguments, run outside of autocast.
 
-    Args:
-        function: of a tensor and other arguments.
-        cast: all of these → the same, with tensors cast as autocast casts them for PyTorch's operator.
+    `cast` returns all of them, with tensors cast as autocast casts them for PyTorch's operator.
     """
 
     def run(x: Tensor, *args: Any) -> Any:
@@ -171,14 +169,9 @@ def written(x: Tensor, y: Tensor) -> Tensor:
 
 
 def note_norm(
-    scope: Scope,
-    found: tuple[Tensor, Tensor, Tensor],
-    w: Tensor | None,
-    b: Tensor | None,
-    form: str,
-    image: bool = False,
-    cast: bool = False,
-) -> Tensor:
+    scope: Scope, found: tuple[Tensor, Tensor, Tensor], w: Tensor | None, b: Tensor | None, form: str,
+    image: bool = False, cast: bool = False,
+) -> Tensor:  # fmt: skip
     """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
     y, codes, scale = found
     recipe = rematerialize.normed(rematerialize.values(form, y.shape, image), cast)

@@ -29,17 +29,7 @@ from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
-from .base import (
-    Handlers,
-    Scope,
-    custom_op,
-    is_large,
-    note_norm,
-    wants_gradient,
-    with_codes,
-    without_autocast,
-    written,
-)
+from .base import Handlers, Scope, custom_op, is_large, note_norm, wants_gradient, with_codes, without_autocast, written
 from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
@@ -307,16 +297,9 @@ def finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = N
 
 
 def _batch_norm(
-    scope: Scope,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
+    scope: Scope, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor | None:  # fmt: skip
     if not (is_large(input) and wants_gradient(input, weight, bias)):
         return None
     if not training:

@@ -7,7 +7,7 @@ that the next operator can share them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...saved import memory_order
 from .. import codes, rematerialize
 from ..formats import GROUPED
-from ..rematerialize import is_recipe, make
+from ..rematerialize import in_place_of, is_recipe, make, source
 from .base import Scope, is_large
 
 Kept = tuple[Tensor | None, ...]
@@ -45,6 +45,35 @@ def materialize(kept: Kept, form: str, shape: Sequence[int], dtype: torch.dtype,
     if not is_recipe(form):
         form = rematerialize.values(form, shape, image)
     return codes.whole(form, kept, shape, dtype)
+
+
+def marked(t: Tensor, form: str) -> tuple[Tensor, int | None]:
+    """`rematerialize.source` of what is saved approximately; else t, without a number."""
+    return (t, None) if form in ("", "exact") else source(t)
+
+
+def keep_input(ctx: Any, x: Tensor, form: str, given: Given, image: bool = False) -> tuple[Tensor, Kept]:
+    """x `marked`, and what is saved of it for g_w, w being the second argument; `input_of` needs this `ctx`."""
+    ctx.form, ctx.shape, ctx.dtype = form if ctx.needs_input_grad[1] else "", x.shape, x.dtype
+    kept = pack(x.movedim(1, -1) if image else x, ctx.form, given)
+    x, ctx.source = marked(x, ctx.form)
+    return x, kept
+
+
+def input_of(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
+    """The x of `keep_input` again, as a matrix (T, C)."""
+    x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
+    return in_place_of(ctx.source, x).reshape(-1, ctx.shape[-1])
+
+
+def listed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:
+    """The function, which returns a result and codes, with the codes as a list, as operators return them."""
+
+    def run(*args: Any) -> Made:
+        y, *made = function(*args)
+        return y, made
+
+    return run
 
 
 def own(kept: Kept, form: str) -> tuple[Tensor, ...]:

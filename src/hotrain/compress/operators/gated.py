@@ -25,7 +25,7 @@ from ..launcher import launch, opaque, operator_for, supported
 from ..sharing import Gate
 from ..slopes import ACTIVATIONS
 from .base import Scope, custom_op, with_codes
-from .factor import Given, Made, own, pack
+from .factor import Given, Made, listed, own, pack
 
 
 def _fake(g: Tensor, given: Sequence[Tensor], name: str, form: str) -> tuple[Tensor, Tensor]:
@@ -70,14 +70,9 @@ class Gated(torch.autograd.Function):
         return *once(f"{ctx.activation} × b", tuple(found), g_y), *[None] * 4
 
 
-def _apply(*args: Any) -> Made:
-    y, *made = Gated.apply(*args)
-    return y, made
-
-
 _gated = custom_op(
     "gated(Tensor x, Tensor b, str name, str b_form, Tensor?[] x_given, Tensor?[] b_given) -> (Tensor, Tensor[])",
-    _apply,
+    listed(Gated.apply),
 )
 
 
@@ -90,10 +85,7 @@ def _has_kernel(name: str, recipe: str, other: str) -> bool:
 def of_pair(scope: Scope, pair: tuple[Tensor, Tensor], saved: Sequence[tuple[str, Any]]) -> Made | None:
     """The product of a pair, one of which is an activation's result and unchanged since; None for another.
 
-    Args:
-        scope: of the forward.
-        pair: both factors.
-        saved: form or recipe of each, and the tensors given for it.
+    `saved` has the form or recipe of each, and the tensors given for it.
     """
     for at in (0, 1):
         gate, b = pair[at], pair[1 - at]

@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from ...autograd import not_a_view, once
 from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
-from ..rematerialize import in_place_of, source
 from .base import Handlers, custom_op, lower, with_codes, without_autocast
 from .cross_entropy import reduced
-from .factor import Given, materialize, own, pack
+from .factor import Given, input_of, keep_input, own
 
 _PIECE = 1 << 26  # entries of g_Y that exist at a time
 _PIECES = 32  # at most: each is a part of the graph
@@ -81,9 +80,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         mean: bool, dtype: torch.dtype, returned: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        form = form if ctx.needs_input_grad[1] else ""
-        kept = pack(x, form, given)
-        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
+        x, kept = keep_input(ctx, x, form, given)
         classes = len(w)
         more = _padded(classes, w.device) - classes
         padded = (F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more))) if more else (w, b)
@@ -96,8 +93,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         y = whole[..., :classes].contiguous() if returned else whole.new_empty(0)
         rows = y.reshape(-1, classes).contiguous() if returned else rows
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
-        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return loss.to(dtype), y, *with_codes(ctx, *own(kept, form))
+        return loss.to(dtype), y, *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -105,10 +101,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         factors = torch.where(labels < 0, 0.0, torch.zeros_like(times) if g is None else times * g)
         other = None if g_y is None else g_y.reshape(len(rows), -1).to(rows.dtype).contiguous()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        x = None
-        if needs_w:
-            x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
-            x = in_place_of(ctx.source, x).reshape(-1, ctx.shape[-1])
+        x = input_of(ctx, kept) if needs_w else None
         g_x, of_w, of_b = None, [], []
         for first, columns in _pieces(len(rows), len(w)):
             d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, first, columns)

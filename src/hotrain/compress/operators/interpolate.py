@@ -96,15 +96,9 @@ _area = uncompressed("interpolate", 'mode="area" saves its input; other modes sa
 
 
 def _interpolate(
-    scope: Scope,
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Tensor | None:
+    scope: Scope, input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> Tensor | None:  # fmt: skip
     if mode == "area":
         _area(scope, input)
     plainly = (

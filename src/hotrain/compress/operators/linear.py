@@ -8,7 +8,6 @@ are hotrain's own operators, share the codes of the operator before in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,24 +18,9 @@ from ...autograd import not_a_view, once
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
-from ..rematerialize import in_place_of, source
-from .base import (
-    Handlers,
-    Scope,
-    custom_op,
-    is_large,
-    lower,
-    pair,
-    wants_gradient,
-    with_codes,
-    without_autocast,
-)
-from .factor import Given, Made, materialize, own, pack, shared
-
-
-def _formats() -> tuple[str, str]:
-    """The formats of a linear layer's x, and of a convolution's."""
-    return FORMATS["linear"], FORMATS["conv"]
+from ..rematerialize import in_place_of
+from .base import Handlers, Scope, custom_op, is_large, lower, pair, wants_gradient, with_codes, without_autocast
+from .factor import Given, input_of, keep_input, listed, materialize, own, shared
 
 
 class Linear(torch.autograd.Function):
@@ -44,12 +28,9 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
-        form = form if ctx.needs_input_grad[1] else ""
-        kept = pack(x, form, given)
-        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
+        x, kept = keep_input(ctx, x, form, given)
         ctx.save_for_backward(w, *kept)
-        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, form))
+        return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -58,9 +39,7 @@ class Linear(torch.autograd.Function):
         g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
-            x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
-            x = in_place_of(ctx.source, x)
-            g_w = g.T @ x.reshape(-1, ctx.shape[-1])
+            g_w = g.T @ input_of(ctx, kept)
         if ctx.needs_input_grad[2]:
             g_b = g.sum(0)
         return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
@@ -72,15 +51,12 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
-        form = form if ctx.needs_input_grad[1] else ""
-        kept = pack(x.movedim(1, -1), form, given)
-        x, ctx.source = source(x) if form not in ("", "exact") else (x, None)
+        x, kept = keep_input(ctx, x, form, given, image=True)
         ctx.save_for_backward(w, *kept)
-        ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
-        return y, *with_codes(ctx, *own(kept, form))
+        return y, *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -98,24 +74,14 @@ class Conv2d(torch.autograd.Function):
         return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
 
 
-def _with_casts(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:
-    """The function of x, w and b, outside of autocast and cast as autocast casts them; codes as a list."""
-
-    def run(*args: Any) -> Made:
-        y, *made = function(*args)
-        return y, made
-
-    return without_autocast(run, lower)
-
-
 linear = custom_op(
     "kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])",
-    _with_casts(Linear.apply),
+    without_autocast(listed(Linear.apply), lower),
 )
 conv2d = custom_op(
     "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
     "Tensor?[] given) -> (Tensor, Tensor[])",
-    _with_casts(Conv2d.apply),
+    without_autocast(listed(Conv2d.apply), lower),
 )
 
 
@@ -125,9 +91,8 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
         return None
     if type(weight) not in PLAIN:  # a quantized weight's own products, and their gradients
         return None
-    saved_format, _ = _formats()
-    scope.record("linear (exact product)", saved_format)
-    form, given = shared(scope, input, saved_format)
+    scope.record("linear (exact product)", FORMATS["linear"])
+    form, given = shared(scope, input, FORMATS["linear"])
     y, made = linear(input, weight, bias, form, given)
     if made:
         scope.origins.note(input, rematerialize.values(form, input.shape), *made)
@@ -135,15 +100,9 @@ def replace_linear(scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def _conv2d(
-    scope: Scope,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor | None:
+    scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
+) -> Tensor | None:  # fmt: skip
     if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
     if input.shape[1] < 16 and weight.requires_grad:
@@ -151,9 +110,8 @@ def _conv2d(
     if isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
-    _, saved_format = _formats()
-    scope.record("conv2d (exact product)", saved_format)
-    form, given = shared(scope, input, saved_format)
+    scope.record("conv2d (exact product)", FORMATS["conv"])
+    form, given = shared(scope, input, FORMATS["conv"])
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:
         scope.origins.note(input, rematerialize.values(form, input.shape, image=True), *made)

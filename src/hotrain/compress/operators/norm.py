@@ -96,18 +96,9 @@ def along_channels(t: Tensor, axes: int) -> Tensor:
 def pack_normalized(
     x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Pack x̂.
+    """Codes and scales of x̂ for x (..., C); the reference takes x̂ from `normalized`.
 
-    Args:
-        x: (..., C).
-        mean: μ, or None for 0.
-        r: one number per row, like μ, or per channel.
-        form: the format.
-        normalized: the reference: computes x̂.
-        by_row: whether μ and r are per row.
-
-    Returns:
-        Codes and scales.
+    μ (None for 0) and r are one number per row, or per channel unless `by_row`.
     """
 
     def reference() -> tuple[Tensor, Tensor]:
@@ -305,13 +296,9 @@ def _ends_in(input: Tensor, shape: Any) -> bool:
 
 
 def _layer_norm(
-    scope: Scope,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    scope: Scope, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     if not _ends_in(input, normalized_shape):
         return None
     return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
@@ -328,13 +315,9 @@ def _rms_norm(
 
 
 def _group_norm(
-    scope: Scope,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    scope: Scope, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     if input.dim() < 3:
         return None
     keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()

@@ -91,15 +91,9 @@ def _stride(stride: Any, kernel: list[int]) -> list[int]:
 
 
 def _max_pool2d(
-    scope: Scope,
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor | None:
+    scope: Scope, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False, return_indices: bool = False,
+) -> Tensor | None:  # fmt: skip
     if not (is_large(input) and input.dim() == 4 and input.requires_grad) or return_indices:
         return None
     kernel = pair(kernel_size)
@@ -111,15 +105,9 @@ def _max_pool2d(
 
 
 def _avg_pool2d(
-    scope: Scope,
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor | None:
+    scope: Scope, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Tensor | None:  # fmt: skip
     if not (is_large(input) and input.dim() == 4 and input.requires_grad):
         return None
     scope.record("avg_pool2d", "nothing saved")
@@ -129,8 +117,4 @@ def _avg_pool2d(
     )
 
 
-HANDLERS: Handlers = {
-    F.max_pool2d: _max_pool2d,
-    torch.max_pool2d: _max_pool2d,
-    F.avg_pool2d: _avg_pool2d,
-}
+HANDLERS: Handlers = {F.max_pool2d: _max_pool2d, torch.max_pool2d: _max_pool2d, F.avg_pool2d: _avg_pool2d}

@@ -20,21 +20,16 @@ from ...autograd import not_a_view, once
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
-from ..rematerialize import in_place_of, source
+from ..rematerialize import in_place_of
 from . import gated
 from .base import Handlers, Scope, custom_op, lower, with_codes, without_autocast
-from .factor import Given, Kept, Made, forms_of, own, pack, shared, unpack, values_in_order
+from .factor import Given, Kept, forms_of, listed, marked, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
 
-def _formats() -> tuple[str, str]:
-    """The formats of factors by element, and of matrices."""
-    return FORMATS["product"], FORMATS["matmul"]
-
-
 def sources(pair: tuple[Tensor, Tensor], forms: tuple[str, str]) -> tuple[list[Tensor], list[int | None]]:
-    """Both factors, as `rematerialize.source` of those that are saved approximately."""
-    found = [(t, None) if form in ("", "exact") else source(t) for t, form in zip(pair, forms, strict=True)]
+    """`marked` of both factors."""
+    found = [marked(t, form) for t, form in zip(pair, forms, strict=True)]
     return [t for t, _ in found], [number for _, number in found]
 
 
@@ -82,14 +77,9 @@ def _unpack_ordered(
     return None if t is None else as_it_was(t, order)
 
 
-def _by_element(*args: Any) -> Made:
-    y, *made = Product.apply(*args)
-    return y, made
-
-
 product = custom_op(
     "product(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given, Tensor?[] b_given) -> (Tensor, Tensor[])",
-    _by_element,
+    listed(Product.apply),
 )
 
 
@@ -97,11 +87,10 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype.is_complex or b.dtype.is_complex:
         return None
-    saved_format, _ = _formats()
-    forms = forms_of(a, b, saved_format)
+    forms = forms_of(a, b, FORMATS["product"])
     if forms is None:
         return None
-    scope.record("mul", saved_format)
+    scope.record("mul", FORMATS["product"])
     saved = [shared(scope, t, form) for t, form in zip((a, b), forms, strict=True)]
     found = gated.of_pair(scope, (a, b), saved)
     y, made = product(a, b, saved[0][0], saved[1][0], saved[0][1], saved[1][1]) if found is None else found
@@ -165,8 +154,7 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point() and b.is_floating_point()):
         return None
-    _, saved_format = _formats()
-    forms = forms_of(a, b, saved_format)
+    forms = forms_of(a, b, FORMATS["matmul"])
     if forms is None:
         return None
     if a.dim() > 2 and b.dim() == 2:
@@ -176,7 +164,7 @@ def _matmul(scope: Scope, input: Any, other: Any) -> Tensor | None:
             "matmul", "an operand is a vector, or the first one a matrix; only batches of matrices are supported"
         )
         return None
-    scope.record("matmul", saved_format)
+    scope.record("matmul", FORMATS["matmul"])
     a_form, given = shared(scope, a, forms[0])
     return matmul(a, b, a_form, forms[1], given)  # type: ignore[no-any-return]
 

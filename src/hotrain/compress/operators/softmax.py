@@ -15,21 +15,7 @@ from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, keep, source
-from .base import (
-    Handlers,
-    Scope,
-    custom_op,
-    float32,
-    is_large,
-    uncompressed,
-    with_codes,
-    without_autocast,
-)
-
-
-def _saved_format() -> str:
-    """The format of y."""
-    return FORMATS["softmax"]
+from .base import Handlers, Scope, custom_op, float32, is_large, uncompressed, with_codes, without_autocast
 
 
 class Softmax(torch.autograd.Function):
@@ -67,7 +53,7 @@ def _softmax(
 ) -> Tensor | None:
     if not (is_large(input) and input.requires_grad) or dim is None:
         return None
-    form = _saved_format()
+    form = FORMATS["softmax"]
     scope.record("softmax", form)
     y, *codes = softmax(input if dtype is None else input.to(dtype), dim, form)
     if dim in (-1, input.dim() - 1):
