@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hotrain_bench.step import CHECKPOINTED, VARIANTS
+from hotrain_bench.step import CHECKPOINTED, VARIANTS, variant_of
 
 import hotrain
 from hotrain.method import Method
@@ -148,8 +148,10 @@ def test_variants_and_methods_that_documents_name_exist(path: Path) -> None:
     for name in written_names(path):
         if name.removesuffix(CHECKPOINTED) in VARIANTS or name in hotrain.presets():
             continue
-        if ":" in name and name.partition(":")[0] in ("hotrain", *hotrain.presets()):
-            preset, overrides = parse_method(name.removeprefix("hotrain:"))
+        if name.startswith("hotrain:"):
+            variant_of(name)
+        elif name.partition(":")[0] in hotrain.presets():
+            preset, overrides = parse_method(name)
             hotrain.preset(preset, **overrides)
         elif name.startswith(("exact+", "exact-", "hotrain-", "hotrain+", "torchao-", "hot-", "hq-", "lbp-")):
             wrong.append(name)

@@ -333,7 +333,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "gpu-layers": records.gpu_layers,
     "floor": records.floor,
     "kernels": records.kernels,
-    "memory-targets": records.memory_targets,
+    "step-targets": records.step_targets,
     "steps": records.steps,
     "zoo": records.zoo,
     "optimizer": records.optimizer,

@@ -254,13 +254,13 @@ def steps(folder: Path = RESULTS) -> str:
     """Whole training steps: of each subject and variant the latest run, beside compiled exact of that run.
 
     Times and bytes are means over the rounds of the run. Commits lead to the commands below the table. What `zoo`
-    prints is left out where its run lacks the baseline.
+    prints is left out.
     """
     last: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
     for run in _by_run(_of_bench("step", folder)).values():
         for key in dict.fromkeys((row["subject"], row["variant"]) for row in run):
             mine = [row for row in run if (row["subject"], row["variant"]) == key]
-            if key[0] in models.MODELS and key[1] in models.VARIANTS and not _has(run, key[0], STEP_BASELINE):
+            if key[0] in models.MODELS and key[1] in models.VARIANTS:
                 continue
             if any(row["error"] is None for row in mine) or key not in last:
                 last[key] = (run, mine)
@@ -639,7 +639,6 @@ def _soaked(rows: list[dict[str, Any]]) -> str:
 
 
 STEP_BASELINE = "exact+compile"
-STEP_GRAPHS = "exact+graphs"
 STEP_BYTES = {
     "peak_bytes": "peak GiB",
     "reserved_bytes": "reserved GiB",
@@ -738,29 +737,10 @@ def _kernel_target(ending: str) -> Callable[[list[dict[str, Any]]], tuple[float,
     return measure
 
 
-def _step_target(subject: str, baseline: str, kind: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
-    """Step time of the fastest compiled hotrain variant over the baseline's; the note that its records carry, and
-    exact's ratio as CUDA graphs, which most of hotrain's variants run as.
-
-    Args:
-        kind: ``exact`` or ``fp8``, of its forward.
-    """
-
-    def measure(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
-        base = _step_mean(rows, subject, baseline)
-        graphs = _step_mean(rows, subject, STEP_GRAPHS)
-        beside = [] if graphs is None or base is None else [f"exact as CUDA graphs: {graphs / base:.2f}"]
-        ratios = []
-        for variant in dict.fromkeys(row["variant"] for row in rows):
-            alike = not variant.endswith((EIGHT_BIT, EAGER))  # the optimizer and the compiler of the baseline
-            if variant.startswith("hotrain") and alike and (variant == "hotrain-fp8fwd") == (kind == "fp8"):
-                mine = _step_mean(rows, subject, variant)
-                if mine is not None and base is not None:
-                    notes = dict.fromkeys(row["note"] for row in rows if row["variant"] == variant and row.get("note"))
-                    ratios.append((mine / base, "; ".join((variant, *notes, *beside))))
-        return min(ratios, default=None)
-
-    return measure
+def _fp8_forward(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
+    """Step time of Llama's blocks with a forward in fp8 over torchao's, both compiled."""
+    mine, theirs = (_step_mean(rows, LLAMA_BLOCKS, variant) for variant in (FP8_FORWARD, TORCHAO))
+    return None if mine is None or theirs is None else (mine / theirs, FP8_FORWARD)
 
 
 FLOOR_METHOD = "hot-unbiased:number=e4m3"
@@ -851,7 +831,7 @@ def floor(folder: Path = RESULTS) -> str:
     return "\n\n".join((_conditions(rows[0]), about, _markdown(headers, lines), "The goals: " + "; ".join(sums) + "."))
 
 
-TORCHAO = "torchao-float8-tensorwise"
+TORCHAO, FP8_FORWARD, LLAMA_BLOCKS = "torchao-float8-tensorwise", "hotrain-fp8fwd", "llama8b-4blocks/t8192"
 VIT, LLAMA = "backward + save, ViT-B layers, batch 128", "backward + save, Llama-3-8B q/up/down, 8192 tokens"
 FLOOR_GOALS = {"vit_b": VIT, "llama8b": LLAMA}
 TARGETS = (
@@ -861,27 +841,12 @@ TARGETS = (
     Target(VIT, "TF32", Goal(3.0, None, unit="×"), "layers", _layers_target("vit_b", "tf32")),
     Target("g_y kernel", "copy bandwidth", Goal(0.85, 0.92, unit="%"), "ops", _kernel_target("g_y")),
     Target("x kernel", "copy bandwidth", Goal(0.85, 0.92, unit="%"), "ops", _kernel_target("keep")),
-    *(
-        Target(
-            f"step, {subject}",
-            "compiled bf16",
-            Goal(goal, stretch, higher=False),
-            "step",
-            _step_target(subject, STEP_BASELINE, "exact"),
-        )
-        for subject, goal, stretch in (
-            ("vit_base_patch16_224/b128", 1.00, 0.90),
-            ("vit_large_patch16_224/b128", 0.92, 0.80),
-            ("vit_huge_patch14_224/b64", 0.88, 0.80),
-            ("llama8b-4blocks/t8192", 0.72, 0.65),
-        )
-    ),
     Target(
-        "step, llama8b-4blocks/t8192, forward in fp8",
+        f"step, {LLAMA_BLOCKS}, forward in fp8",
         "torchao float8 tensorwise, compiled",
         Goal(0.92, 0.85, higher=False),
         "step",
-        _step_target("llama8b-4blocks/t8192", TORCHAO, "fp8"),
+        _fp8_forward,
     ),
 )
 
@@ -893,77 +858,72 @@ def targets(folder: Path = RESULTS) -> str:
     return _markdown(["work", "baseline", "goal", "stretch", "reached", "", "commit"], rows)
 
 
-CHECKPOINT = "+checkpoint"
 EIGHT_BIT = "+adamw8bit"
-EAGER = "-eager"
 SMALLER = "hotrain-memory"
 
 
 @dataclass(frozen=True)
-class MemoryTarget:
-    """A line of the memory that was asked for, and of the step time that it may cost.
+class StepTarget:
+    """The time of a model's step, over that of `baseline` in the same run, and its peak, that were asked for.
 
-    what: names the field of the records.  relative: the goal is a share of what `STEP_BASELINE` takes.
+    time: as a ratio.  peak, reserved: in GiB.
     """
 
     subject: str
-    what: str
-    goal: float
-    stretch: float | None = None
-    relative: bool = True
+    time: Goal
+    peak: float | None
+    reserved: float | None = None
+    variant: str = models.HOTRAIN
+    baseline: str = models.EXACT
 
-    def cells(self, runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-        """The latest run with the baseline and with `SMALLER`; beside them, both with every block checkpointed."""
-        field, scale, unit = MEMORY_FIELDS[self.what]
-        goal = Goal(self.goal, self.stretch, higher=False, unit=" ×" if self.relative else unit)
-        for rows in reversed(runs.values()):
-            found = [_step_mean(rows, self.subject, variant, field) for variant in MEMORY_VARIANTS]
-            base, mine = found[:2]
-            if base is not None and mine is not None:
-                shown = ["–" if value is None else f"{value / scale:.2f}{unit}" for value in found]
-                value = mine / (base if self.relative else scale)
-                return [
-                    self.subject,
-                    self.what,
-                    *goal.asked(),
-                    *shown[:2],
-                    goal.text(value),
-                    goal.verdict(value),
-                    *shown[2:],
-                    _commit(rows[0]),
-                ]
-        return [self.subject, self.what, *goal.asked(), "", "", NOT_YET, "", "", "", ""]
+    def cells(self, runs: list[list[dict[str, Any]]]) -> list[str]:
+        """Of the latest run that timed both."""
+        fields = ("median_ms", "peak_bytes", "reserved_bytes")
+        of_default = self.variant == models.HOTRAIN
+        cells = [self.subject if of_default else f"{self.subject}, `{self.variant}`", *self.time.asked()]
+        memory = [
+            "" if goal is None else f"≤ {goal:.1f} GiB{what}"
+            for goal, what in ((self.peak, ""), (self.reserved, " reserved"))
+        ]
+        for rows in reversed(runs):
+            base = _step_mean(rows, self.subject, self.baseline)
+            ms, peak, reserved = (_step_mean(rows, self.subject, self.variant, field) for field in fields)
+            if base is None or ms is None or peak is None or reserved is None:
+                continue
+            parts = [(peak / GIB, self.peak), (reserved / GIB, self.reserved)]
+            met = [value <= goal for value, goal in parts if goal is not None]
+            verdict = "" if not met else "met" if all(met) else "missed" if not any(met) else "one of two"
+            reached = [self.time.text(ms / base), self.time.verdict(ms / base)]
+            shown = f"{peak / GIB:.2f} ({reserved / GIB:.2f})"
+            return [*cells, *reached, ", ".join(filter(None, memory)), shown, verdict, _place(rows[0])]
+        return [*cells, NOT_YET, "", ", ".join(filter(None, memory)), "", "", ""]
 
 
-MEMORY_VARIANTS = (STEP_BASELINE, SMALLER, STEP_BASELINE + CHECKPOINT, SMALLER + CHECKPOINT)
-MEMORY_FIELDS = {
-    "peak": ("peak_bytes", GIB, " GiB"),
-    "activations": ("above_bytes", GIB, " GiB"),
-    "step time": ("median_ms", 1.0, " ms"),
-}
-MEMORY_TARGETS = (
-    MemoryTarget("vit_base_patch16_224/b128", "peak", 3.9, 3.0, relative=False),
-    MemoryTarget("vit_base_patch16_224/b128", "activations", 2.0, relative=False),
-    MemoryTarget("vit_base_patch16_224/b128", "step time", 1.00, 0.92),
-    MemoryTarget("vit_large_patch16_224/b128", "peak", 10.0, relative=False),
-    MemoryTarget("vit_large_patch16_224/b128", "step time", 0.95),
-    MemoryTarget("resnet50/b256", "peak", 5.0, relative=False),
-    MemoryTarget("resnet50/b256", "step time", 1.10),
-    MemoryTarget("efficientformer_l1/b256", "peak", 0.5),
-    MemoryTarget("efficientformer_l1/b256", "step time", 1.10),
-    MemoryTarget("llama8b-4blocks/t8192", "activations", 0.40),
-    MemoryTarget("llama8b-4blocks/t8192", "step time", 0.75),
-    MemoryTarget("bert_base/b64x512", "activations", 0.35),
-    MemoryTarget("bert_base/b64x512", "step time", 1.0),
+def _at_most(goal: float, stretch: float) -> Goal:
+    return Goal(goal, stretch, higher=False, unit=" ×")
+
+
+STEP_TARGETS = (
+    StepTarget("vit_base_patch16_224/b128", _at_most(0.92, 0.85), 3.4),
+    StepTarget("deit_small_patch16_224/b256", _at_most(1.00, 0.92), 2.8),
+    StepTarget("swin_tiny_patch4_window7_224/b128", _at_most(1.00, 0.95), 2.8),
+    StepTarget("convnext_tiny/b128", _at_most(1.00, 0.95), 2.4),
+    StepTarget("resnet50/b256", _at_most(1.00, 0.95), 3.2, 4.0),
+    StepTarget("gpt2/b8x1024", _at_most(1.00, 0.92), 4.0),
+    StepTarget("qwen2/b4x2048", _at_most(0.95, 0.85), 9.0),
+    StepTarget("segformer_b0/b16x512", _at_most(1.00, 0.95), 2.2, 3.0),
+    StepTarget(LLAMA_BLOCKS, _at_most(0.75, 0.65), 4.3),
+    StepTarget(LLAMA_BLOCKS, _at_most(0.56, 0.50), None, variant=FP8_FORWARD, baseline=STEP_BASELINE),
+    StepTarget("vit_large_patch16_224/b128", _at_most(0.85, 0.80), 9.5),
+    StepTarget("vit_huge_patch14_224/b64", _at_most(0.82, 0.80), 13.5),
 )
 
 
-def memory_targets(folder: Path = RESULTS) -> str:
-    """The whole model's memory: what was asked for, and what `SMALLER` reached in the latest run that measured it."""
-    runs = _by_run(_of_bench("step", folder))
-    headers = ["model", "what", "goal", "stretch", f"`{STEP_BASELINE}`", f"`{SMALLER}`", "reached", ""]
-    headers += [*(f"`{variant}`" for variant in MEMORY_VARIANTS[2:]), "commit"]
-    return _markdown(headers, [target.cells(runs) for target in MEMORY_TARGETS])
+def step_targets(folder: Path = RESULTS) -> str:
+    """Whole steps with the default: what was asked for, and what the latest run that measured it reached."""
+    runs = list(_by_run(_of_bench("step", folder)).values())
+    headers = ["model", "time", "stretch", "reached", "", "peak", "GiB (reserved)", "", "commit, GPU"]
+    return _markdown(headers, [target.cells(runs) for target in STEP_TARGETS])
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
