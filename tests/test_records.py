@@ -326,7 +326,7 @@ def test_time_and_peak_are_those_of_the_default_in_one_run(records: ModuleType, 
     assert {cells[2] for cells in rows.values()} == {"not recorded yet"}
 
     def row(subject: str, variant: str, ms: float | None, gibs: tuple[float, float] = (9, 9), **more: Any) -> Any:
-        sizes = {"peak_bytes": int(gibs[0] * gib), "reserved_bytes": int(gibs[1] * gib)}
+        sizes = {"peak_bytes": int(gibs[0] * gib), "reserved_bytes": int(gibs[1] * gib), "above_bytes": gib}
         return bench("step", subject, variant, ms, **sizes, **more)
 
     write(
@@ -342,9 +342,10 @@ def test_time_and_peak_are_those_of_the_default_in_one_run(records: ModuleType, 
     )
     write(tmp_path / "b_step.jsonl", row(vit, "hotrain-default", 10.0, (1.0, 1.0), run_id="two"))
     rows = step_targets_of(records, tmp_path)
-    assert rows[vit][:7] == ["≤ 0.92 ×", "≤ 0.85 ×", "0.922 ×", "missed", "≤ 3.4 GiB", "3.40 (4.00)", "met"]
+    assert rows[vit][:7] == ["≤ 0.92 ×", "≤ 0.85 ×", "0.922 ×", "missed", "≤ 3.4 GiB", "3.40 (4.00)", "2.40"]
+    assert rows[vit][7] == "met"
     goals = "≤ 3.2 GiB, ≤ 4.0 GiB reserved"
-    assert rows[resnet][2:7] == ["0.93 ×", "met, stretch too", goals, "3.10 (4.50)", "one of two"]
+    assert rows[resnet][2:8] == ["0.93 ×", "met, stretch too", goals, "3.10 (4.50)", "2.10", "one of two"]
     assert rows[gpt][2] == "not recorded yet"
 
 

@@ -878,7 +878,7 @@ class StepTarget:
 
     def cells(self, runs: list[list[dict[str, Any]]]) -> list[str]:
         """Of the latest run that timed both."""
-        fields = ("median_ms", "peak_bytes", "reserved_bytes")
+        fields = ("median_ms", "peak_bytes", "reserved_bytes", "above_bytes")
         of_default = self.variant == models.HOTRAIN
         cells = [self.subject if of_default else f"{self.subject}, `{self.variant}`", *self.time.asked()]
         memory = [
@@ -887,16 +887,17 @@ class StepTarget:
         ]
         for rows in reversed(runs):
             base = _step_mean(rows, self.subject, self.baseline)
-            ms, peak, reserved = (_step_mean(rows, self.subject, self.variant, field) for field in fields)
-            if base is None or ms is None or peak is None or reserved is None:
+            ms, peak, reserved, above = (_step_mean(rows, self.subject, self.variant, field) for field in fields)
+            if base is None or ms is None or peak is None or reserved is None or above is None:
                 continue
             parts = [(peak / GIB, self.peak), (reserved / GIB, self.reserved)]
             met = [value <= goal for value, goal in parts if goal is not None]
             verdict = "" if not met else "met" if all(met) else "missed" if not any(met) else "one of two"
             reached = [self.time.text(ms / base), self.time.verdict(ms / base)]
             shown = f"{peak / GIB:.2f} ({reserved / GIB:.2f})"
-            return [*cells, *reached, ", ".join(filter(None, memory)), shown, verdict, _place(rows[0])]
-        return [*cells, NOT_YET, "", ", ".join(filter(None, memory)), "", "", ""]
+            state = f"{(peak - above) / GIB:.2f}"
+            return [*cells, *reached, ", ".join(filter(None, memory)), shown, state, verdict, _place(rows[0])]
+        return [*cells, NOT_YET, "", ", ".join(filter(None, memory)), "", "", "", ""]
 
 
 def _at_most(goal: float, stretch: float) -> Goal:
@@ -922,7 +923,7 @@ STEP_TARGETS = (
 def step_targets(folder: Path = RESULTS) -> str:
     """Whole steps with the default: what was asked for, and what the latest run that measured it reached."""
     runs = list(_by_run(_of_bench("step", folder)).values())
-    headers = ["model", "time", "stretch", "reached", "", "peak", "GiB (reserved)", "", "commit, GPU"]
+    headers = ["model", "time", "stretch", "reached", "", "peak", "GiB (reserved)", "of it state", "", "commit, GPU"]
     return _markdown(headers, [target.cells(runs) for target in STEP_TARGETS])
 
 
