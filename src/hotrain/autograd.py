@@ -80,7 +80,8 @@ def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory 
         return kept
     word = reference_key(key)
     spec = config.method.saved
-    rows = project(x, lay, word, widened=spec.bits is not None)
+    # Without tiles the rows are x itself, which quantizers take in any dtype.
+    rows = project(x, lay, word, widened=spec.bits is not None and lay.lines.tile > 1)
     codes, *scale = Format(spec, x.shape[-1], x.dtype).keep(rows, word)
     return codes, scale[0] if scale else None
 

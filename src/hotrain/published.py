@@ -105,11 +105,11 @@ def sawb_scale(t: Tensor) -> Tensor:
     Returns:
         float32 (float64 for float64), ().
     """
-    t = wide(t)
-    smallest = torch.finfo(t.dtype).tiny
-    if not t.numel():
-        return t.new_full((), smallest)
-    largest = amax(t)
-    clip = 12.1 * t.square().mean().sqrt() - 12.2 * t.abs().mean()
+    largest, n = amax(t), t.numel()
+    smallest = torch.finfo(largest.dtype).tiny
+    if not n:
+        return largest.new_full((), smallest)
+    rms, mean = (torch.linalg.vector_norm(t, order, dtype=largest.dtype) / n ** (1 / order) for order in (2, 1))
+    clip = 12.1 * rms - 12.2 * mean
     clip = torch.where((clip > 0) & (clip < largest), clip, largest)
     return (clip / largest_code(4)).clamp(min=smallest)

@@ -169,10 +169,11 @@ def quantize(
     limit, columns, blocks = largest_code(bits), t.shape[1], row_blocks(t)
     codes = torch.empty(t.shape, dtype=torch.int8, device=t.device)
     inverse = step.reciprocal()
+    inverse = inverse if inverse.dim() else inverse.view(1)  # a number would leave the product in t's dtype
     round_ = ROUNDINGS[rounding](key, stream, t.device)
     by_row = inverse.dim() == 2 and inverse.shape[0] == t.shape[0]
     for rows in blocks:
-        v = t[rows].to(step.dtype) * (inverse[rows] if by_row else inverse)
+        v = t[rows] * (inverse[rows] if by_row else inverse)
         codes[rows].copy_(round_(v, rows.start * columns).clamp_(-limit, limit))
     return Quantized(codes, step, bits)
 
