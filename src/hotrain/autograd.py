@@ -80,8 +80,7 @@ def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory 
         return kept
     word = reference_key(key)
     spec = config.method.saved
-    # Without tiles the rows are x itself, which quantizers take in any dtype.
-    rows = project(x, lay, word, widened=spec.bits is not None and lay.lines.tile > 1)
+    rows = project(x, lay, word, widened=spec.bits is not None)
     codes, *scale = Format(spec, x.shape[-1], x.dtype).keep(rows, word)
     return codes, scale[0] if scale else None
 

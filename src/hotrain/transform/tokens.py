@@ -289,13 +289,14 @@ def project(t: Tensor, lay: Layout, key: draws.Key, widened: bool = False) -> Te
 
     Returns:
         (`lay.rows`, C), in the dtype of the computation: the tiles' rows, sample after sample, then the dense tokens.
+        Without tiles t itself, as a matrix.
     """
     channels = t.shape[-1]
     t = t.reshape(lay.samples, lay.tokens, channels)
-    dtype = torch.promote_types(t.dtype, torch.float32) if widened else t.dtype
     tile, rank, count = lay.lines.tile, lay.lines.rank, lay.samples * lay.tiles
     if tile == 1:
-        return t.reshape(lay.samples * lay.tokens, channels).to(dtype)
+        return t.reshape(lay.samples * lay.tokens, channels)
+    dtype = torch.promote_types(t.dtype, torch.float32) if widened else t.dtype
     places = lay.places(t.device)
     z = t.new_empty(lay.rows, channels, dtype=dtype)
     tiles = z[: count * rank].view(lay.samples, lay.tiles, rank, channels)
