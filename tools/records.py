@@ -928,9 +928,9 @@ def step_targets(folder: Path = RESULTS) -> str:
 
 
 def step_points(folder: Path = RESULTS) -> dict[str, dict[str, tuple[float, float]]]:
-    """Subject → variant → (peak GiB, ms/step), each subject from its latest run with exact as CUDA graphs, the default
-    and checkpointing; else from the latest that has `SMALLER` and the baseline of it, with checkpointing if there is
-    one.
+    """Subject → variant → (peak GiB, ms/step), each subject from its latest run with exact as CUDA graphs, the default,
+    checkpointing and more; else from the latest that has `SMALLER` and the baseline of it, with checkpointing if there
+    is one.
 
     Without the variants that have another optimizer; of other libraries' and PyTorch's own that a run of the second
     kind lacks, those of the latest run on the same GPU, named as such.
