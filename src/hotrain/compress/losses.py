@@ -84,7 +84,9 @@ def _by_classes(loss: Node, call: Mapping[str, Any]) -> None:
             late.append(node)
     if target in behind:
         return
-    graph, returned = loss.graph, set(y.users) != {between[-1] if between else loss}
+    graph = loss.graph
+    same = [y] if linear is y else [part for part in linear.users if part.args[1] == 0]
+    returned = any(user is not (between[-1] if between else loss) for part in same for user in part.users)
     rest = target, call["ignore_index"], call["reduction"] == "mean", loss.meta["example_value"].dtype, returned
     with graph.inserting_before(loss):
         made = graph.call_function(torch.ops.hotrain.linear_cross_entropy, (*arguments, *rest))
