@@ -881,10 +881,8 @@ class StepTarget:
         fields = ("median_ms", "peak_bytes", "reserved_bytes", "above_bytes")
         of_default = self.variant == models.HOTRAIN
         cells = [self.subject if of_default else f"{self.subject}, `{self.variant}`", *self.time.asked()]
-        memory = [
-            "" if goal is None else f"≤ {goal:.1f} GiB{what}"
-            for goal, what in ((self.peak, ""), (self.reserved, " reserved"))
-        ]
+        asked = ((self.peak, ""), (self.reserved, " reserved"))
+        memory = ", ".join(f"≤ {goal:.1f} GiB{what}" for goal, what in asked if goal is not None)
         for rows in reversed(runs):
             base = _step_mean(rows, self.subject, self.baseline)
             ms, peak, reserved, above = (_step_mean(rows, self.subject, self.variant, field) for field in fields)
@@ -896,8 +894,8 @@ class StepTarget:
             reached = [self.time.text(ms / base), self.time.verdict(ms / base)]
             shown = f"{peak / GIB:.2f} ({reserved / GIB:.2f})"
             state = f"{(peak - above) / GIB:.2f}"
-            return [*cells, *reached, ", ".join(filter(None, memory)), shown, state, verdict, _place(rows[0])]
-        return [*cells, NOT_YET, "", ", ".join(filter(None, memory)), "", "", "", ""]
+            return [*cells, *reached, memory, shown, state, verdict, _place(rows[0])]
+        return [*cells, NOT_YET, "", memory, "", "", "", ""]
 
 
 def _at_most(goal: float, stretch: float) -> Goal:

@@ -158,6 +158,20 @@ def written(y: Tensor, target: Tensor) -> Tensor:
     return flat(y, target)
 
 
+def written_late(y: Tensor, target: Tensor) -> Tensor:
+    """As a model that scales what it returns; autograd refuses that of an operator with several results."""
+    loss = flat(y, target)
+    y.mul_(0.5)
+    return loss
+
+
+def added_to(y: Tensor, target: Tensor) -> Tensor:
+    """As Mixtral adds the loss of its routers: the loss is written, the logits are not."""
+    loss = causal(y, target)
+    loss += 0.5
+    return loss
+
+
 def contiguous(y: Tensor, target: Tensor) -> Tensor:
     """OPT's, whose caller has the result too."""
     y = y.contiguous()
@@ -193,6 +207,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "logits are cut": (cut, False),
     "the cast is read again": (regularized, False),
     "written in place": (written, False),
+    "written behind the loss": (written_late, False),
+    "the loss is written": (added_to, True),
     "autocast ends between": (in_float32, False),
     "smoothed labels": (lambda y, t: causal(y, t, label_smoothing=0.1), False),
     "weights": (lambda y, t: causal(y, t, weight=torch.linspace(1, 2, CLASSES)), False),

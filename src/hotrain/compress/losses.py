@@ -82,7 +82,7 @@ def _by_classes(loss: Node, call: Mapping[str, Any]) -> None:
         if behind & set(node.all_input_nodes):
             behind.add(node)
             late.append(node)
-    if target in behind:
+    if target in behind or _is_written(linear, loss):
         return
     graph = loss.graph
     same = [y] if linear is y else [part for part in linear.users if part.args[1] == 0]
@@ -134,6 +134,17 @@ def _are_rows(chain: Sequence[Node], labels: Tensor) -> bool:
         and alike
         and all(v.dtype in (dtype, torch.float32) for v in values)
     )
+
+
+def _is_written(linear: Node, loss: Node) -> bool:
+    """Whether a layer's result, or what is computed of it but for the loss, is written in place."""
+    of_it = {linear}
+    for node in itertools.dropwhile(lambda node: node is not linear, linear.graph.nodes):
+        if node is not loss and of_it & set(node.all_input_nodes):
+            if writes(node):
+                return True
+            of_it.add(node)
+    return False
 
 
 def _between(first: Node, last: Node) -> list[Node]:

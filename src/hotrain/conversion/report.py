@@ -104,7 +104,7 @@ class ConversionReport:
     point: Point | None = None
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
-    _unpredicted: bool = field(default=False, init=False, repr=False, compare=False)
+    _unknown: str = field(default="", init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"model": None}  # weak references cannot be pickled
@@ -191,25 +191,23 @@ class ConversionReport:
             return None
         if self._totals is None:
             example = self.buffers.example
-            model = None if example is None else example.model()
-            if example is None or model is None:
+            if example is None:
+                return None
+            model = example.model()
+            if model is None:
+                self._unknown = "not known, the model is gone; print the report while there is the model"
                 return None
             from ..audit.predicted import before_and_now
 
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
-                self._unpredicted = True
+                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch) measures it"
                 return None
         exact, now = self._totals
         if self.buffers.uncut:
             return None, exact
         return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
-
-    def _is_gone(self) -> bool:
-        """Whether the bytes cannot be computed any more, because there is no model."""
-        example = None if self.buffers is None else self.buffers.example
-        return example is not None and example.model() is None
 
     def __str__(self) -> str:
         converted, kept, gone = self.converted, self.kept, self.gone
@@ -232,10 +230,8 @@ class ConversionReport:
         if totals is not None and totals[0] is not None:
             share = totals[0] / max(totals[1], 1)
             head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
-        elif totals is None and self._unpredicted:
-            head += "\n  kept for backward: not known from shapes; hotrain.saved_bytes(model, batch) measures it"
-        elif totals is None and self._is_gone():
-            head += "\n  kept for backward: not known, the model is gone; print the report while there is the model"
+        elif totals is None and self._unknown:
+            head += f"\n  kept for backward: {self._unknown}"
         for group in self.ran():
             if group["g_x"] is not None and group["method"] != "exact":
                 head += f"\n  {line_of(group)}"

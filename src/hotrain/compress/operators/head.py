@@ -90,8 +90,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
-        y = whole[..., :classes].contiguous() if returned else whole.new_empty(0)
-        rows = y.reshape(-1, classes).contiguous() if returned else rows
+        y = whole if returned else whole.new_empty(0)
+        if returned and more:
+            y = whole[..., :classes].contiguous()
+            rows = y.view(-1, classes)
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         return loss.to(dtype), y, *with_codes(ctx, *own(kept, ctx.form))
 
