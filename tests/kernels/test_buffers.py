@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,9 +48,19 @@ def _poisoned(poison: None) -> None:
 
 
 @pytest.fixture
-def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled here stays here: a case's name does not say what a test replaces."""
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is compiled here stays here: a case's name, or a plan's arguments, do not say what a test replaces."""
     monkeypatch.setattr(sys.modules["hotrain.kernels.launch"], "_compiled", {})
+    forget_plans()
+    yield
+    forget_plans()
+
+
+def forget_plans() -> None:
+    for module in (B, activation):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 def defined(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], *args: Any) -> Any:
@@ -751,6 +761,7 @@ def test_wide_places_are_the_same_places(
 
     narrow = everything()
     monkeypatch.setattr(sys.modules["hotrain.kernels.launch"], "_compiled", {})
+    forget_plans()
     for module in (B, activation, batch_norm):
         monkeypatch.setattr(module, "is_wide", always)
     wide = everything()

@@ -132,7 +132,8 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
         factors.append((*mine, normed, name))
         at += 4 if normed else 2
     rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
-    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(shape)
+    # Sizes one by one: of a `torch.Size` it takes PyTorch longer.
+    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(*shape)
 
 
 def channels_last_shape(shape: Sequence[int]) -> list[int]:

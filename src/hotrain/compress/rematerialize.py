@@ -43,10 +43,14 @@ def _marked(t: Tensor, number: int) -> Tensor:
     return t.clone()
 
 
-@contextlib.contextmanager
-def _marking(key: str, change: Callable[[Any], Any]) -> Iterator[None]:
+def _marking(key: str, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Context whose traced nodes have `change` of what else stands there in their metadata."""
-    meta = torch.fx.traceback.current_meta if torch.fx.traceback.has_preserved_node_meta() else {}
+    traces = torch.fx.traceback.has_preserved_node_meta()
+    return _changed(torch.fx.traceback.current_meta, key, change) if traces else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _changed(meta: dict[str, Any], key: str, change: Callable[[Any], Any]) -> Iterator[None]:
     before = meta.get(key)
     meta[key] = change(before)
     try:

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import INTERPRETED, aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .launch import INTERPRETED, Plan, aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .support import FUNCTIONS
 
 _TILE = 2048  # elements of a half of a tile
@@ -171,16 +173,23 @@ def activate(x: Tensor, name: str, levels: tuple[int, int], bias: Tensor | None 
     """
     rows, columns = x.shape
     y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
+    dtypes = x.dtype, None if bias is None else bias.dtype
+    _activates(x.device, rows, columns, dtypes, name, levels).run(x, x if bias is None else bias, y, marks)
+    return y, marks
+
+
+@functools.cache
+def _activates(
+    device: torch.device, rows: int, columns: int, dtypes: tuple[torch.dtype, torch.dtype | None], name: str,
+    levels: tuple[int, int],
+) -> Plan:  # fmt: skip
     block = block_of(columns // 2)
     each, blocks = max(1, 1024 // block), cdiv(columns // 2, block)
-    dtypes = x.dtype, None if bias is None else bias.dtype
-    case = (x.device, name, rows, columns, levels, dtypes, aligned(x, bias, y, marks))
-    launch(
-        _activate_kernel, cdiv(rows, each) * blocks, case, (x, x if bias is None else bias, y, marks, rows, blocks),
-        {"F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
-         "PER_ONE": float(levels[1]), "HAS_BIAS": bias is not None, "WIDE": is_wide(x.numel())}, num_warps=4,
-    )  # fmt: skip
-    return y, marks
+    constants = {
+        "F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
+        "PER_ONE": float(levels[1]), "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(rows * columns),
+    }  # fmt: skip
+    return Plan(_activate_kernel, cdiv(rows, each) * blocks, constants, (rows, blocks))
 
 
 @triton.jit
@@ -230,22 +239,29 @@ def slope_gradient(
     Returns:
         g_x as g, and the sums, float32 (C,), empty if not wanted.
     """
-    rows, columns = g.shape
+    device, (rows, columns) = g.device, g.shape
+    plan = _slope_gradients(device, rows, columns, g.dtype, levels, factor, sums)
+    g_x = torch.empty_like(g)
+    parts = torch.empty(plan.numbers[-1] if sums else 0, columns, dtype=torch.float32, device=device)
+    plan.run(g, marks, g_x, parts)
+    return g_x, parts.sum(0) if sums else parts.view(-1)
+
+
+@functools.cache
+def _slope_gradients(
+    device: torch.device, rows: int, columns: int, dtype: torch.dtype, levels: tuple[int, int], factor: float,
+    sums: bool,
+) -> Plan:  # fmt: skip
     half = columns // 2
     block = min(power_of_2(half), 128 if sums else _TILE)
     each = max(1, (_SUMMED_TILE if sums else _TILE) // block)
     across, blocks = cdiv(half, block), cdiv(rows, each)
-    lanes = min(blocks, cdiv(_WAVES * multiprocessors(g.device), across)) if sums else blocks
-    g_x = torch.empty_like(g)
-    parts = torch.empty(lanes if sums else 0, columns, dtype=torch.float32, device=g.device)
+    lanes = min(blocks, cdiv(_WAVES * multiprocessors(device), across)) if sums else blocks
     constants = {
         "FIRST": float(levels[0]), "STEP": factor / levels[1], "HALF": half, "BLOCK": block, "ROWS": each,
-        "ACROSS": across, "SUMS": sums, "WIDE": is_wide(g.numel()),
+        "ACROSS": across, "SUMS": sums, "WIDE": is_wide(rows * columns),
     }  # fmt: skip
-    case = (g.device, rows, lanes, g.dtype, aligned(g, marks, g_x, parts), tuple(constants.values()))
-    given = (g, marks, g_x, parts, rows, blocks, lanes)
-    launch(_slope_gradient_kernel, lanes * across, case, given, constants, num_warps=4)
-    return g_x, parts.sum(0) if sums else parts.view(-1)
+    return Plan(_slope_gradient_kernel, lanes * across, constants, (rows, blocks, lanes))
 
 
 # ---- derivatives of 1 bit ----

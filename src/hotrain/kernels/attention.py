@@ -5,6 +5,7 @@ Two of them have one format, two another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import Rows, output_of, pack_groups, tile_of, unpack_groups
-from .launch import aligned, cdiv, is_wide, launch
+from .launch import Plan, cdiv, is_wide
 
 
 @triton.jit
@@ -42,20 +43,23 @@ def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int]) -> list[T
         tensors: (..., C) each, of one dtype and one C.
         bits: of the first two, and of the last two.
     """
-    rows = [Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors)]
-    half = rows[0].half
+    q, k, v, o = (Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors))
+    wide = q.wide or k.wide or v.wide or o.wide
+    plan = _packs(q.x.device, q.x.dtype, bits, q.half, (q.place, k.place, v.place, o.place), wide)
+    codes, scales = (q.codes, k.codes, v.codes, o.codes), (q.scale, k.scale, v.scale, o.scale)
+    plan.run(q.x, k.x, v.x, o.x, *codes, *scales)
+    return [part for pair in zip(codes, scales, strict=True) for part in pair]
+
+
+@functools.cache
+def _packs(
+    device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int,
+    places: tuple[tuple[int, int, int], ...], wide: bool,
+) -> Plan:  # fmt: skip
     block, each, warps = tile_of(half)
-    blocks = cdiv(max(one.place[0] for one in rows), each)
-    constants = {
-        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
-        "WIDE": any(one.wide for one in rows),
-    }  # fmt: skip
-    places = [word for one in rows for word in one.place]
-    read = [one.x for one in rows]
-    case = (read[0].device, read[0].dtype, tuple(places), aligned(*read), tuple(constants.values()))
-    given = (*read, *(one.codes for one in rows), *(one.scale for one in rows), *places, blocks)
-    launch(_pack_kernel, 4 * blocks, case, given, constants, num_warps=warps)
-    return [part for one in rows for part in (one.codes, one.scale)]
+    blocks = cdiv(max(place[0] for place in places), each)
+    constants = {"BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
+    return Plan(_pack_kernel, 4 * blocks, constants, (*(word for place in places for word in place), blocks), warps)
 
 
 @triton.jit
@@ -79,18 +83,23 @@ def _unpack_kernel(
 def unpack(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     """`codes.unpack` of the codes of `pack`, or of its first three: (rows, C) each."""
     outputs = [output_of(codes, bits[place // 2], dtype) for place, codes in enumerate(kept[::2])]
-    half, numbers = outputs[0][1], [number for _, _, number in outputs]
-    block, each, warps = tile_of(half)
-    blocks = cdiv(max(numbers), each)
     out = [output[0] for output in outputs]
-    constants = {
-        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
-        "WIDE": any(is_wide(t.numel()) for t in out),
-    }  # fmt: skip
+    plan = _unpacks(out[0].device, dtype, bits, outputs[0][1], tuple([number for _, _, number in outputs]))
     missing = 4 - len(out)  # which no program asks for
     columns = (list(kept[::2]), list(kept[1::2]), out)
-    tensors = [t for column in columns for t in (*column, *column[-1:] * missing)]
-    numbers += numbers[-1:] * missing
-    case = (out[0].device, dtype, tuple(numbers), aligned(*tensors), tuple(constants.values()), missing)
-    launch(_unpack_kernel, len(out) * blocks, case, (*tensors, *numbers, blocks), constants, num_warps=warps)
+    plan.run(*[t for column in columns for t in (*column, *column[-1:] * missing)])
     return out
+
+
+@functools.cache
+def _unpacks(
+    device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int, numbers: tuple[int, ...]
+) -> Plan:
+    block, each, warps = tile_of(half)
+    blocks = cdiv(max(numbers), each)
+    constants = {
+        "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
+        "WIDE": is_wide(2 * half * max(numbers)),
+    }  # fmt: skip
+    given = (*numbers, *numbers[-1:] * (4 - len(numbers)), blocks)
+    return Plan(_unpack_kernel, len(numbers) * blocks, constants, given, warps)

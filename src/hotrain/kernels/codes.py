@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply
-from .launch import aligned, block_of, cdiv, is_wide, launch, power_of_2
+from .launch import Plan, block_of, cdiv, is_wide, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
 
@@ -153,15 +153,18 @@ class Rows:
 def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
     """`Grouped(bits).keep(x)`, of 4 or 8 bits; shapes as in `Rows`."""
     rows = Rows(x, group, bits)
-    x, half = rows.x, rows.half
+    _packs(x.device, x.dtype, bits, rows.half, rows.place, rows.wide).run(rows.x, rows.codes, rows.scale)
+    return rows.codes, rows.scale
+
+
+@functools.cache
+def _packs(
+    device: torch.device, dtype: torch.dtype, bits: int, half: int, place: tuple[int, int, int], wide: bool
+) -> Plan:
     block = power_of_2(half)
     each = max(1, 2048 // block)
-    case = (x.device, x.dtype, bits, rows.place, half, aligned(x))
-    launch(
-        _pack_kernel, cdiv(rows.place[0], each), case, (x, rows.codes, rows.scale, *rows.place),
-        {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": rows.wide}, num_warps=4,
-    )  # fmt: skip
-    return rows.codes, rows.scale
+    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
+    return Plan(_pack_kernel, cdiv(place[0], each), constants, place)
 
 
 # ---- unpack ----
@@ -217,11 +220,15 @@ def unpack(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tenso
         (rows, C).
     """
     out, half, number = output_of(codes, bits, dtype)
-    block, each, warps = tile_of(half)
-    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": is_wide(out.numel())}
-    case = (codes.device, number, dtype, aligned(codes, scale, out), tuple(constants.values()))
-    launch(_unpack_kernel, cdiv(number, each), case, (codes, scale, out, number), constants, num_warps=warps)
+    _unpacks(codes.device, bits, half, number, dtype).run(codes, scale, out)
     return out
+
+
+@functools.cache
+def _unpacks(device: torch.device, bits: int, half: int, number: int, dtype: torch.dtype) -> Plan:
+    block, each, warps = tile_of(half)
+    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": is_wide(2 * half * number)}
+    return Plan(_unpack_kernel, cdiv(number, each), constants, (number,), warps)
 
 
 # ---- make: unpack by a recipe ----
@@ -276,6 +283,9 @@ def _make_kernel(
             tl.store(out + place[:, None] * (2 * HALF) + half * HALF + column, v.to(out.dtype.element_ty), mask=inside)
 
 
+Kind = tuple[bool, str, torch.dtype | None, torch.dtype | None]  # of a factor: normed, name, dtypes of w and b
+
+
 class Factor(NamedTuple):
     """One factor of a dequantized product: f(γ x̂ + β), f(x̂), f(x) or x.
 
@@ -294,38 +304,39 @@ class Factor(NamedTuple):
     name: str = ""
 
     @property
-    def constants(self) -> tuple[Any, ...]:
-        return FUNCTIONS[self.name], self.w is not None, self.b is not None, self.normed
+    def kind(self) -> Kind:
+        w, b = self.w, self.b
+        return self.normed, self.name, None if w is None else w.dtype, None if b is None else b.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        codes, scale, w, b, *_ = self
+        return codes, scale, codes if w is None else w, codes if b is None else b
 
 
 def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> Tensor:
     """The product of one `Factor` or two of equal layout, (rows, C) in `dtype`, contiguous."""
-    first, second = Factor(*factors[0]), Factor(*factors[-1])
-    rows, groups, half = first.codes.shape
-    out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=first.codes.device)
-    block = block_of(half)
-    # γ and β are read once per thread: more rows are better, as long as f leaves registers.
-    each = max(1, (8192 if first.normed and not first.name else 2048) // block)
-    segments, two = rows * groups, len(factors) == 2
-
-    def arguments(factor: Factor) -> tuple[Tensor, ...]:
-        return factor.codes, factor.scale, *(factor.codes if t is None else t for t in (factor.w, factor.b))
-
-    made = first.constants, second.constants, half, block, each, two, is_wide(out.numel()), groups == 1
-    tensors = (*arguments(first), *arguments(second))
-    case = out.device, segments, groups, dtype, made, tuple([t.dtype for t in tensors]), aligned(*tensors)
-    launch(
-        _make_kernel, cdiv(segments, each), case, (*tensors, out, segments, groups), _make_constants(*made),
-        num_warps=4,
-    )  # fmt: skip
+    first = Factor(*factors[0])
+    second = first if len(factors) == 1 else Factor(*factors[1])
+    device, (rows, groups, half) = first.codes.device, first.codes.shape
+    out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=device)
+    plan = _makes(device, rows, groups, half, dtype, first.kind, second.kind if len(factors) == 2 else None)
+    plan.run(*first.tensors, *second.tensors, out)
     return out
 
 
-@functools.lru_cache(maxsize=1024)
-def _make_constants(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
-    names = ("F", "HAS_W", "HAS_B", "NORMED")
-    return {
-        **dict(zip(names, first, strict=True)),
-        **dict(zip((f"{name}2" for name in names), second, strict=True)),
-        **dict(zip(("HALF", "BLOCK", "ROWS", "TWO", "WIDE", "ONE"), rest, strict=True)),
-    }
+@functools.cache
+def _makes(
+    device: torch.device, rows: int, groups: int, half: int, dtype: torch.dtype, first: Kind, second: Kind | None
+) -> Plan:
+    block = block_of(half)
+    # γ and β are read once per thread: more rows are better, as long as f leaves registers.
+    each = max(1, (8192 if first[0] and not first[1] else 2048) // block)
+    constants = {
+        "HALF": half, "BLOCK": block, "ROWS": each, "TWO": second is not None, "ONE": groups == 1,
+        "WIDE": is_wide(2 * half * rows * groups),
+    }  # fmt: skip
+    for place, (normed, name, w, b) in (("", first), ("2", second or first)):
+        constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed}
+        constants |= {f"HAS_W{place}": w is not None, f"HAS_B{place}": b is not None}
+    return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,3 +124,25 @@ def launch(
     if not INTERPRETED:
         rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A launch but for its tensors: made once for their device, shapes and dtypes (`functools.cache`), and run often.
+
+    Attributes:
+        kernel, programs, constants: of `launch`.
+        numbers: the kernel's parameters behind the tensors.
+        warps: per program.
+    """
+
+    kernel: Any
+    programs: int
+    constants: dict[str, Any]
+    numbers: tuple[Any, ...] = ()
+    warps: int = 4
+
+    def run(self, *tensors: Tensor) -> None:
+        """Launch the kernel; of the tensors, their alignment alone may differ between calls."""
+        case, args = (self, aligned(*tensors)), (*tensors, *self.numbers)
+        launch(self.kernel, self.programs, case, args, self.constants, num_warps=self.warps)

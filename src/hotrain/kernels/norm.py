@@ -12,13 +12,16 @@ PyTorch's norm has read; compiled graphs run `forward`.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of, tile_of
-from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .launch import Plan, aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 
 # Chosen on an H200 for 192 to 4096 channels: 80 to 90 % of a copy's rate, where other choices fall to a third of it.
@@ -59,29 +62,33 @@ def _pack_kernel(
     tl.store(scale + row, found, mask=live)
 
 
+@functools.cache
+def _packs(device: torch.device, rows: int, columns: int, dtypes: Any, centered: bool, by_row: bool) -> Plan:
+    block, each, warps = tile_of(columns // 2)
+    constants = {
+        "HALF": columns // 2, "BLOCK": block, "ROWS": each, "HAS_MEAN": centered, "BY_ROW": by_row,
+        "WIDE": is_wide(rows * columns),
+    }  # fmt: skip
+    return Plan(_pack_kernel, cdiv(rows, each), constants, (rows,), warps)
+
+
 def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
     """int4 codes of (x − μ) r with per-row scales.
 
     Args:
-        x: (rows, C), contiguous, C a multiple of 4.
-        mean, r: (rows,), or (C,) unless `by_row`; mean None for 0.
+        x: (..., C), contiguous, C a multiple of 4.
+        mean, r: a number for each row, or (C,) unless `by_row`, contiguous; mean None for 0.
         by_row: whether mean and r are per row.
 
     Returns:
         Codes, uint8 (rows, 1, C/2), and scales, bfloat16 (rows, 1, 1).
     """
-    rows, columns = x.shape
-    half = columns // 2
-    codes = torch.empty(rows, 1, half, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
-    block, each, warps = tile_of(half)
-    constants = {
-        "HALF": half, "BLOCK": block, "ROWS": each, "HAS_MEAN": mean is not None, "BY_ROW": by_row,
-        "WIDE": is_wide(x.numel()),
-    }  # fmt: skip
-    tensors = (x, r if mean is None else mean, r, codes, scale)
-    case = (x.device, rows, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
-    launch(_pack_kernel, cdiv(rows, each), case, (*tensors, rows), constants, num_warps=warps)
+    device, columns, means = x.device, x.shape[-1], r if mean is None else mean
+    rows = x.numel() // columns
+    codes = torch.empty(rows, 1, columns // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=device)
+    plan = _packs(device, rows, columns, (x.dtype, means.dtype, r.dtype), mean is not None, by_row)
+    plan.run(x, means, r, codes, scale)
     return codes, scale
 
 
@@ -195,7 +202,7 @@ def forward(
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "KEEPS": keeps, "HAS_BRANCH": branch is not None,
         "HAS_W": w is not None, "HAS_B": b is not None, "HAS_BIAS": bias is not None,
-        **_of_factor(factor), "CENTERED": centered, "CAST": cast, "WIDE": is_wide(x.numel()),
+        **_of_factor(_kind(factor)), "CENTERED": centered, "CAST": cast, "WIDE": is_wide(x.numel()),
     }  # fmt: skip
     vectors = (x if t is None else t for t in (w, b, bias, factor))
     tensors = (x, x if branch is None else branch, *vectors, total, y, r, codes, scale)
@@ -205,9 +212,13 @@ def forward(
     return total, y, r, codes, scale
 
 
-def _of_factor(factor: Tensor | None) -> dict[str, bool]:
-    bits, by_channel = factor is not None and factor.dtype == torch.uint8, factor is not None and factor.dim() == 2
-    return {"HAS_FACTOR": factor is not None, "BITS": bits, "BY_CHANNEL": by_channel}
+def _kind(factor: Tensor | None) -> tuple[torch.dtype, int] | None:
+    return None if factor is None else (factor.dtype, factor.dim())
+
+
+def _of_factor(kind: tuple[torch.dtype, int] | None) -> dict[str, bool]:
+    bits, by_channel = kind is not None and kind[0] == torch.uint8, kind is not None and kind[1] == 2
+    return {"HAS_FACTOR": kind is not None, "BITS": bits, "BY_CHANNEL": by_channel}
 
 
 def _span(factor: Tensor | None, rows: int) -> int:
@@ -283,6 +294,25 @@ def _gradient_kernel(
     tl.store(left + 3 * HALF, tl.sum(n_h, axis=0), mask=there)
 
 
+@functools.cache
+def _gradients(
+    device: torch.device, rows: int, columns: int, dtypes: tuple[torch.dtype | None, ...], centered: bool,
+    factor: tuple[torch.dtype, int] | None, span: int, times: float,
+) -> Plan:  # fmt: skip
+    """Of `gradient`; the dtypes are None where there is no tensor."""
+    *_, copy, w, other = dtypes
+    block = power_of_2(columns // 2)
+    each, warps = max(1, _SUMMED_TILE // block), max(2, block // 256)
+    blocks = cdiv(rows, each)
+    programs = min(blocks, (8 if block <= 512 else 4) * multiprocessors(device))
+    constants = {
+        "HALF": columns // 2, "BLOCK": block, "ROWS": each, "HAS_W": w is not None, "HAS_OTHER": other is not None,
+        "HAS_COPY": copy is not None, **_of_factor(factor),
+        "CENTERED": centered, "WIDE": is_wide(rows * columns), "STAGES": 1 if block == 512 else 3,
+    }  # fmt: skip
+    return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps)
+
+
 def gradient(
     g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, dtype: torch.dtype, centered: bool,
     other: Tensor | None = None, copy: torch.dtype | None = None, factor: Tensor | None = None, times: float = 1.0,
@@ -304,21 +334,11 @@ def gradient(
         g_x in `dtype`; [Σ g, Σ g x̂] as (2, C) in float32; the copy (empty without one).
     """
     rows, columns = g.shape
-    half = columns // 2
-    block = power_of_2(half)
-    each, warps = max(1, _SUMMED_TILE // block), max(2, block // 256)
-    blocks = cdiv(rows, each)
-    programs = min(blocks, (8 if block <= 512 else 4) * multiprocessors(g.device))
+    dtypes = g.dtype, r.dtype, dtype, copy, None if w is None else w.dtype, None if other is None else other.dtype
+    plan = _gradients(g.device, rows, columns, dtypes, centered, _kind(factor), _span(factor, rows), times)
     g_x = g.new_empty(rows, columns, dtype=dtype)
     twin = g.new_empty((rows, columns) if copy is not None else (0,), dtype=copy or dtype)
-    parts = g.new_empty(programs, 2, columns, dtype=torch.float32)
-    constants = {
-        "HALF": half, "BLOCK": block, "ROWS": each, "HAS_W": w is not None, "HAS_OTHER": other is not None,
-        "HAS_COPY": copy is not None, **_of_factor(factor), "CENTERED": centered, "WIDE": is_wide(g.numel()),
-        "STAGES": 1 if block == 512 else 3,
-    }  # fmt: skip
+    parts = g.new_empty(plan.programs, 2, columns, dtype=torch.float32)
     given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
-    tensors, numbers = (*given, g_x, twin, parts), (rows, blocks, programs, _span(factor, rows), times)
-    case = (g.device, numbers, tuple(t.dtype for t in tensors), aligned(*tensors), tuple(constants.values()))
-    launch(_gradient_kernel, programs, case, (*tensors, *numbers), constants, num_warps=warps)
+    plan.run(*given, g_x, twin, parts)
     return g_x, parts.sum(0), twin

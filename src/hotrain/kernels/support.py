@@ -23,14 +23,20 @@ FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5,
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWITCHED_OFF = "the kernels are switched off"
-_off = threading.local()
+
+
+class _Off(threading.local):
+    value = False  # of a thread that has not set it
+
+
+_off = _Off()
 _warned: set[str] = set()
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """A context in which every layer uses the reference, as the variable HOTRAIN_KERNELS=0 does for a process."""
-    before = getattr(_off, "value", False)
+    before = _off.value
     _off.value = True
     try:
         yield
@@ -124,7 +130,7 @@ def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def switched_off() -> bool:
     """Whether the kernels are switched off, by `disabled` or for the process."""
-    return getattr(_off, "value", False) or _off_for_the_process()
+    return _off.value or _off_for_the_process()
 
 
 @functools.cache
@@ -163,12 +169,12 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return CompilationError, TritonError
 
 
-def or_reference(name: str, kernel: Callable[[], Any], reference: Callable[[], Any]) -> Any:
-    """`kernel()`, or, where it cannot be compiled or launched here, the reference `reference()`, from then on."""
+def or_reference(name: str, kernel: Callable[..., Any], reference: Callable[[], Any], *args: Any) -> Any:
+    """`kernel(*args)`, or, where it cannot be compiled or launched here, `reference()`, from then on."""
     if name in _broken:
         return reference()
     try:
-        return kernel()
+        return kernel(*args)
     except _compiler_errors() as error:
         _broken.add(name)
         warnings.warn(
@@ -198,7 +204,7 @@ def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
         reference: computes the same in plain PyTorch.
         *args: of the function.
     """
-    return or_reference(name, lambda: _kernel(name)(*args), reference)
+    return or_reference(name, _kernel(name), reference, *args)
 
 
 def rows_in_memory(t: Tensor) -> tuple[int, int] | None:

@@ -65,7 +65,7 @@ def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor
 
     args = (t.view(-1, t.shape[-1]), name, (levels.first, levels.per_one), bias)
     y, marks = launch(t.device, "activation.activate", reference, *args)
-    return y.view(t.shape), marks
+    return y.view_as(t), marks
 
 
 def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def _slope_gradient(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Te
 
     args = (g.view(-1, columns), marks, (levels.first, levels.per_one), factor, sums)
     g_x, found = launch(g.device, "activation.slope_gradient", reference, *args)
-    return g_x.view(g.shape), found
+    return g_x.view_as(g), found
 
 
 def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:

@@ -45,7 +45,7 @@ class Dropout(torch.autograd.Function):
         ctx.shape = x.permute(ctx.order).shape
         if is_eager(x):
             y, mask = torch.native_dropout(x, p, True)
-            ctx.save_for_backward(*BITS.keep(mask.permute(ctx.order)))
+            ctx.save_for_backward(*BITS.keep_at_once(mask.permute(ctx.order)))
             return y
         key = torch.randint(1 << 62, (), device=x.device)
         bits = torch.ops.hotrain.drawn_mask(key, (x.numel() + 7) // 8, p)

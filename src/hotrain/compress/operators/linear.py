@@ -36,7 +36,7 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, *kept = ctx.saved_tensors
         g = g_y.reshape(-1, g_y.shape[-1])
-        g_x = (g @ w).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        g_x = (g @ w).view(*ctx.shape) if ctx.needs_input_grad[0] else None
         g_w = g_b = None
         if ctx.needs_input_grad[1]:
             g_w = g.T @ input_of(ctx, kept)

@@ -98,7 +98,7 @@ def pack_normalized(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x̂ for x (..., C); the reference takes x̂ from `normalized`.
 
-    μ (None for 0) and r are one number per row, or per channel unless `by_row`.
+    μ (None for 0) and r are one number per row, or per channel unless `by_row`, contiguous.
     """
 
     def reference() -> tuple[Tensor, Tensor]:
@@ -107,9 +107,7 @@ def pack_normalized(
     columns, fits = x.shape[-1], form == KERNEL_FORMAT and x.is_contiguous() and supported_in_eager(x)
     if not fits or columns % 4 or columns > LONGEST_ROW:
         return reference()
-    rows, means = x.view(-1, columns), None if mean is None else mean.reshape(-1)
-    codes, scale = launch(x.device, "norm.pack", reference, rows, means, r.reshape(-1), by_row)
-    return codes, scale
+    return launch(x.device, "norm.pack", reference, x, mean, r, by_row)  # type: ignore[no-any-return]
 
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
@@ -117,7 +115,8 @@ def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) 
     if kind == "group" or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
         return False
     columns = t.shape[-1]
-    return columns % 4 == 0 and columns <= LONGEST_ROW_OF_GRADIENT and supported(t.device, dtype)
+    same = t.dtype == dtype or supported(t.device, dtype)
+    return same and columns % 4 == 0 and columns <= LONGEST_ROW_OF_GRADIENT
 
 
 def _norm_forward_fake(
@@ -219,10 +218,10 @@ class Norm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
         ctx.b_dtype = None if b is None else b.dtype
-        of_one_dtype = all(t is None or t.dtype == x.dtype for t in (w, b))
         has_kernels = x.device.type in autograd.KERNELS
-        compiled = has_kernels and not is_eager(x) and of_one_dtype and x.is_contiguous()
-        if compiled and _has_kernel(x, kind, dims, form, x.dtype):
+        compiled = has_kernels and not is_eager(x) and x.is_contiguous()
+        of_one_dtype = compiled and all(t is None or t.dtype == x.dtype for t in (w, b))
+        if of_one_dtype and _has_kernel(x, kind, dims, form, x.dtype):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and x.dtype != torch.float32
             flags = kind == "layer", cast, False
@@ -252,8 +251,8 @@ class Norm(torch.autograd.Function):
         if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, ctx.dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None, None, 1.0)
-            g_x, (g_b, g_w), _ = operator_for(g_y, "norm_backward")(*args)
-            g_x = g_x.view(shape)
+            g_x, sums, _ = operator_for(g_y, "norm_backward")(*args)
+            g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = wide(g_y), kind != "group"
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
