@@ -79,6 +79,7 @@ def calls() -> None:
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
         gated.gradient(x, [*codes.pack(x, 128), *codes.pack(x, 128)], "silu")
     activation.bits_gradient(*activation.bits(x, "relu"))
+    activation.bits_gradient(x, activation.flags(x > 0), 1.25)
     for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
         batch_norm.statistics(x)

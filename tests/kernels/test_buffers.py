@@ -746,6 +746,7 @@ def test_wide_places_are_the_same_places(
     def everything() -> list[Tensor]:
         found = [*B.pack(x, 64, 4), *B.pack(x, 64, 8), B.make(two, torch.float32)]
         found += activate(norm.x, "gelu", levels_of("gelu"))
+        found += [bits := activation.flags(norm.x[:32] > 0), activation.bits_gradient(norm.x[:32], bits, 2.0)]
         found += gated.gradient(torch.ones(37, 256, device=device), [*two[0][:2], *two[1][:2]], "silu")
         for name in ("relu", "silu"):
             y, *kept = normalize(*norm.tensors(), name, levels_of(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -399,9 +400,12 @@ def test_bits_of_where_a_gradient_passes(entries: int, dtype: torch.dtype, name:
     kind = ACTIVATIONS[name]
     x = (3 * torch.randn(entries, device=device)).to(dtype)
     x[:8] = torch.tensor([0.0, -0.0, 6.0, float("inf"), -float("inf"), float("nan"), -1.0, 5.0])
-    y, bits = activation.bits(x, name)
-    assert torch.equal(y.nan_to_num(7), kind.f(x).nan_to_num(7))
-    assert torch.equal(bits, BITS.keep(kind.slope(x))[0])
+    for in_place in (False, True):
+        given = x.clone()
+        y, bits = activation.bits(given, name, in_place)
+        assert (y is given) == in_place
+        assert torch.equal(y.nan_to_num(7), kind.f(x).nan_to_num(7))
+        assert torch.equal(bits, BITS.keep(kind.slope(x))[0])
     g = torch.randn(entries, device=device).to(dtype)
     g[1::7] = float("inf")
     assert torch.equal(activation.bits_gradient(g, bits), torch.where(kind.slope(x), g, 0.0))
@@ -424,6 +428,74 @@ def test_bits_in_eager_mode_are_the_kernels(
     (g_x,) = torch.autograd.grad(y, x, g, create_graph=True)
     (second,) = torch.autograd.grad(g_x.sum(), g)
     assert torch.equal(second, ACTIVATIONS[name].slope(x.detach()).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 1 / 0.9, 0.0])
+@pytest.mark.parametrize("entries", [8, 1024 * 8, 1025 * 8, 50 * 3 * 56])
+def test_a_mask_and_what_it_passes(entries: int, factor: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Bits to the bit; g times the factor, in float32 and rounded once, or 0, not 0 · inf."""
+    mask, g = torch.rand(entries, device=device) < 0.7, torch.randn(entries, device=device).to(dtype)
+    mask[1], g[1] = False, float("inf")
+    bits = activation.flags(mask)
+    assert torch.equal(bits, BITS.keep(mask)[0])
+    got, want = activation.bits_gradient(g, bits, factor), torch.where(mask, g.double() * factor, 0.0)
+    assert got.dtype == dtype
+    rounded = torch.finfo(dtype).eps * (1.0 if device.type == "cpu" else 0.5) + 2.0**-22  # the interpreter cuts off
+    assert ((got.double() - want).abs() <= (0.0 if factor == 1.0 else rounded) * want.abs()).all()
+    assert (got[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["images", "a permutation", "a view"])
+@pytest.mark.parametrize("name", ["relu", "relu6", "silu"])
+def test_in_place_in_eager_mode(
+    name: str, kind: str, compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensor itself is written, by the kernel where it has one, and its gradient is PyTorch's."""
+    monkeypatch.setattr(base, "SMALL", 2)
+    x = torch.randn(2, 8, 5, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    g, mode = torch.randn_like(x, requires_grad=False), Compressed(Buffers())
+    function, written = getattr(F, name), {}
+
+    def step() -> Tensor:
+        t = {"images": x * 1, "a permutation": (x * 1).permute(0, 3, 1, 2), "a view": (x * 1)[:]}[kind]
+        y = function(t, inplace=True)
+        written[len(written)] = t, y
+        return torch.autograd.grad(y, x, g.permute(0, 3, 1, 2) if kind == "a permutation" else g)[0]
+
+    with mode:
+        got = step()
+    want = step()
+    (t, y), (_, expected) = written.values()
+    assert t.data_ptr() == y.data_ptr()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    assert (got - want).norm() <= (0.2 if name == "silu" else 0) * want.norm()  # x in int4; one bit is exact
+    if name != "silu":  # a view is written by `copy_`, whose gradient may have another layout
+        assert calls[0] == "activation.bits"
+        assert kind != "images" or calls[1:] == ["activation.bits_gradient"]
+
+
+@pytest.mark.parametrize("entries", [48, 45], ids=["bytes", "a part of a byte"])
+def test_dropout_in_eager_mode(
+    entries: int, compressed: None, device: torch.device, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's draws, and its gradients: of a tensor in memory order and transposed, and a second time."""
+    monkeypatch.setattr(base, "SMALL", 2)
+    x, g = (torch.randn(3, entries, device=device) for _ in range(2))
+    for turned in (False, True):
+        found = []
+        for compressing in (True, False):
+            torch.manual_seed(3)
+            t = (x.T.contiguous().T if turned else x.clone()).requires_grad_()
+            with Compressed(Buffers()) if compressing else nullcontext():
+                y = F.dropout(t, 0.3)
+            g_y = torch.empty_like(y).copy_(g).detach().requires_grad_()
+            (g_x,) = torch.autograd.grad(y, t, g_y, retain_graph=True)
+            (again,) = torch.autograd.grad(y, t, g_y, create_graph=True)
+            found.append([y, g_x, again, *torch.autograd.grad(again.sum(), g_y)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=2.0**-22, atol=0)
+    assert calls == (["activation.flags", "activation.bits_gradient"] * 2 if entries == 48 else [])
 
 
 def heads(batch: int, tokens: int, count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,8 @@
     activate        x (+ bias)  ──►  f(x), and codes of f'(x) in 4 bits        `saved.Levels.keep`
     slope_gradient  g_y, codes  ──►  g_y f'(x)
     bits            x           ──►  f(x), and a bit where f passes a gradient  `saved.Bits.keep`
-    bits_gradient   g_y, bits   ──►  g_y there, 0 elsewhere
+    bits_gradient   g_y, bits   ──►  g_y there (by a factor), 0 elsewhere
+    flags           mask        ──►  its bits
 """
 
 from __future__ import annotations
@@ -280,15 +281,16 @@ def _bits_kernel(x, y, bits, eighth, F: tl.constexpr, BLOCK: tl.constexpr, WIDE:
     tl.store(bits + at, packed.to(tl.uint8), mask=inside)
 
 
-def bits(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def bits(x: Tensor, name: str, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """f(x), and where f passes a gradient, as `saved.Bits`: uint8 (elements/8,).
 
     Args:
         x: contiguous, of a multiple of 8 elements.
         name: ``"relu"`` or ``"relu6"``.
+        in_place: whether f(x) is written to x.
     """
     eighth = x.numel() // 8
-    y, packed = torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
+    y, packed = x if in_place else torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
     constants = {"F": FUNCTIONS[name], "BLOCK": _FLAT, "WIDE": is_wide(x.numel())}
     case = (x.device, x.dtype, eighth, name, aligned(x, y, packed))
     launch(_bits_kernel, cdiv(eighth, _FLAT), case, (x, y, packed, eighth), constants, num_warps=4)
@@ -296,20 +298,42 @@ def bits(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _bits_gradient_kernel(g, bits, g_x, eighth, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _bits_gradient_kernel(g, bits, g_x, eighth, FACTOR: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     at = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
     inside = at < eighth
     packed = tl.load(bits + at, mask=inside, other=0).to(tl.int32)
     for k in tl.static_range(8):
         found = tl.load(g + k * eighth + at, mask=inside, other=0)
+        if FACTOR != 1.0:
+            found = (found.to(tl.float32) * FACTOR).to(g_x.dtype.element_ty)
         # Not a product: where f' is 0 an infinite gradient must become 0.
         tl.store(g_x + k * eighth + at, tl.where(((packed >> k) & 1) != 0, found, 0.0), mask=inside)
 
 
-def bits_gradient(g: Tensor, bits: Tensor) -> Tensor:
-    """g where the bits of `bits` are set, 0 elsewhere; g is contiguous."""
+def bits_gradient(g: Tensor, bits: Tensor, factor: float = 1.0) -> Tensor:
+    """g factor where the bits of `bits` are set, 0 elsewhere; g is contiguous."""
     eighth, g_x = bits.numel(), torch.empty_like(g)
-    case = (g.device, g.dtype, eighth, aligned(g, bits, g_x))
-    constants = {"BLOCK": _FLAT, "WIDE": is_wide(g.numel())}
+    case = (g.device, g.dtype, eighth, factor, aligned(g, bits, g_x))
+    constants = {"FACTOR": factor, "BLOCK": _FLAT, "WIDE": is_wide(g.numel())}
     launch(_bits_gradient_kernel, cdiv(eighth, _FLAT), case, (g, bits, g_x, eighth), constants, num_warps=4)
     return g_x
+
+
+@triton.jit
+def _flags_kernel(flags, bits, eighth, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    at = (tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < eighth
+    packed = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(8):
+        packed = packed | (tl.load(flags + k * eighth + at, mask=inside, other=0).to(tl.int32) << k)
+    tl.store(bits + at, packed.to(tl.uint8), mask=inside)
+
+
+def flags(t: Tensor) -> Tensor:
+    """The bits of a bool tensor, as `saved.Bits`: uint8 (elements/8,); t is contiguous, of a multiple of 8 elements."""
+    eighth = t.numel() // 8
+    packed = torch.empty(eighth, dtype=torch.uint8, device=t.device)
+    case, t = (t.device, eighth, aligned(t, packed)), t.view(torch.uint8)
+    constants = {"BLOCK": _FLAT, "WIDE": is_wide(t.numel())}
+    launch(_flags_kernel, cdiv(eighth, _FLAT), case, (t, packed, eighth), constants, num_warps=4)
+    return packed

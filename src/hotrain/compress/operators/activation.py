@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
+from ...private import is_view
 from ...quantize.integer import wide
 from ...saved import Levels, as_it_was, memory_order
 from .. import rematerialize
@@ -128,34 +129,39 @@ class Slope(torch.autograd.Function):
     """y = f(x), saving the derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, in_place: bool = False) -> Tensor:
         kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
         ctx.supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
-            return kind.f(ordered), BITS.keep(kind.slope(ordered))[0]
+            marks = BITS.keep(kind.slope(ordered))[0]
+            return ordered.copy_(kind.f(ordered)) if in_place else kind.f(ordered), marks
 
+        if in_place:
+            ctx.mark_dirty(x)
         has_kernel = ctx.supports and ordered.is_contiguous()
         if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
-            y, marks = launch(x.device, "activation.bits", reference, ordered, name)
-        elif has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
+            y, marks = launch(x.device, "activation.bits", reference, ordered, name, in_place)
+            ctx.save_for_backward(marks)
+            return x if in_place else not_a_view(as_it_was(y, ctx.order))
+        if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
             y, marks = operator_for(ordered, "activate")(ordered, name, None)
         else:
             kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
             ctx.save_for_backward(*kept)
-            return kind.f(x)
+            return x.copy_(kind.f(x)) if in_place else kind.f(x)
         ctx.save_for_backward(marks)
-        return not_a_view(as_it_was(y, ctx.order))
+        return x.copy_(as_it_was(y, ctx.order)) if in_place else not_a_view(as_it_was(y, ctx.order))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         name, levels = ctx.activation, ACTIVATIONS[ctx.activation].levels
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
-            return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None
+            return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None, None
         g_x = _gradient(g, kept, name, ctx.supports)
-        return *once(name, (as_it_was(g_x, ctx.order),), g_y), None
+        return *once(name, (as_it_was(g_x, ctx.order),), g_y), None, None
 
 
 class Curve(torch.autograd.Function):
@@ -179,7 +185,8 @@ class Curve(torch.autograd.Function):
 
 # ---- registration ----
 
-slope = custom_op("slope(Tensor x, str name) -> Tensor", without_autocast(Slope.apply))
+_slope = without_autocast(Slope.apply)
+slope = custom_op("slope(Tensor x, str name) -> Tensor", _slope)
 curve = custom_op(
     "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)", without_autocast(Curve.apply)
 )
@@ -208,9 +215,10 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             y, *codes = curve(input, name, form, image)
             recipe = rematerialize.of(name, rematerialize.values(form, input.shape, image))
         else:
-            y = slope(input, name)
+            at_once = inplace and is_eager(input) and not is_view(input)  # a view's base has other elements
+            y = _slope(input, name, True) if at_once else slope(input, name)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        if inplace:
+        if inplace and y is not input:
             y = written(input, y)
         if recipe:
             scope.origins.note(y, recipe, *codes)

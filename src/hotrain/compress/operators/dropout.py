@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ...draws import DeviceKey, hash_bits
 from ...saved import as_it_was, memory_order
 from ..formats import BITS
-from ..launcher import is_eager, launch, opaque
+from ..launcher import is_eager, launch, opaque, supported_in_eager
 from ..rematerialize import restore
 from .base import Handlers, Scope, custom_op, is_large, written
 
@@ -45,7 +45,7 @@ class Dropout(torch.autograd.Function):
         ctx.shape = x.permute(ctx.order).shape
         if is_eager(x):
             y, mask = torch.native_dropout(x, p, True)
-            ctx.save_for_backward(*BITS.keep_at_once(mask.permute(ctx.order)))
+            ctx.save_for_backward(_packed(mask.permute(ctx.order), x))
             return y
         key = torch.randint(1 << 62, (), device=x.device)
         bits = torch.ops.hotrain.drawn_mask(key, (x.numel() + 7) // 8, p)
@@ -54,12 +54,36 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        return _masked(g_y, restore(BITS, ctx.saved_tensors, ctx.shape), ctx), None
+        (bits,), g = ctx.saved_tensors, g_y.permute(ctx.order)
+
+        def reference() -> Tensor:
+            return _masked(g_y, restore(BITS, (bits,), ctx.shape), ctx).permute(ctx.order)
+
+        if torch.is_grad_enabled() or not _is_packed_by_kernel(g, g_y):  # the kernel is not differentiable
+            return as_it_was(reference(), ctx.order), None
+        g_x = launch(g.device, "activation.bits_gradient", reference, g, bits, _factor(ctx.p))
+        return as_it_was(g_x, ctx.order), None
+
+
+def _factor(p: float) -> float:
+    return 0.0 if p == 1 else 1 / (1 - p)
 
 
 def _masked(t: Tensor, mask: Tensor, ctx: Any) -> Tensor:
     """t / (1 − p) where the mask is set, 0 elsewhere."""
-    return torch.where(as_it_was(mask, ctx.order), t * (0.0 if ctx.p == 1 else 1 / (1 - ctx.p)), 0.0)
+    return torch.where(as_it_was(mask, ctx.order), t * _factor(ctx.p), 0.0)
+
+
+def _is_packed_by_kernel(t: Tensor, x: Tensor) -> bool:
+    """Whether kernels run on t, in its memory layout, and on x, in which the mask is."""
+    return supported_in_eager(x) and t.numel() % 8 == 0 and t.is_contiguous()
+
+
+def _packed(mask: Tensor, x: Tensor) -> Tensor:
+    """The bits of x's mask, in its memory layout."""
+    if not _is_packed_by_kernel(mask, x):
+        return BITS.keep_at_once(mask)[0]
+    return launch(x.device, "activation.flags", lambda: BITS.keep_at_once(mask)[0], mask)  # type: ignore[no-any-return]
 
 
 dropout = custom_op("kept_dropout(Tensor x, float p) -> Tensor", Dropout.apply)
