@@ -377,18 +377,25 @@ def _counted(study: Study, rows: list[Row]) -> list[str]:
     ]
 
 
-def _chosen_scales(study: Study, rows: list[Row]) -> list[str]:
-    """What LQS chose at the end of the trainings."""
-    said = []
-    for group, cells in _by_group(study, rows, "gradients").items():
+def _chosen_scales(studies: Mapping[str, Study], rows: list[Row]) -> list[str]:
+    """What LQS chooses before and at the end of a training, and what the choice before it costs."""
+    said, cost = [], []
+    for group, cells in _by_group(studies["fidelity"], rows, "gradients").items():
         mine = _figures(cells[0][1])
         if mine is not None:
-            chosen = [choice for choice, _ in mine["moments"][-1]["lqs"].values()]
-            said.append(f"{chosen.count('token')} of {len(chosen)} layers of {group}")
+            first, last = ([c for c, _ in mine["moments"][at]["lqs"].values()] for at in (0, -1))
+            said.append(f"{group}, {first.count('token')} and {last.count('token')} of {len(last)} layers")
     if not said:
         return []
+    gaps = {(line.group, line.method): line.gaps for line in lines(studies["rank"], rows)}
+    for (group, method), found in gaps.items():
+        pairs = list(zip(found, gaps.get((group, "hot:scale=token"), ()), strict=False))
+        if method == "hot" and pairs:
+            cost.append(f"{group} {mean_text([a - b for a, b in pairs], error=True, sign='+')}")
+    rest = f"; chosen before training, against per-token scales everywhere: {', '.join(cost)}" if cost else ""
     return [
-        f"LQS (the paper: in some layers): at the end of training it chooses per-token scales in {', '.join(said)}."
+        "LQS (the paper: per-token scales in some layers) chooses them before and at the end of training in: "
+        f"{'; '.join(said)}{rest}."
     ]
 
 
@@ -399,6 +406,6 @@ def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> lis
     first = "Run so far: " + ", ".join(f"{name} {done[name]} of {len(studies[name].cells)}" for name in studies) + "."
     said = [verdict(claim, studies[claim.study], rows) for claim in CLAIMS]
     told = [f"{kind}: {'; '.join(t for k, t in said if k == kind)}." for kind in dict.fromkeys(k for k, _ in said)]
-    told += [*_counted(studies["costs"], rows), *_chosen_scales(studies["fidelity"], rows)]
+    told += [*_counted(studies["costs"], rows), *_chosen_scales(studies, rows)]
     choices = advice([studies[name] for name in FROM_SCRATCH], rows, default)
     return [first, *told, *(choices or ["What to choose for which model: not measured yet."])]
