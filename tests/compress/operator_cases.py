@@ -91,6 +91,8 @@ CASES = {
     "relu6": _slope(F.relu6, "relu6"),
     "hardsigmoid": _slope(F.hardsigmoid, "hardsigmoid"),
     "leaky_relu": _slope(F.leaky_relu, "leaky_relu", (3, 5, 7)),
+    "leaky_relu 0.1": _slope(lambda x: F.leaky_relu(x, 0.1), "leaky_relu 0.1", (3, 5, 7)),
+    "leaky_relu 0.2": _slope(lambda x: F.leaky_relu(x, 0.2), "leaky_relu 0.2"),
     "layer_norm": Case(
         lambda x, w, b: F.layer_norm(x, (48,), w, b),
         ((2, 7, 48), (48,), (48,)),

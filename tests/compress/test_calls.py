@@ -79,7 +79,7 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "sigmoid by keyword": (lambda a: torch.sigmoid(input=a), [rand(*X)]),
     "tanh of a method": (lambda a: a.tanh(), [rand(*X)]),
     "gelu of no such kind": (lambda a: F.gelu(a, approximate="cubic"), [rand(*X)]),
-    "leaky_relu, another slope": (lambda a: F.leaky_relu(a, 0.2), [rand(*X)]),
+    "leaky_relu, another slope": (lambda a: F.leaky_relu(a, 0.3), [rand(*X)]),
     "softmax, no axis": (lambda a: F.softmax(a.flatten(1), dim=1), [rand(*X)]),
     "softmax in float32": (lambda a: F.softmax(a, -1, dtype=torch.float32), [rand(*X, dtype=torch.bfloat16)]),
     "softmax of no such axis": (lambda a: torch.softmax(a, 5), [rand(*X)]),
@@ -473,7 +473,7 @@ def test_what_was_compressed_and_what_was_not_is_written_down() -> None:
     with Compressed(buffers):
         F.gelu(rand(*X))
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        F.leaky_relu(rand(*X), 0.2)
+        F.leaky_relu(rand(*X), 0.3)
     assert set(buffers.formats) == {"gelu"}
     assert set(buffers.full) == {"scaled_dot_product_attention", "leaky_relu"}
     assert "kept in full precision: no fused kernel" in str(buffers)

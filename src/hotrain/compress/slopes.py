@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,6 +69,9 @@ def _tanh_slope(x: Tensor) -> Tensor:
     return 1 - t * t
 
 
+# LeakyReLU by its slope below 0: PyTorch's, that of Darknet's detectors, that of GANs.
+LEAKS = {0.01: "leaky_relu", 0.1: "leaky_relu 0.1", 0.2: "leaky_relu 0.2"}
+
 ACTIVATIONS = {
     "gelu": Activation(F.gelu, _gelu_slope),
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope),
@@ -79,7 +83,10 @@ ACTIVATIONS = {
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
     "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
     "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
-    "leaky_relu": Activation(F.leaky_relu, lambda x: x > 0, None),
+    **{
+        name: Activation(partial(F.leaky_relu, negative_slope=slope), lambda x: x > 0, None)
+        for slope, name in LEAKS.items()
+    },
 }
 FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the derivative: what is saved times this
-ELSE = {"leaky_relu": 0.01}  # the derivative where the bit is not set
+ELSE = {name: slope for slope, name in LEAKS.items()}  # the derivative where the bit is not set

@@ -27,7 +27,7 @@ from ..formats import BITS, FORMATS
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import restore
 from ..sharing import Gate, Unfinished
-from ..slopes import ACTIVATIONS, ELSE, FACTOR
+from ..slopes import ACTIVATIONS, ELSE, FACTOR, LEAKS
 from .base import (
     Handlers,
     Scope,
@@ -239,10 +239,11 @@ def _gelu(scope: Scope, input: Tensor, approximate: str = "none") -> Tensor | No
 
 
 def _leaky_relu(scope: Scope, input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
-    if negative_slope != 0.01:
-        scope.buffers.record_full("leaky_relu", f"negative_slope={negative_slope}; only 0.01 is supported")
+    if negative_slope not in LEAKS:
+        known = ", ".join(map(str, LEAKS))
+        scope.buffers.record_full("leaky_relu", f"negative_slope={negative_slope}; supported: {known}")
         return None
-    return _by_name["leaky_relu"](scope, input, inplace)
+    return _by_name[LEAKS[negative_slope]](scope, input, inplace)
 
 
 HANDLERS: Handlers = {
