@@ -29,6 +29,7 @@ from hotrain.kernels import (
     noise,
     norm,
     picked_rows,
+    pooling,
     quantize_kernels,
 )
 from hotrain.transform.tokens import layout
@@ -80,6 +81,9 @@ def calls() -> None:
         gated.gradient(x, [*codes.pack(x, 128), *codes.pack(x, 128)], "silu")
     activation.bits_gradient(*activation.bits(x, "relu"))
     activation.bits_gradient(x, activation.flags(x > 0), 1.25)
+    x = torch.empty(2, 64, 112, 112, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    window = [3, 3], [2, 2], [1, 1]
+    pooling.max_pool_gradient(*pooling.max_pool(x, *window, False), x.shape, *window)
     for channels in (64, 72, 2048):
         x, vector = torch.empty(512, channels, dtype=torch.bfloat16), torch.empty(channels)
         batch_norm.statistics(x)
@@ -144,6 +148,7 @@ if __name__ == "__main__":
         noise,
         norm,
         picked_rows,
+        pooling,
         quantize_kernels,
     )
     for module in (*of_ours, sys.modules["hotrain.kernels.launch"]):

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..launcher import launch, supported_in_eager
 from .base import Handlers, Scope, custom_op, is_large, pair
 
 _aten = torch.ops.aten
+_LARGEST_WINDOW = 49  # that a kernel reads at once
 
 
 def _layout(x: Tensor) -> torch.memory_format:
@@ -34,6 +36,12 @@ def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[
     return rows[:, None], columns
 
 
+def _has_kernel(t: Tensor, kernel: Sequence[int]) -> bool:
+    """Whether the kernels of eager mode run: for images in channels-last, and windows that they read at once."""
+    in_order = t.is_contiguous(memory_format=torch.channels_last)
+    return supported_in_eager(t) and in_order and kernel[0] * kernel[1] <= _LARGEST_WINDOW
+
+
 class MaxPool2d(torch.autograd.Function):
     """Max pooling, with windows of at most 256 elements."""
 
@@ -41,25 +49,41 @@ class MaxPool2d(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
     ) -> Tensor:
-        y, index = _aten.max_pool2d_with_indices(x, kernel, stride, padding, [1, 1], ceil)
-        top, left = _corners(y, stride, padding)
-        inside = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
-        ctx.save_for_backward(inside.to(torch.uint8))
         ctx.args = list(kernel), list(stride), list(padding), ceil
         ctx.shape, ctx.dtype, ctx.layout = x.shape, x.dtype, _layout(x)
+
+        def reference() -> tuple[Tensor, Tensor]:
+            y, index = _aten.max_pool2d_with_indices(x, kernel, stride, padding, [1, 1], ceil)
+            top, left = _corners(y, stride, padding)
+            places = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
+            return y, places.to(torch.uint8)
+
+        if _has_kernel(x, kernel):
+            y, places = launch(x.device, "pooling.max_pool", reference, x, *ctx.args)
+        else:
+            y, places = reference()
+        ctx.save_for_backward(places)
         return y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
+        (places,) = ctx.saved_tensors
         kernel, stride, padding, ceil = ctx.args
-        top, left = _corners(inside, stride, padding)
-        inside = inside.to(torch.int64)
-        index = (inside // kernel[1] + top) * ctx.shape[-1] + inside % kernel[1] + left
-        g_x = _aten.max_pool2d_with_indices_backward(
-            g_y, _stand_in(ctx, g_y), kernel, stride, padding, [1, 1], ceil, index.contiguous(memory_format=ctx.layout)
-        )
-        return g_x, *[None] * 4
+
+        def reference() -> Tensor:
+            top, left = _corners(places, stride, padding)
+            wide = places.to(torch.int64)
+            index = (wide // kernel[1] + top) * ctx.shape[-1] + wide % kernel[1] + left
+            index = index.contiguous(memory_format=ctx.layout)
+            like = _stand_in(ctx, g_y)
+            return _aten.max_pool2d_with_indices_backward(g_y, like, kernel, stride, padding, [1, 1], ceil, index)  # type: ignore[no-any-return]
+
+        differentiable = torch.is_grad_enabled()  # the kernel is not
+        g = g_y.contiguous(memory_format=ctx.layout)
+        if differentiable or ctx.layout != torch.channels_last or not _has_kernel(g, kernel):
+            return reference(), *[None] * 4
+        args = g, places, ctx.shape, kernel, stride, padding
+        return launch(g_y.device, "pooling.max_pool_gradient", reference, *args), *[None] * 4
 
 
 class AvgPool2d(torch.autograd.Function):

@@ -1,0 +1,119 @@
+"""The kernels of max pooling against PyTorch's, forward to the bit and gradients in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from hotrain import autograd, kernels
+from hotrain.compress.operators.pooling import MaxPool2d
+from hotrain.kernels import pooling
+
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# x, and kernel, stride, padding, ceil: ResNet's; windows that touch, that leave gaps, that overlap in one direction;
+# a last window that reaches over the image; one that begins behind it and is none; one element; more channels than a
+# program has elements.
+CALLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "ResNet": ((2, 20, 13, 12), (3, 2, 1, False)),
+    "touching": ((1, 48, 8, 6), (2, 2, 0, False)),
+    "gaps": ((2, 3, 11, 9), ((2, 1), (3, 4), 0, False)),
+    "one direction": ((1, 17, 7, 10), ((5, 2), (1, 2), (2, 1), False)),
+    "ceil": ((2, 5, 10, 8), (3, 2, 0, True)),
+    "ceil, none behind": ((1, 4, 5, 7), (2, 2, 1, True)),
+    "one element": ((2, 9, 4, 5), (1, 1, 0, False)),
+    "channels": ((1, 1100, 3, 3), (3, 2, 1, False)),
+    "the largest": ((1, 6, 9, 9), (7, 3, 3, False)),
+}
+
+
+def geometry(call: tuple[Any, ...]) -> tuple[list[int], list[int], list[int], bool]:
+    kernel, stride, padding = ([v, v] if isinstance(v, int) else list(v) for v in call[:3])
+    return kernel, stride, padding, call[3]
+
+
+def images(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Few different numbers, so that many are equal; NaN, and infinities of both signs over whole windows."""
+    x = torch.randint(-3, 4, shape, device=device).to(dtype)
+    x[:, 0, :3, :3] = -float("inf")
+    x[:, 1, 1, 2] = float("nan")
+    x[:, 2, :2] = float("inf")
+    return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_forward_is_pytorchs(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The maxima to the bit, and in the same places: of equal numbers the first, a NaN before all, none in padding."""
+    shape, call = CALLS[name]
+    x = images(shape, dtype, device)
+    kernel, stride, padding, ceil = geometry(call)
+    y, places = pooling.max_pool(x, kernel, stride, padding, ceil)
+    # In float64 every loop of PyTorch's is the plain one.
+    want, index = F.max_pool2d(x.double(), kernel, stride, padding, 1, ceil, return_indices=True)
+    assert y.dtype == dtype
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(y.double().nan_to_num(99), want.nan_to_num(99))
+    top = (torch.arange(y.shape[2], device=device) * stride[0] - padding[0]).view(-1, 1)
+    left = torch.arange(y.shape[3], device=device) * stride[1] - padding[1]
+    rows, columns = places.long() // kernel[1] + top, places.long() % kernel[1] + left
+    same = rows * shape[3] + columns == index
+    # Of several NaN PyTorch's loops for a CPU and a GPU take the last, others any.
+    assert (same | want.isnan()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_the_sums_of_pytorchs(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """In float64, with one rounding; each element is written once."""
+    shape, call = CALLS[name]
+    kernel, stride, padding, ceil = geometry(call)
+    x = torch.randn(shape, device=device).to(dtype).to(memory_format=torch.channels_last)
+    y, places = pooling.max_pool(x, kernel, stride, padding, ceil)
+    g = torch.randn_like(y)
+    got = pooling.max_pool_gradient(g, places, shape, kernel, stride, padding)
+    leaf = x.double().requires_grad_()
+    for_size = F.max_pool2d(leaf, kernel, stride, padding, 1, ceil)
+    (want,) = torch.autograd.grad(for_size, leaf, g.double(), retain_graph=True)
+    (size,) = torch.autograd.grad(for_size, leaf, g.double().abs())
+    cut = 1.0 if device.type == "cpu" else 0.5  # the interpreter cuts bfloat16 off
+    assert got.dtype == dtype
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    assert ((got.double() - want).abs() <= cut * torch.finfo(dtype).eps * want.abs() + 2.0**-22 * size).all()
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("name", ["ResNet", "ceil"])
+def test_eager_mode_runs_them(
+    name: str, layout: torch.memory_format, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In channels-last; a second derivative, and other layouts, are PyTorch's. Gradients in whichever layout."""
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
+    calls: list[str] = []
+    run = kernels.run
+    monkeypatch.setattr(kernels, "run", lambda name, *args: (calls.append(name), run(name, *args))[1])
+    shape, call = CALLS[name]
+    x = torch.randn(shape, device=device).to(memory_format=layout).requires_grad_()
+    y = MaxPool2d.apply(x, *geometry(call))
+    want = F.max_pool2d(x, *call[:3], 1, call[3])
+    assert torch.equal(y, want)
+    assert y.stride() == want.stride()
+    for g in (torch.randn_like(y), torch.randn(y.shape, device=device)):
+        (got,) = torch.autograd.grad(y, x, g, retain_graph=True)
+        (expected,) = torch.autograd.grad(want, x, g, retain_graph=True)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        assert got.stride() == expected.stride()
+    ours = layout == torch.channels_last
+    assert calls == (["pooling.max_pool"] + ["pooling.max_pool_gradient"] * 2 if ours else [])
+    g = torch.randn_like(y).requires_grad_()
+    second = [
+        torch.autograd.grad(torch.autograd.grad(z, x, g, create_graph=True)[0].square().sum(), g)[0] for z in (y, want)
+    ]
+    torch.testing.assert_close(*second)
