@@ -12,8 +12,10 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from hotrain import autograd, kernels
-from hotrain.compress.operators.pooling import MaxPool2d
-from hotrain.kernels import pooling
+from hotrain.compress.interpose import Compressed
+from hotrain.compress.operators import base
+from hotrain.compress.report import Buffers
+from hotrain.kernels import launch, pooling
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -39,6 +41,18 @@ def geometry(call: tuple[Any, ...]) -> tuple[list[int], list[int], list[int], bo
     return kernel, stride, padding, call[3]
 
 
+def pool(x: Tensor, call: tuple[Any, ...]) -> Tensor:
+    return F.max_pool2d(x, *call[:3], 1, call[3])
+
+
+@pytest.fixture
+def compressed(monkeypatch: pytest.MonkeyPatch) -> Compressed:
+    """A model's forward: the kernels in the place of PyTorch's function, in the interpreter too."""
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
+    monkeypatch.setattr(base, "SMALL", 2)
+    return Compressed(Buffers())
+
+
 def images(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Few different numbers, so that many are equal; NaN, and infinities of both signs over whole windows."""
     x = torch.randint(-3, 4, shape, device=device).to(dtype)
@@ -56,8 +70,10 @@ def test_forward_is_pytorchs(name: str, dtype: torch.dtype, device: torch.device
     x = images(shape, dtype, device)
     kernel, stride, padding, ceil = geometry(call)
     y, places = pooling.max_pool(x, kernel, stride, padding, ceil)
-    # In float64 every loop of PyTorch's is the plain one.
-    want, index = F.max_pool2d(x.double(), kernel, stride, padding, 1, ceil, return_indices=True)
+    # In float64 every loop of PyTorch's for a CPU is the plain one. On a GPU, in channels-last, the index of a window
+    # that is -inf throughout is 0, wherever the window is.
+    found = F.max_pool2d(x.double().cpu(), kernel, stride, padding, 1, ceil, return_indices=True)
+    want, index = (t.to(device) for t in found)
     assert y.dtype == dtype
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(y.double().nan_to_num(99), want.nan_to_num(99))
@@ -89,20 +105,65 @@ def test_gradients_are_the_sums_of_pytorchs(name: str, dtype: torch.dtype, devic
     assert ((got.double() - want).abs() <= cut * torch.finfo(dtype).eps * want.abs() + 2.0**-22 * size).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_maxima_are_elements_of_x_to_the_bit(dtype: torch.dtype, device: torch.device) -> None:
+    """Of random bits: zeros keep their sign, NaN their sign and payload."""
+    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    x = torch.randint(-(2**31), 2**31, (2, 33, 8, 6), device=device).to(bits)
+    x.view(-1)[::3] = torch.tensor(-0.0, dtype=dtype).view(bits)
+    x.view(-1)[::4] = 0
+    x.view(-1)[::5] = torch.tensor(float("nan"), dtype=dtype).view(bits) + torch.randint(9, (), dtype=bits)
+    x = x.to(memory_format=torch.channels_last)
+    y, places = pooling.max_pool(x.view(dtype), [2, 2], [2, 2], [0, 0], False)
+    windows = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)
+    assert torch.equal(y.view(bits), windows.gather(4, places.long()[..., None])[..., 0])
+
+
+def test_each_dtype_has_a_case_of_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an equal one, a launch would run what was compiled for another dtype; the interpreter compiles nothing."""
+    cases: list[Any] = []
+    monkeypatch.setattr(launch, "launch", lambda kernel, programs, case, *args, **options: cases.append(case))
+    window = [3, 3], [2, 2], [1, 1]
+    for dtype in DTYPES:
+        x = torch.empty(2, 20, 13, 12, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        pooling.max_pool_gradient(*pooling.max_pool(x, *window, False), x.shape, *window)
+    assert len(set(cases)) == 2 * len(DTYPES)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "too much padding": (2, 2, 2, False),
+    "negative padding": (2, 2, (-1, 0), False),
+    "no stride": (2, (0, 2), 0, False),
+    "no window": ((0, 2), 2, 0, False),
+    "a window larger than the image": (7, 2, 0, False),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_raise_pytorchs_error(name: str, compressed: Compressed, device: torch.device) -> None:
+    x = torch.randn(2, 20, 6, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    with pytest.raises(RuntimeError) as expected:
+        pool(x, WRONG[name])
+    with pytest.raises(RuntimeError) as raised, compressed:
+        pool(x, WRONG[name])
+    assert str(raised.value) == str(expected.value)
+
+
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 @pytest.mark.parametrize("name", ["ResNet", "ceil"])
 def test_eager_mode_runs_them(
-    name: str, layout: torch.memory_format, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, layout: torch.memory_format, compressed: Compressed, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """In channels-last; a second derivative, and other layouts, are PyTorch's. Gradients in whichever layout."""
-    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     calls: list[str] = []
     run = kernels.run
     monkeypatch.setattr(kernels, "run", lambda name, *args: (calls.append(name), run(name, *args))[1])
     shape, call = CALLS[name]
     x = torch.randn(shape, device=device).to(memory_format=layout).requires_grad_()
-    y = MaxPool2d.apply(x, *geometry(call))
-    want = F.max_pool2d(x, *call[:3], 1, call[3])
+    with compressed:
+        y = pool(x, call)
+    want = pool(x, call)
     assert torch.equal(y, want)
     assert y.stride() == want.stride()
     for g in (torch.randn_like(y), torch.randn(y.shape, device=device)):

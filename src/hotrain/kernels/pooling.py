@@ -89,7 +89,7 @@ def max_pool(
 
     Args:
         x: (N, C, H, W), channels-last.
-        kernel, stride, padding, ceil: of `torch.nn.functional.max_pool2d`; windows of less than 256 elements.
+        kernel, stride, padding, ceil: of `torch.nn.functional.max_pool2d`; windows of at most 256 elements.
 
     Returns:
         y, and where in its window each maximum is, row by row, as uint8: both (N, C, H', W'), channels-last.
@@ -97,9 +97,8 @@ def max_pool(
     out = [pooled(x.shape[2 + axis], kernel[axis], stride[axis], padding[axis], ceil) for axis in range(2)]
     y = torch.empty((*x.shape[:2], *out), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     places = torch.empty_like(y, dtype=torch.uint8)
-    _plan(_max_pool_kernel, x.device, tuple(x.shape), tuple(out), *map(tuple, (kernel, stride, padding))).run(
-        x, y, places
-    )
+    geometry = map(tuple, (x.shape, out, kernel, stride, padding))
+    _plan(_max_pool_kernel, x.device, x.dtype, *geometry).run(x, y, places)
     return y, places
 
 
@@ -119,15 +118,15 @@ def max_pool_gradient(
         g_x (N, C, H, W), channels-last, of g's dtype.
     """
     g_x = torch.empty(tuple(shape), dtype=g.dtype, device=g.device, memory_format=torch.channels_last)
-    geometry = map(tuple, (kernel, stride, padding))
-    _plan(_max_pool_gradient_kernel, g.device, tuple(shape), tuple(g.shape[2:]), *geometry).run(g, places, g_x)
+    geometry = map(tuple, (shape, g.shape[2:], kernel, stride, padding))
+    _plan(_max_pool_gradient_kernel, g.device, g.dtype, *geometry).run(g, places, g_x)
     return g_x
 
 
 @functools.cache
 def _plan(
-    kernel: object, device: torch.device, shape: tuple[int, ...], out: tuple[int, ...], window: tuple[int, ...],
-    stride: tuple[int, ...], padding: tuple[int, ...],
+    kernel: object, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], out: tuple[int, ...],
+    window: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
 ) -> Plan:  # fmt: skip
     images, channels, height, width = shape
     entries = images * channels * (out[0] * out[1] if kernel is _max_pool_kernel else height * width)

@@ -42,6 +42,12 @@ def _has_kernel(t: Tensor, kernel: Sequence[int]) -> bool:
     return supported_in_eager(t) and in_order and kernel[0] * kernel[1] <= _LARGEST_WINDOW
 
 
+def _is_valid(x: Tensor, *args: Sequence[int]) -> bool:
+    """Whether PyTorch accepts kernel, stride and padding; its own function raises where it does not."""
+    sizes = zip(x.shape[2:], *args, strict=True)
+    return all(s > 0 and 0 <= 2 * p <= k <= size + 2 * p and k > 0 for size, k, s, p in sizes)
+
+
 class MaxPool2d(torch.autograd.Function):
     """Max pooling, with windows of at most 256 elements."""
 
@@ -58,7 +64,7 @@ class MaxPool2d(torch.autograd.Function):
             places = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
             return y, places.to(torch.uint8)
 
-        if _has_kernel(x, kernel):
+        if _has_kernel(x, kernel) and _is_valid(x, kernel, stride, padding):
             y, places = launch(x.device, "pooling.max_pool", reference, x, *ctx.args)
         else:
             y, places = reference()
