@@ -130,6 +130,21 @@ def test_each_dtype_has_a_case_of_its_own(device: torch.device, monkeypatch: pyt
     assert len(set(cases)) == 2 * len(DTYPES)
 
 
+def test_another_image_size_compiles_nothing_new(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Detectors' batches have sizes of their own: what a kernel is compiled for must not depend on them."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        launch,
+        "launch",
+        lambda kernel, grid, case, args, constants, **_: compiled.append((kernel, tuple(constants.items()))),
+    )
+    window = [3, 3], [2, 2], [1, 1]
+    for size in ((13, 12), (40, 31)):
+        x = torch.empty(2, 20, *size, device=device).to(memory_format=torch.channels_last)
+        pooling.max_pool_gradient(*pooling.max_pool(x, *window, False), x.shape, *window)
+    assert len(set(compiled)) == 2
+
+
 WRONG: dict[str, tuple[Any, ...]] = {
     "too much padding": (2, 2, 2, False),
     "negative padding": (2, 2, (-1, 0), False),

@@ -137,7 +137,7 @@ class Plan:
     """
 
     kernel: Any
-    programs: int
+    programs: int | tuple[int, int]
     constants: dict[str, Any]
     numbers: tuple[Any, ...] = ()
     warps: int = 4

@@ -11,6 +11,7 @@ PyTorch's own kernels write and read an index of 8 bytes, and add g_x up element
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,60 +21,67 @@ from torch import Tensor
 
 from .launch import Plan, cdiv, is_wide
 
-_BLOCK = 1024  # elements of y, or of x, of one program
-
-
-@triton.jit
-def _place(BLOCK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr):
-    """Of a program's elements: where they are in memory, and their channel, column, row and image."""
-    first = tl.program_id(0)
-    at = (first.to(tl.int64) if WIDE else first) * BLOCK + tl.arange(0, BLOCK)
-    pixel = at // C
-    row = pixel // W
-    return at, at % C, pixel % W, row % H, row // H
+_BLOCK = 1024  # elements of a row of y, or of x, of one program
 
 
 @triton.jit
 def _max_pool_kernel(
-    x, y, places, entries, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    x, y, places, height, width, out_height, out_width, C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    at, c, j, i, n = _place(BLOCK, C, OUT_W, OUT_H, WIDE)
-    top, left = i * SH - PH, j * SW - PW
-    found = tl.full((BLOCK,), float("-inf"), tl.float32)
+    """A part of a row of y, of which each column has C neighbours."""
+    line = tl.program_id(0)
+    n, i = line // out_height, line % out_height
+    to = (line.to(tl.int64) if WIDE else line) * (out_width * C)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live, c = at < out_width * C, at % C
+    top, left = i * SH - PH, (at // C) * SW - PW
     # Where no number is larger, the first of the window that is in the image.
     place = tl.maximum(-top, 0) * KW + tl.maximum(-left, 0)
     for k in tl.static_range(KH * KW):
         row, column = top + k // KW, left + k % KW
-        inside = (row >= 0) & (row < H) & (column >= 0) & (column < W) & (at < entries)
-        v = tl.load(x + ((n * H + row) * W + column) * C + c, mask=inside, other=float("-inf")).to(tl.float32)
-        larger = (v > found) | (v != v)
-        found = tl.where(larger, v, found)
-        place = tl.where(larger, k, place)
-    tl.store(y + at, found.to(y.dtype.element_ty), mask=at < entries)
-    tl.store(places + at, place.to(tl.uint8), mask=at < entries)
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width) & live
+        source = n * height + row
+        source = (source.to(tl.int64) if WIDE else source) * (width * C)
+        # Kept in its dtype: a cast would change a NaN.
+        v = tl.load(x + source + column * C + c, mask=inside, other=float("-inf"))
+        if k == 0:
+            found = v
+        else:
+            wide = v.to(tl.float32)
+            larger = (wide > found.to(tl.float32)) | (wide != wide)
+            found = tl.where(larger, v, found)
+            place = tl.where(larger, k, place)
+    tl.store(y + to + at, found, mask=live)
+    tl.store(places + to + at, place.to(tl.uint8), mask=live)
 
 
 @triton.jit
 def _max_pool_gradient_kernel(
-    g, places, g_x, entries, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OUT_H: tl.constexpr,
-    OUT_W: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
-    PW: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    g, places, g_x, height, width, out_height, out_width, C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    at, c, column, row, n = _place(BLOCK, C, W, H, WIDE)
+    """A part of a row of g_x."""
+    line = tl.program_id(0)
+    n, row = line // height, line % height
+    to = (line.to(tl.int64) if WIDE else line) * (width * C)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live, c, column = at < width * C, at % C, at // C
     last_i, last_j = (row + PH) // SH, (column + PW) // SW  # the last window in each direction
     total = tl.zeros((BLOCK,), tl.float32)
     for back_i in tl.static_range((KH + SH - 1) // SH):
+        i = last_i - back_i
+        down = row + PH - i * SH
+        source = n * out_height + i
+        source = (source.to(tl.int64) if WIDE else source) * (out_width * C)
         for back_j in tl.static_range((KW + SW - 1) // SW):
-            i, j = last_i - back_i, last_j - back_j
-            down, right = row + PH - i * SH, column + PW - j * SW
-            inside = (i >= 0) & (i < OUT_H) & (j >= 0) & (j < OUT_W) & (down < KH) & (right < KW) & (at < entries)
-            source = ((n * OUT_H + i) * OUT_W + j) * C + c
-            place = tl.load(places + source, mask=inside, other=255).to(tl.int32)
-            v = tl.load(g + source, mask=inside, other=0).to(tl.float32)
+            j = last_j - back_j
+            right = column + PW - j * SW
+            inside = (i >= 0) & (i < out_height) & (down < KH) & (j >= 0) & (j < out_width) & (right < KW) & live
+            place = tl.load(places + source + j * C + c, mask=inside, other=255).to(tl.int32)
+            v = tl.load(g + source + j * C + c, mask=inside, other=0).to(tl.float32)
             total += tl.where(inside & (place == down * KW + right), v, 0.0)
-    tl.store(g_x + at, total.to(g_x.dtype.element_ty), mask=at < entries)
+    tl.store(g_x + to + at, total.to(g_x.dtype.element_ty), mask=live)
 
 
 def pooled(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
@@ -128,11 +136,10 @@ def _plan(
     kernel: object, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], out: tuple[int, ...],
     window: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
 ) -> Plan:  # fmt: skip
-    images, channels, height, width = shape
-    entries = images * channels * (out[0] * out[1] if kernel is _max_pool_kernel else height * width)
+    images, channels, *size = shape
+    rows, columns = out if kernel is _max_pool_kernel else size
     constants = {
-        "C": channels, "H": height, "W": width, "OUT_H": out[0], "OUT_W": out[1], "KH": window[0], "KW": window[1],
-        "SH": stride[0], "SW": stride[1], "PH": padding[0], "PW": padding[1], "BLOCK": _BLOCK,
-        "WIDE": is_wide(images * channels * max(out[0] * out[1], height * width)),
+        "C": channels, "KH": window[0], "KW": window[1], "SH": stride[0], "SW": stride[1], "PH": padding[0],
+        "PW": padding[1], "BLOCK": _BLOCK, "WIDE": is_wide(images * channels * max(math.prod(out), math.prod(size))),
     }  # fmt: skip
-    return Plan(kernel, cdiv(entries, _BLOCK), constants, (entries,))
+    return Plan(kernel, (images * rows, cdiv(columns * channels, _BLOCK)), constants, (*size, *out))
