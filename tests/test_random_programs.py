@@ -73,8 +73,8 @@ def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -
     """A tenth too much in one gradient, and each of the other findings."""
     forward, backward = Slope.forward, Slope.backward
 
-    def changed_forward(ctx: object, x: Tensor, name: str) -> Tensor:
-        y: Tensor = forward(ctx, x, name)
+    def changed_forward(ctx: object, x: Tensor, name: str, in_place: bool = False) -> Tensor:
+        y: Tensor = forward(ctx, x, name, in_place)
         if broken == "raises":
             raise RuntimeError("on purpose")
         if broken == "in place":
@@ -84,9 +84,9 @@ def test_what_is_broken_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -
         return y + 1e-6 if broken == "forward" else y
 
     def changed_backward(ctx: object, g: Tensor) -> tuple[Tensor | None, ...]:
-        g_x, none = backward(ctx, g)
+        g_x, *rest = backward(ctx, g)
         assert g_x is not None
-        return g_x * 1.1 if broken == "gradient" else g_x, none
+        return g_x * 1.1 if broken == "gradient" else g_x, *rest
 
     monkeypatch.setattr(Slope, "forward", staticmethod(changed_forward))
     monkeypatch.setattr(Slope, "backward", staticmethod(changed_backward))
