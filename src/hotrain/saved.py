@@ -325,14 +325,6 @@ class Bits:
             flat = F.pad(flat, (0, -flat.numel() % 8))
         return (pack_parts([part for _, part in parts(flat, 1)], 1),)
 
-    def keep_at_once(self, flags: Tensor) -> tuple[Tensor]:
-        """`keep` without neighbours in few operations, for eager mode, where each is a launch."""
-        flat = flags.flatten()
-        if flat.numel() % 8:
-            flat = F.pad(flat, (0, -flat.numel() % 8))
-        places = torch.arange(8, dtype=torch.uint8, device=flat.device).unsqueeze(1)
-        return ((flat.view(torch.uint8).view(8, -1) << places).sum(0, dtype=torch.uint8),)
-
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype = torch.bool) -> Tensor:
         """Unpack what `keep` returned to a shape."""
         if self.neighbours:

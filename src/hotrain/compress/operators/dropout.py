@@ -82,8 +82,8 @@ def _is_packed_by_kernel(t: Tensor, x: Tensor) -> bool:
 def _packed(mask: Tensor, x: Tensor) -> Tensor:
     """The bits of x's mask, in its memory layout."""
     if not _is_packed_by_kernel(mask, x):
-        return BITS.keep_at_once(mask)[0]
-    return launch(x.device, "activation.flags", lambda: BITS.keep_at_once(mask)[0], mask)  # type: ignore[no-any-return]
+        return BITS.keep(mask)[0]
+    return launch(x.device, "activation.flags", lambda: BITS.keep(mask)[0], mask)  # type: ignore[no-any-return]
 
 
 dropout = custom_op("kept_dropout(Tensor x, float p) -> Tensor", Dropout.apply)
