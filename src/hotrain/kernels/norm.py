@@ -338,8 +338,7 @@ def gradient(
     plan = _gradients(g.device, rows, columns, dtypes, centered, _kind(factor), _span(factor, rows), times)
     g_x = g.new_empty(rows, columns, dtype=dtype)
     twin = g.new_empty((rows, columns) if copy is not None else (0,), dtype=copy or dtype)
-    assert isinstance(plan.programs, int)
-    parts = g.new_empty(plan.programs, 2, columns, dtype=torch.float32)
+    parts = g.new_empty(plan.numbers[2], 2, columns, dtype=torch.float32)  # one for each program
     given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
     plan.run(*given, g_x, twin, parts)
     return g_x, parts.sum(0), twin

@@ -126,7 +126,7 @@ def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
 
 
 class Slope(torch.autograd.Function):
-    """y = f(x), saving the derivative."""
+    """y = f(x), saving the derivative; `in_place` (eager mode, x no view): y is x, written to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, in_place: bool = False) -> Tensor:

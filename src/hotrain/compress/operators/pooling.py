@@ -36,10 +36,10 @@ def _corners(y: Tensor, stride: Sequence[int], padding: Sequence[int]) -> tuple[
     return rows[:, None], columns
 
 
-def _has_kernel(t: Tensor, kernel: Sequence[int]) -> bool:
-    """Whether the kernels of eager mode run: for images in channels-last, and windows that they read at once."""
-    in_order = t.is_contiguous(memory_format=torch.channels_last)
-    return supported_in_eager(t) and in_order and kernel[0] * kernel[1] <= _LARGEST_WINDOW
+def _has_kernel(ctx: Any, t: Tensor) -> bool:
+    """Whether the kernels of eager mode run on t: for images in channels-last, and windows that they read at once."""
+    height, width = ctx.args[0]
+    return ctx.layout == torch.channels_last and height * width <= _LARGEST_WINDOW and supported_in_eager(t)
 
 
 def _is_valid(x: Tensor, *args: Sequence[int]) -> bool:
@@ -64,7 +64,7 @@ class MaxPool2d(torch.autograd.Function):
             places = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
             return y, places.to(torch.uint8)
 
-        if _has_kernel(x, kernel) and _is_valid(x, kernel, stride, padding):
+        if _has_kernel(ctx, x) and _is_valid(x, kernel, stride, padding):
             y, places = launch(x.device, "pooling.max_pool", reference, x, *ctx.args)
         else:
             y, places = reference()
@@ -85,10 +85,9 @@ class MaxPool2d(torch.autograd.Function):
             return _aten.max_pool2d_with_indices_backward(g_y, like, kernel, stride, padding, [1, 1], ceil, index)  # type: ignore[no-any-return]
 
         differentiable = torch.is_grad_enabled()  # the kernel is not
-        g = g_y.contiguous(memory_format=ctx.layout)
-        if differentiable or ctx.layout != torch.channels_last or not _has_kernel(g, kernel):
+        if differentiable or not _has_kernel(ctx, g_y):
             return reference(), *[None] * 4
-        args = g, places, ctx.shape, kernel, stride, padding
+        args = g_y.contiguous(memory_format=ctx.layout), places, ctx.shape, kernel, stride, padding
         return launch(g_y.device, "pooling.max_pool_gradient", reference, *args), *[None] * 4
 
 
