@@ -60,11 +60,8 @@ def test_an_operator_s_line_has_bytes_errors_and_the_share_of_a_batch_s_noise(
 
 
 def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp_path: Path) -> None:
-    slope = f"slope {formats.SLOPES.bits} bits"
-    entries = {"gelu": slope} | {
-        operator: formats.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items() if entry != "slope"
-    }
-    entries["silu"] = f"input {formats.FORMATS['curve']}"
+    entries = {operator: formats.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items()}
+    entries |= {"gelu": f"input {formats.FORMATS['gelu']}", "silu": f"input {formats.FORMATS['curve']}"}
     rows = [measured(f"m/{name}", form) for name, today in entries.items() for form in (today, "another")]
     write(tmp_path, *rows)
     text = formats_table.operators(tmp_path)
@@ -73,7 +70,7 @@ def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp
 
 
 def test_every_entry_of_the_policy_is_an_operator_s(formats_table: ModuleType) -> None:
-    assert set(formats.FORMATS) | {"slope"} == set(formats_table.ENTRIES.values())
+    assert set(formats.FORMATS) == set(formats_table.ENTRIES.values())
 
 
 def test_an_operator_is_shown_of_the_first_model_that_has_it(formats_table: ModuleType, tmp_path: Path) -> None:

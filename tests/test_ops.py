@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import hotrain
 from hotrain import autograd, draws, functional
+from hotrain.compress import rematerialize
+from hotrain.compress.formats import GROUPED
 from hotrain.draws import Draws
 from hotrain.geometry import Geometry
 from hotrain.layer import Config
@@ -71,6 +73,11 @@ def test_fakes_promise_what_linear_operators_return(method: Method, shape: tuple
         weight = w if needs[0] else None
         args = (g_y, weight, *kept, draw, words, spec, "", torch.float32, shape[-1], needs)
         torch.library.opcheck(torch.ops.hotrain.linear_gradients, args, test_utils=checks)
+    form = rematerialize.values("int8", shape)
+    of_codes = (list(GROUPED["int8"].keep(x)), form, list(shape), dtype, draw, words, spec)
+    torch.library.opcheck(torch.ops.hotrain.keep_from_codes, of_codes, test_utils=checks)
+    again = torch.ops.hotrain.keep(rematerialize.make(form, of_codes[0], shape, dtype), draw, words, spec)
+    assert all(torch.equal(a, b) for a, b in zip(torch.ops.hotrain.keep_from_codes(*of_codes), again, strict=True))
 
 
 @EVERY

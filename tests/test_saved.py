@@ -205,8 +205,10 @@ def test_groups_come_back_to_half_a_step_in_the_bytes_they_say(
 @pytest.mark.parametrize("form", GROUPED, ids=str)
 def test_groups_of_views_and_of_zeros(form: Grouped) -> None:
     """A transposed tensor is what its copy is; zeros stay zeros, among others too; the sign of a code is kept."""
-    t = torch.randn(6, 32, 5).mT
-    assert all(torch.equal(a, b) for a, b in zip(form.keep(t), form.keep(t.contiguous()), strict=True))
+    for t in (torch.randn(6, 32, 5).mT, torch.randn(48, 7).T, torch.randn(1, 16, 3, 5).movedim(1, -1)):
+        for a, b in zip(form.keep(t), form.keep(t.contiguous()), strict=True):
+            assert torch.equal(a, b)
+            assert a.is_contiguous(), "kernels read codes as they lie in memory"
     t = torch.randn(4, 64)
     t[1], t[2, ::2] = 0, 0
     back = form.restore(form.keep(t), t.shape, t.dtype)

@@ -11,7 +11,7 @@ from hotrain.compress import formats, rules
 
 # operator → what the policy calls its entry
 ENTRIES = {
-    "gelu": "slope",
+    "gelu": "gelu",
     "silu": "curve",
     "layer_norm": "norm",
     "rms_norm": "norm",
@@ -25,7 +25,6 @@ ENTRIES = {
     "linear": "linear",
     "conv2d": "conv",
 }
-_KEYS = {"slope": "curve"}  # entry → where the rule book has it, if not under its own name
 TOGETHER = ("all", "methods")  # what comes behind the model's name in a subject that is no operator
 _NOT_YET = (
     "*Nothing is recorded yet: `python benchmarks/formats.py --data cifar10.npz --out "
@@ -81,7 +80,7 @@ def rule_book(folder: Path = records.RESULTS) -> str:
         is_looked_up = rule.aten or rule.decomposed
         compiled = rule.compiled or ("the same" if is_looked_up or not rule.rounds else "the same, by its parts")
         own = [f"{form} ({key})" if len(rule.formats) > 1 else form for key, form in rule.formats.items()]
-        mine = [operator for operator, entry in ENTRIES.items() if _KEYS.get(entry, entry) in rule.formats]
+        mine = [operator for operator, entry in ENTRIES.items() if entry in rule.formats]
         errors = [text for operator in mine for text in _errors(rows, operator)]
         because = rule.because or rules.BECAUSE[rules.strictest(rule.arguments.values() or [rule.saved])]
         cells = [rule.name, ", ".join(own), ", ".join(eager), compiled, because, "; ".join(errors)]
@@ -138,9 +137,7 @@ def _model(row: dict[str, Any]) -> str:
 
 def _today(operator: str) -> str:
     entry = ENTRIES[operator]
-    if entry == "slope":
-        return f"slope {formats.SLOPES.bits} bits"
-    return f"input {formats.FORMATS[entry]}" if entry == "curve" else formats.FORMATS[entry]
+    return f"input {formats.FORMATS[entry]}" if entry in ("gelu", "curve") else formats.FORMATS[entry]
 
 
 def _conditions(rows: list[dict[str, Any]]) -> str:

@@ -47,12 +47,15 @@ class Origin:
         recipe: of `hotrain.compress.rematerialize`.
         tensors: what the recipe takes; a preceding op saves them anyway.
         remake: (recipe, saved tensors, shape, dtype) → the input (`hotrain.compress.codes`).
+        coded: the same, to the codes of the input as a matrix, from which kernels make a layer's own; None where none
+            reads them.
         by_heads: whether it is attention's result, of which the transpose alone can be made.
     """
 
     recipe: str
     tensors: tuple[Tensor | None, ...]
     remake: Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], Tensor]
+    coded: Callable[[str, Sequence[Tensor | None], Sequence[int], torch.dtype], kernels.Coded | None]
     by_heads: bool = False
 
 
@@ -73,11 +76,16 @@ def reference_key(key: Key) -> draws.Key:
     return found
 
 
-def pack(x: Tensor, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
-    """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not."""
+def pack(x: Tensor | kernels.Coded, key: Key, config: Config, lay: Layout, history: AmaxHistory | None) -> Packed:
+    """The codes of P x with their scale, as forward saves them for g_w; None in place of a scale that there is not.
+
+    Backward packs an x that it would rematerialize; kernels take the codes that it would be made of.
+    """
     if config.kernels:
-        kept: Packed = KERNELS[x.device.type].keep(x.reshape(-1, x.shape[-1]), config.method, lay, key, history)
+        matrix = x if isinstance(x, kernels.Coded) else x.reshape(-1, x.shape[-1])
+        kept: Packed = KERNELS[x.device.type].keep(matrix, config.method, lay, key, history)
         return kept
+    assert isinstance(x, Tensor)
     word = reference_key(key)
     spec = config.method.saved
     rows = project(x, lay, word, widened=spec.bits is not None)
@@ -208,8 +216,8 @@ class Call:
         exact = self.config.geometry is not None or self.config.method.forward == "exact"
         return autocast(x), autocast(w) if exact else w, None if b is None else autocast(b)
 
-    def pack(self, x: Tensor, key: Key) -> Packed:
-        if self.traced is None:
+    def pack(self, x: Tensor | kernels.Coded, key: Key) -> Packed:
+        if self.traced is None or isinstance(x, kernels.Coded):
             return pack(x, key, self.config, self.layout, self.history)
         if self.config.method.saved.bits is None and self.config.method.grad_weight.tile == 1:
             return x.reshape(-1, x.shape[-1]), x.new_empty(0)  # x itself: no operator may return its input
@@ -362,7 +370,7 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         call, shape = ctx.call, ctx.shape
         with _plain(g_y):
-            w, key, packed, x = _saved(ctx)
+            w, key, packed, x = _saved(ctx, by_rows=True)
             if x is not None:
                 packed = call.pack(x, key)
             needs = ctx.needs_input_grad[:3]
@@ -402,7 +410,7 @@ class Conv2d(torch.autograd.Function):
         config = call.config
         with _plain(g_y):
             w, key, packed, x = _saved(ctx)
-            if x is not None:
+            if isinstance(x, Tensor):
                 packed = call.pack(_tokens(x, config), key)
             if config.overlaps:
                 g_x, g_w, g_b = call.gradients(g_y, w, packed, key, ctx.source, shape, ctx.w_dtype, needs)
@@ -432,7 +440,8 @@ def _save(
     trained = ctx.needs_input_grad[1]
     origin = origin if trained else None  # not on ctx: its tensors must be freed when autograd frees them
     ctx.call, ctx.shape, ctx.x_dtype, ctx.w_dtype, ctx.dtype = call, x.shape, x.dtype, w.dtype, x_cast.dtype
-    ctx.source, ctx.remake = ("", None) if origin is None else (origin.recipe, origin.remake)
+    ctx.source = "" if origin is None else origin.recipe
+    ctx.remake, ctx.coded = (None, None) if origin is None else (origin.remake, origin.coded)
     given = () if origin is None else origin.tensors
     word = torch.tensor(key, dtype=torch.int64, device="cpu") if call.config.draws and isinstance(key, int) else key
     saved = w if ctx.needs_input_grad[0] else None, word if call.config.draws else None
@@ -440,7 +449,11 @@ def _save(
     call.note(x_cast, packed, ctx.source, trained, w.shape[0])
 
 
-def _saved(ctx: Any) -> tuple[Tensor | None, Key, Packed, Tensor | None]:
-    """What `_save` saved: w, the key, the codes, and x if it has an origin."""
+def _saved(ctx: Any, by_rows: bool = False) -> tuple[Tensor | None, Key, Packed, Tensor | kernels.Coded | None]:
+    """What `_save` saved: w, the key, the codes, and x if it has an origin, or the codes of its rows if kernels run."""
     w, key, codes, scale, *given = ctx.saved_tensors
-    return w, key, (codes, scale), None if ctx.remake is None else ctx.remake(ctx.source, given, ctx.shape, ctx.dtype)
+    if ctx.remake is None:
+        return w, key, (codes, scale), None
+    origin = ctx.source, given, ctx.shape, ctx.dtype
+    x = ctx.coded(*origin) if by_rows and ctx.call.traced is None and ctx.call.config.kernels else None
+    return w, key, (codes, scale), ctx.remake(*origin) if x is None else x

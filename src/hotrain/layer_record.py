@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,15 @@ class AmaxHistory:
     def on(cls, device: torch.device) -> AmaxHistory:
         """An empty one."""
         return cls(torch.zeros(5, 2 + BINS, dtype=torch.int32, device=device))
+
+
+class Sized(Protocol):
+    """A tensor, or codes that stand for one: what a record reads of it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def numel(self) -> int: ...
 
 
 @dataclass
@@ -63,7 +73,7 @@ class Ran:
     elements: int = 0
     recomputed: bool = False
 
-    def kept(self, x: Tensor, tensors: Sequence[Tensor | None], in_backward: bool) -> None:
+    def kept(self, x: Sized, tensors: Sequence[Tensor | None], in_backward: bool) -> None:
         """Record the tensors that are saved of x, in forward, or in backward where that makes them again."""
         self.exact_bytes, self.elements, self.recomputed = x.nbytes, x.numel(), in_backward
         self.shapes = [(_name(t.dtype), t.nbytes) for t in tensors if t is not None]

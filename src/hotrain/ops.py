@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import autograd
 from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
-from .compress.codes import whole
+from .compress.codes import coded, whole
 from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
@@ -47,7 +47,7 @@ def _layer(
     found = Config.of(config)
     call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history)
     key = None if counter is None else _pinned_key(counter)
-    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), whole) if recipe else None)
+    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), whole, coded) if recipe else None)
 
 
 def _pinned_key(counter: Tensor) -> Tensor:
@@ -108,6 +108,28 @@ def _keep_fake(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> t
         shapes = [([lay.rows, *t.shape[1:]] if t.dim() else [], t.dtype) for t in one]
     codes, *scale = (x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
     return _pair((codes, scale[0] if scale else None), x)
+
+
+def _keep_from_codes(
+    given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype, key: Tensor | None, history: Tensor,
+    config: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`_keep` of what `compress.codes.whole` makes of a recipe."""
+    found, (amax, ran) = Config.of(config), _layer_with(history)
+    x = (coded(recipe, given, shape, dtype) if found.kernels else None) or whole(recipe, given, shape, dtype)
+    codes, scale = autograd.pack(x, key, found, found.layout(tuple(shape[:-1])), amax)
+    ran.kept(x, (codes, scale), True)
+    assert codes is not None
+    return _pair((codes, scale), codes)
+
+
+def _keep_from_codes_fake(
+    given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype, key: Tensor | None, history: Tensor,
+    config: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    first = given[0]
+    assert first is not None
+    return _keep_fake(first.new_empty(shape, dtype=dtype), key, history, config)
 
 
 def _forward(
@@ -188,6 +210,12 @@ _OF_GRADIENTS = (
 )
 for _schema, _run, _fake in (
     ("keep(Tensor x, Tensor? key, Tensor history, str config) -> (Tensor, Tensor)", _keep, _keep_fake),
+    (
+        "keep_from_codes(Tensor?[] given, str recipe, int[] shape, ScalarType dtype, Tensor? key, Tensor history, "
+        "str config) -> (Tensor, Tensor)",
+        _keep_from_codes,
+        _keep_from_codes_fake,
+    ),
     (
         "forward(Tensor x, Tensor w, Tensor? b, Tensor? key, Tensor history, str config, bool keeps) "
         "-> (Tensor, Tensor, Tensor)",

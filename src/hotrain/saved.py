@@ -203,7 +203,7 @@ class Grouped:
             t: (..., C), floating point.
 
         Returns:
-            Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1).
+            Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), contiguous: kernels read them.
         """
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
@@ -215,7 +215,7 @@ class Grouped:
         scale = (groups.abs().amax(-1, keepdim=True) * ((1 + 2.0**-8) / self.top)).to(_SCALE)
         divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
         codes = [self._codes(part / divisor, first) for first, part in parts(groups, self.bits)]
-        return pack_parts(codes, self.bits), scale
+        return pack_parts(codes, self.bits).contiguous(), scale.contiguous()  # not as a transposed t
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
         """Codes, from 0, of values divided by their scale, (rows, groups, n), each group from its element `first`."""

@@ -38,16 +38,18 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     v = torch.empty(64, device="cuda")
     codes = torch.empty(ROWS, 1, CHANNELS // 2, dtype=torch.uint8, device="cuda")
     scale, r = torch.empty(ROWS, 1, 1, dtype=BF16, device="cuda"), torch.empty(ROWS, device="cuda")
-    marks = torch.empty(ROWS, CHANNELS // 2, dtype=torch.uint8, device="cuda")
     norm = 1e-5, BF16, BF16, True, False
     yield "norm_forward", lambda x, w: OPS.norm_forward(x, None, w, w, *norm, False, None, None, 1.0), [x, w]
     two = torch.empty(2, device="cuda")
     yield "norm_forward", lambda x, w, f: OPS.norm_forward(x, x, w, None, *norm, True, w, f, 1.0), [x, w, two]
     backward = lambda *t: OPS.norm_backward(*t, None, BF16, True, torch.float32, None, 1.0)  # noqa: E731
     yield "norm_backward", backward, [x, codes, scale, r, w]
-    yield "activate", lambda x, w: OPS.activate(x, "gelu", w), [x, w]
-    yield "slope_gradient", lambda x, marks: OPS.slope_gradient(x, marks, "gelu", True), [x, marks]
-    yield "slope_gradient", lambda x, marks: OPS.slope_gradient(x, marks, "gelu", False), [x, marks]
+    yield "activate", lambda x, w: OPS.activate(x, "gelu", "int8", w), [x, w]
+    bytes_of_x = torch.empty(ROWS, 2, CHANNELS // 2, dtype=torch.uint8, device="cuda")
+    scales = torch.empty(ROWS, 2, 1, dtype=BF16, device="cuda")
+    for sums in (True, False):
+        gradient = lambda x, *t, s=sums: OPS.activation_gradient(x, *t, "gelu", "int8", s)  # noqa: E731
+        yield "activation_gradient", gradient, [x, bytes_of_x, scales]
     yield "keep_codes", lambda x: OPS.keep_codes(x, "int8"), [x]
     restored = lambda *t: OPS.restore_codes([*t, None], RECIPE, [4, ROWS // 4, CHANNELS], BF16)  # noqa: E731
     yield "restore_codes", restored, [codes, scale, w]

@@ -46,7 +46,7 @@ class Case:
 
 def _slope(f: Callable[..., Tensor], name: str, shape: tuple[int, ...] = (2, 7, 48)) -> Case:
     kind = ACTIVATIONS[name]
-    return Case(f, (shape,), (("curve" if kind.by_input else kind.levels or BITS, shape),))
+    return Case(f, (shape,), ((kind.by_input or kind.levels or BITS, shape),))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

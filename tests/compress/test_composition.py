@@ -507,7 +507,7 @@ def test_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["NewGELUActivation", "FastGELUActivation"])
 def test_gelu_that_a_model_writes_out_is_one_function_when_compiled(name: str) -> None:
-    """Eager mode runs the model's own operations; compiled, the derivative in 4 bits is all that is saved of it."""
+    """Eager mode runs the model's own operations; compiled, the codes of its input are all that is saved of it."""
     activations = pytest.importorskip("transformers.activations")
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(32, 64), getattr(activations, name)(), nn.Linear(64, 8)).train()
@@ -525,11 +525,11 @@ def test_gelu_that_a_model_writes_out_is_one_function_when_compiled(name: str) -
     model.zero_grad()
     y = torch.compile(model, backend=backend)(x)
     y.square().mean().backward()
-    assert sum("hotrain.slope" in target for target in kept) == 1
+    assert sum("hotrain.curve" in target for target in kept) == 1
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
     for p, grad in zip(model.parameters(), exact, strict=True):
-        # Of dithered derivatives in steps of 1/11, without bias, and x of the second layer in int4.
-        assert (p.grad - grad).norm() < 0.2 * grad.norm()
+        # Derivatives and the second layer's x are of codes of 8 bits, half a step of 1/127 of a group's largest off.
+        assert (p.grad - grad).norm() < 0.01 * grad.norm()
     hotrain.revert(model)
     assert type(model[1]).__name__ == name
     assert not any("hotrain" in key for key in model[1].__dict__)

@@ -93,10 +93,11 @@ def test_what_does_not_run_alone_has_no_time(clock: list[float], monkeypatch: py
 def test_what_a_formula_reaches_of_the_roof(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler's GELU takes as long as its error function: beside it a kernel of the same bytes gains more."""
     graph = Graph()
-    g, marks = graph.placeholder("g"), graph.placeholder("marks")
-    g.meta["val"], marks.meta["val"] = torch.empty(64, 32), torch.empty(64, 32, dtype=torch.uint8)
-    node = graph.call_function(torch.ops.hotrain.slope_gradient.default, (g, marks, name, False))
+    g, codes, scale = (graph.placeholder(word) for word in ("g", "codes", "scale"))
+    g.meta["val"], codes.meta["val"] = torch.empty(64, 32), torch.empty(64, 1, 32, dtype=torch.uint8)
+    scale.meta["val"] = torch.empty(64, 1, 1, dtype=torch.bfloat16)
+    node = graph.call_function(torch.ops.hotrain.activation_gradient.default, (g, codes, scale, name, "int8", False))
     node.meta["val"] = torch.empty(64, 32), torch.empty(0)
     monkeypatch.setattr(costs, "_measured", {})
-    ours, exact = 64 * 32 * (4 + 1 + 4) / 4e12, 64 * 32 * 3 * 4 / 4e12
+    ours, exact = (64 * 32 * (4 + 1 + 4) + 64 * 2) / 4e12, 64 * 32 * 3 * 4 / 4e12
     assert costs.excess(node, Roofs(4e12, 7e14)) == pytest.approx(1e3 * (ours - exact / share), rel=1e-9)

@@ -55,7 +55,7 @@ def test_functions(name: str) -> None:
     """Of contiguous tensors alone: of others their caller makes none."""
     for shape in ((8, 32), (4, 6, 32), IMAGE):
         for bias in (None, torch.randn(shape[-1])):
-            _as_promised(KERNELS.activate, torch.randn(shape), name, bias)
+            _as_promised(KERNELS.activate, torch.randn(shape), name, "int8", bias)
 
 
 @pytest.mark.parametrize("name", ["", "relu", "silu"])

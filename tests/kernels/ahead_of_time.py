@@ -32,6 +32,7 @@ from hotrain.kernels import (
     pooling,
     quantize_kernels,
 )
+from hotrain.kernels.formats import Coded
 from hotrain.transform.tokens import layout
 
 TYPES = {
@@ -74,10 +75,10 @@ def calls() -> None:
             norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, True, None, factor, 1.25)
             norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16, factor, 1.25)
         norm.pack(x, None, r, True)
-        y, marks = activation.activate(x, "gelu", (-2, 11), w)
-        activation.slope_gradient(y, marks, (-2, 11), 1.0, sums=True)
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
+            y, *kept = codes.activate(x, "gelu", 128, bits, w)
+            codes.gradient(y, *kept, "gelu", bits, sums=True)
         gated.gradient(x, [*codes.pack(x, 128), *codes.pack(x, 128)], "silu")
     activation.bits_gradient(*activation.bits(x, "relu"))
     activation.bits_gradient(x, activation.flags(x > 0), 1.25)
@@ -106,6 +107,9 @@ def layers(fp8: bool) -> None:
         x, g_y, w = (torch.empty(size, 64, dtype=torch.bfloat16) for size in (2048, 2048, 96))
         kept, side = dispatch.keep(x, method, lay, key, history)
         lift.lift(kept, side[:1], dispatch._rows(side), lay, 64, torch.bfloat16)
+        own, one = torch.empty(2048, 1, 32, dtype=torch.uint8), torch.empty(2048, 1, 1, dtype=torch.bfloat16)
+        coded = Coded(own, one, torch.empty(64), torch.empty(64), True, "", 4, torch.bfloat16)
+        dispatch.keep(coded, method, lay, key, history)
         dispatch.grad_codes(g_y, side, method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue

@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hotrain import autograd
-from hotrain.compress.operators.activation import _activate
 from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS, activation, batch_norm, gated, rows_in_memory
@@ -26,7 +25,6 @@ from hotrain.saved import Bits, Grouped, group_size, unpack_parts
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BITS = Bits(neighbours=True)
 LEVELS = {name: ACTIVATIONS[name].levels for name in FUNCTIONS if name}
-SLOPED = [name for name in LEVELS if LEVELS[name]]
 # (rows, C): one row of the fewest channels, a half that is no power of two, a tile exactly and one row more, the tokens
 # of a ViT, three blocks of 32 columns and a half, many tiles of one program, the channels of a ViT, the most of ResNet.
 SHAPES = [(1, 16), (7, 48), (49, 64), (197, 96), (1000, 48), (33, 224), (49, 768), (3, 2048)]
@@ -35,7 +33,6 @@ ODD_EIGHTS = [(5, 8), (19, 24), (7, 40), (33, 72), (3, 216)]
 # float32 in another order, with approximate exponentials: of the magnitudes that are added, and of 1 for f's own.
 CLOSE = 2.0**-20
 # Called with lists of tensors, whose types no checker tells apart.
-activate: Any = activation.activate
 normalize: Any = batch_norm.normalize
 norm_gradient: Any = batch_norm.gradient
 # numpy, of which the interpreter is made, warns of infinities and NaN.
@@ -359,68 +356,83 @@ def assert_slopes(got: Tensor, want: Tensor, name: str) -> None:
     assert few(apart != 0, 0.01 if name == "gelu" else 1e-4)
 
 
-@pytest.mark.parametrize("name", SLOPED)
+# Rows of one group, of several, of groups that are no power of two; the channels of a ViT.
+GROUPS = [(1, 16, 16), (7, 48, 48), (197, 96, 96), (33, 224, 112), (5, 768, 128)]
+SMOOTH = ["gelu", "gelu_tanh", "silu", "hardswish"]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (7, 48), (197, 96), (33, 224), (5, 768)])
-def test_a_function_and_its_slopes(
-    rows: int, columns: int, name: str, dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "columns", "group"), GROUPS)
+def test_a_function_and_its_arguments_codes(
+    rows: int, columns: int, group: int, bits: int, name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Values near float64's, slopes within a level of the function's own and as the definition's codes."""
+    """Values near float64's, and the codes that the packing kernel writes, to the bit."""
     x = (torch.randn(rows, columns, device=device) * 3).to(dtype)
-    y, marks = activate(x, name, levels_of(name))
-    kind = ACTIVATIONS[name]
-    assert kind.levels is not None
-    want = kind.f(x.double())
-    assert (y.dtype, marks.shape) == (dtype, (rows, columns // 2))
+    y, *kept = B.activate(x, name, group, bits)
+    want = ACTIVATIONS[name].f(x.double())
+    assert y.dtype == dtype
     assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + x.double().abs())).all()
-    assert ((slopes(name, marks, columns) - true_slope(name, x)).abs() <= 1 / kind.levels.per_one + CLOSE).all()
-    assert_slopes(marks, kind.levels.keep(x, kind.slope)[0], name)
+    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(x, group, bits), strict=True))
 
 
 @pytest.mark.parametrize(
     ("dtype", "added"),
     [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)],
 )
-@pytest.mark.parametrize(("rows", "columns"), [(7, 48), (97, 96), (5, 768)])
+@pytest.mark.parametrize(("rows", "columns", "group"), [(7, 48, 48), (97, 96, 48), (5, 768, 128)])
 def test_a_function_of_a_sum_with_a_bias(
-    rows: int, columns: int, dtype: torch.dtype, added: torch.dtype, device: torch.device, monkeypatch: Any
+    rows: int, columns: int, group: int, dtype: torch.dtype, added: torch.dtype, device: torch.device
 ) -> None:
-    """Which is not rounded before the function."""
+    """Which is not rounded before the function, nor before its codes."""
     x, bias = (torch.randn(rows, columns, device=device) * 3).to(dtype), torch.randn(columns, device=device).to(added)
-    y, marks = activate(x, "gelu", levels_of("gelu"), bias)
-    total = x.double() + bias.double()
-    want = ACTIVATIONS["gelu"].f(total)
-    defined_y, codes = defined(monkeypatch, _activate, x, "gelu", bias)
-    for got in (y, defined_y):
-        assert got.dtype == dtype
-        assert ((got.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + total.abs())).all()
-    assert_slopes(marks, codes, "gelu")
+    y, *kept = B.activate(x, "gelu", group, 8, bias)
+    total = x.float() + bias.float()
+    want = ACTIVATIONS["gelu"].f(total.double())
+    assert y.dtype == dtype
+    assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + total.double().abs())).all()
+    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(total, group, 8), strict=True))
 
 
-@pytest.mark.parametrize("name", SLOPED)
-def test_slopes_have_no_bias(name: str, device: torch.device) -> None:
-    """Equal slopes in a row: the mean of n errors of thresholds equally distributed is of a level · log n / n."""
-    x = torch.linspace(-4, 4, 16, device=device)[:, None].repeat(1, 2048)
-    _, marks = activate(x, name, levels_of(name))
-    levels = LEVELS[name]
-    assert levels is not None
-    error = (slopes(name, marks, 2048) - true_slope(name, x)).mean(1)
-    assert (error.abs() <= 4 * math.log(2048) / 2048 / levels.per_one).all()
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "columns", "group"), [*GROUPS, (2100, 64, 64)])
+def test_a_gradient_from_an_arguments_codes(
+    rows: int, columns: int, group: int, bits: int, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """g f'(x̂), and its sums by channel, of many rows as well."""
+    x, g = (torch.randn(rows, columns, device=device) * 3 for _ in range(2))
+    g = g.to(dtype)
+    kept = B.pack(x, group, bits)
+    at = B.unpack(*kept, bits, torch.float32)
+    want = g.double() * true_slope(name, at)
+    got, none = B.gradient(g, *kept, name, bits)
+    again, sums = B.gradient(g, *kept, name, bits, sums=True)
+    allowed = CLOSE * (1 + at.double().abs()) * g.double().abs() + rounding(dtype, want)
+    if name == "hardswish":  # whose derivative jumps at ±3, which a value may be a last bit away from
+        allowed = torch.where((at.abs() - 3).abs() < 1e-5, g.double().abs() + 1, allowed)
+    assert ((got.double() - want).abs() <= allowed).all()
+    assert none.numel() == 0
+    assert torch.equal(again, got)
+    close = 2.0**-18 * want.abs().sum(0) + allowed.sum(0) + 1e-6
+    assert ((sums.double() - want.sum(0)).abs() <= close).all()
 
 
-@pytest.mark.parametrize("name", SLOPED)
-def test_slopes_of_what_is_far_out_and_of_nan(name: str, device: torch.device) -> None:
-    """Nothing is passed on, or all of it, exactly; a NaN gives one, and its gradient passes."""
-    x = torch.randn(3, 64, device=device)
-    x[0], x[1, ::2], x[2, 40] = -30, 30, float("nan")
-    y, marks = activate(x, name, levels_of(name))
-    back = slopes(name, marks, 64)
-    assert (back[0] == 0).all()
-    assert (y[0].abs() < 1e-9).all()
-    assert (back[1, ::2] == 1).all()
-    assert (y[1, ::2] == 30).all()
-    assert back[2, 40] == 1
-    assert y.isnan().nonzero().tolist() == [[2, 40]]
+def test_what_is_far_out_or_not_finite_in_codes_of_a_function(device: torch.device) -> None:
+    """Far out nothing is passed on, or all of it; a NaN makes its group's gradients NaN, and no other's."""
+    x = torch.randn(4, 64, device=device)
+    x[0], x[1], x[2, 40] = -30, 30, float("nan")
+    for name in SMOOTH:
+        y, *kept = B.activate(x, name, 32, 8)
+        g_x, _ = B.gradient(torch.ones_like(x), *kept, name, 8)
+        assert (g_x[0].abs() <= 1e-6).all()
+        assert (g_x[1] == 1).all()
+        assert y[2, 40].isnan()
+        assert g_x[2, 32:].isnan().all()
+        assert g_x[2, :32].isfinite().all()
+        assert g_x[3].isfinite().all()
 
 
 # ---- batch norm, what is added, and the function behind ----
@@ -745,7 +757,8 @@ def test_wide_places_are_the_same_places(
 
     def everything() -> list[Tensor]:
         found = [*B.pack(x, 64, 4), *B.pack(x, 64, 8), B.make(two, torch.float32)]
-        found += activate(norm.x, "gelu", levels_of("gelu"))
+        found += B.activate(norm.x, "gelu", 96, 8)
+        found += B.gradient(norm.x, *found[-2:], "gelu", 8, sums=True)
         found += [bits := activation.flags(norm.x[:32] > 0), activation.bits_gradient(norm.x[:32], bits, 2.0)]
         found += gated.gradient(torch.ones(37, 256, device=device), [*two[0][:2], *two[1][:2]], "silu")
         for name in ("relu", "silu"):

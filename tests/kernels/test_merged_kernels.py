@@ -155,9 +155,9 @@ def test_sums_and_casts_around_norms_are_merged(
         assert all(node.args[5] is not None for node in gradients), "the shortcut's gradient"
     if autocast:
         assert sum(node.args[8] == torch.bfloat16 for node in gradients) >= 1, "the next product's copy"
-    slopes = merged.calls("backward", torch.ops.hotrain.slope_gradient.default)
-    assert [node.args[-1] for node in slopes] == [True], "wide's bias gradient"
-    assert not any(node.args[-1] for node in plain.calls("backward", torch.ops.hotrain.slope_gradient.default))
+    functions = merged.calls("backward", torch.ops.hotrain.activation_gradient.default)
+    assert [node.args[-1] for node in functions] == [True], "wide's bias gradient"
+    assert not any(node.args[-1] for node in plain.calls("backward", torch.ops.hotrain.activation_gradient.default))
 
 
 class Images(nn.Module):
@@ -259,13 +259,13 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     """Nothing where layers gain enough; attention first where they lose; all that can be where they lose more."""
     none, least, error = chosen(1e3, device, monkeypatch)
     torch._dynamo.reset()
-    some, more, smaller = chosen(0.0, device, monkeypatch)
+    some, more, smaller = chosen(-6e-4, device, monkeypatch)
     torch._dynamo.reset()
     every, most, smallest = chosen(-1e3, device, monkeypatch)
     assert none == {}
     assert some["scaled_dot_product_attention"] == (1, 1)
     assert every["scaled_dot_product_attention"] == (1, 1)
-    assert every["linear (exact product)"][0] == every["linear (exact product)"][1] == 3
+    assert every["linear (exact product)"][0] == every["linear (exact product)"][1] == 2, "the third reads GELU's"
     assert least < more < most
     assert error > smaller > smallest > 0
     assert error < 0.2
@@ -292,7 +292,8 @@ def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     traced = Traced(model)
     got = step(traced.call, model, x, False)
     assert not traced.calls("forward", torch.ops.hotrain.keep_heads.default)
-    words = [str(n.args[1]) for n in traced.calls("backward", torch.ops.hotrain.restore_codes.default)]
+    readers = torch.ops.hotrain.restore_codes.default, torch.ops.hotrain.keep_from_codes.default
+    words = [str(n.args[1]) for target in readers for n in traced.calls("backward", target)]
     assert sum(word.startswith("output,") for word in words) == 1
     assert difference(got, want) < 0.2
 
@@ -561,7 +562,7 @@ class Response(nn.Module):
         self.conv, self.wide = nn.Conv2d(32, 32, 3, padding=1), nn.Linear(32, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.gelu(self.wide(self.conv(x).permute(0, 2, 3, 1)))
+        y = F.mish(self.wide(self.conv(x).permute(0, 2, 3, 1)))
         return self.conv((y * y.norm(dim=(1, 2), keepdim=True) + y)[..., :32].permute(0, 3, 1, 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import FUNCTIONS, rows_in_memory
+from ..kernels import FUNCTIONS, Coded, channels_at_once, rows_in_memory
 from ..saved import group_size
 from . import rematerialize
 from .formats import GROUPED
 from .launcher import launch, opaque, operator_for, supported, supported_in_eager
 from .rematerialize import Activated, Codes, Normed, Product, Recipe
 
+_LEAST_AT_ONCE = 16  # channels of a row of codes that a layer's kernel reads
 LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
 
@@ -67,6 +69,49 @@ def unpack(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch
 # ---- by a recipe: from the codes of the operator before ----
 
 
+def coded(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Coded | None:
+    """What `whole` would make, of shape (..., C), as codes of its rows; None where no kernel reads them so."""
+    if not has_coded_rows(recipe, int(shape[-1])):
+        return None
+    codes, scale, *parameters = tensors
+    if codes is None or scale is None or not supported(codes.device, dtype):
+        return None
+    if any(t is not None and (t.dim() != 1 or not t.is_contiguous()) for t in parameters):
+        return None
+    ((normed, name),) = factors_of(recipe) or ()
+    w, b = parameters if normed else (None, None)
+    rows = math.prod(shape[:-1])
+    return Coded(
+        codes.view(rows, -1, codes.shape[-1]), scale.view(rows, -1, 1), w, b, normed, name, bits_of(recipe), dtype
+    )
+
+
+@cache
+def has_coded_rows(recipe: str, columns: int) -> bool:
+    """Whether a matrix of so many columns has rows of whole groups of a recipe's codes."""
+    factors = factors_of(recipe)
+    if factors is None or len(factors) > 1 or not rematerialize.is_in_order(recipe):
+        return False
+    own, normed = _codes_of(recipe), factors[0][0]
+    group = group_size(own.columns, GROUPED[own.form].whole)
+    fits = columns % group == 0 and (own.columns == columns or not normed)
+    return fits and channels_at_once(bits_of(recipe), group) >= _LEAST_AT_ONCE
+
+
+def _codes_of(recipe: str) -> Codes:
+    """The codes of a recipe's first factor."""
+    part: Any = rematerialize.parsed(recipe)
+    while not isinstance(part, Codes):
+        part = part.a if isinstance(part, Product) else part.inner
+    return part
+
+
+@cache
+def bits_of(recipe: str) -> int:
+    """Of the codes of a recipe's first factor."""
+    return GROUPED[_codes_of(recipe).form].bits
+
+
 def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`rematerialize.make` for a consumer that reads the tensor from memory: a product, a convolution, a kernel."""
     first = tensors[0]
@@ -89,6 +134,8 @@ def factors_of(recipe: str) -> tuple[tuple[bool, str], ...] | None:
     factors = [factor for factor in found if factor is not None]
     if len(factors) < len(found) or len({(c.form, c.columns, c.kind == "image") for c, _, _ in factors}) > 1:
         return None
+    if len(factors) > 1 and GROUPED[factors[0][0].form].bits != 4:
+        return None
     return tuple((normed, name) for _, normed, name in factors)
 
 
@@ -99,11 +146,11 @@ def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
         name, part = part.name, part.inner
     normed = isinstance(part, Normed)
     codes = part.inner if isinstance(part, Normed) else part
-    # The kernel has a table for f; it takes 4-bit codes, whatever their rounding.
+    # The kernels have a table for f; they take codes of 4 or 8 bits, whatever their rounding.
     if not isinstance(codes, Codes) or codes.kind not in ("values", "image", "output") or name not in FUNCTIONS:
         return None
     spec = GROUPED[codes.form]
-    if spec.bits != 4 or codes.columns % group_size(codes.columns, spec.whole):
+    if spec.bits not in (4, 8) or codes.columns % group_size(codes.columns, spec.whole):
         return None
     return codes, normed, name
 
@@ -131,7 +178,7 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
         mine = given[at : at + 4] if normed else (*given[at : at + 2], None, None)
         factors.append((*mine, normed, name))
         at += 4 if normed else 2
-    rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
+    rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype, bits_of(recipe))
     # Sizes one by one: of a `torch.Size` it takes PyTorch longer.
     return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(*shape)
 

@@ -40,7 +40,7 @@ def _norm_backward(node: Node) -> int:
     return bytes_of(g) + 2 * bytes_of(g_x)  # x is of g_x's dtype
 
 
-def _slope_gradient(node: Node) -> int:
+def _activation_gradient(node: Node) -> int:
     """The layer before sums the result for its bias, which `fusing` makes a part of the operator."""
     return (3 + _is_summed(node)) * bytes_of(node.args[0])
 
@@ -72,7 +72,7 @@ _EXACT: dict[Any, Callable[[Node], int]] = {
     _ops.norm_forward.default: _norm_forward,
     _ops.norm_backward.default: _norm_backward,
     _ops.activate.default: lambda node: 2 * bytes_of(node.args[0]),
-    _ops.slope_gradient.default: _slope_gradient,
+    _ops.activation_gradient.default: _activation_gradient,
     _ops.gated_gradient.default: lambda node: 5 * bytes_of(node.args[0]),  # reads g_y, x and b, writes both gradients
     _ops.channel_statistics.default: lambda node: bytes_of(node.args[0]),
     _ops.normalize.default: lambda node: 2 * bytes_of(node.args[0]) + bytes_of(node.args[5]),

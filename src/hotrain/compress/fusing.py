@@ -12,6 +12,10 @@ f is of a dropout, whose bits it is, or of stochastic depth, a number for each s
 The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
 before. The bias of a convolution, which Inductor would add in a kernel of its own, is added by the norm or the
 activation function that reads the convolution. Sums are in float32 and rounded once, to the dtype that they had.
+
+What backward makes of an operator's codes for a converted layer, and packs again as the layer does, is not made:
+
+    keep(restore_codes(codes))  ──►   keep_from_codes(codes)
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from . import codes
 from .factors import Product
 from .formats import is_static
 from .nodes import CASTS, FLOATS, bytes_of, called, computed, is_alias, is_dense, is_pointwise, same_order, value_of
@@ -37,8 +42,8 @@ _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 def fuse(graph: Graph) -> bool:
     """Merge in place; returns whether the graph has changed."""
     ours = torch.ops.hotrain
-    sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.slope_gradient: _Slope}
-    changed = _merge(graph, sums)
+    sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.activation_gradient: _Slope}
+    changed = _merge(graph, sums | {ours.keep: _Keep})
     # Behind them: casts that are gone do not read a convolution any more.
     return _merge(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 
@@ -149,9 +154,9 @@ class _Merging:
     def call(self, before: Node, target: Any, *args: Any) -> Node:
         return called(self.graph, before, self.node, target, *args)
 
-    def again(self, before: Node, args: Sequence[Any]) -> Node:
-        """The operator with other arguments, whose results take the place of the old ones."""
-        made = self.call(before, self.node.target, *args)
+    def again(self, before: Node, args: Sequence[Any], target: Any = None) -> Node:
+        """The operator, or another one, with other arguments; its results take the place of the old ones."""
+        made = self.call(before, target or self.node.target, *args)
         for result in list(self.node.users):
             part = self.call(before, operator.getitem, made, result.args[1])
             result.replace_all_uses_with(part)
@@ -484,3 +489,21 @@ def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
     for cast in casts:
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
         graph.erase_node(cast)
+
+
+class _Keep(_Merging):
+    """A layer's codes, of a tensor that is made of codes for nothing but such layers: made of them at once."""
+
+    def merge(self) -> None:
+        x: Any = self.node.args[0]
+        made = _base(x)
+        if made.target is not torch.ops.hotrain.restore_codes.default or not is_static(x.meta["val"]):
+            return
+        origin: Any = made.args
+        given, recipe, _, dtype = origin
+        shape = list(x.meta["val"].shape)
+        in_order = all(t.meta["val"].is_contiguous() for t in (x, made))
+        alone = all(user.target is torch.ops.hotrain.keep.default for user in _readers(made, ()))
+        if in_order and alone and codes.has_coded_rows(recipe, shape[-1]):
+            args = (given, recipe, shape, dtype, *self.node.args[1:])
+            self.again(self.node, args, torch.ops.hotrain.keep_from_codes.default)

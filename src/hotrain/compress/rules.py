@@ -203,10 +203,10 @@ ACTIVATION = _row(
     "gelu, silu, mish, hardswish, sigmoid, tanh, hardsigmoid",
     "gelu silu mish hardswish sigmoid tanh hardsigmoid",
     decomposed=frozenset(("gelu", "silu", "mish", "hardswish", "sigmoid", "tanh", "hardsigmoid")),
-    formats={"curve": "int4 nearest"},
+    formats={"curve": "int4 nearest", "gelu": "int8"},
     compiled="int8",
     because="smooth, but for steps of the hard ones at ±3, where few elements are; hotrain's operators save the input "
-    "of silu and hardswish, of the others the derivative in 4 bits",
+    "of gelu, silu and hardswish, of the others the derivative in 4 bits",
 )
 NORMALIZATION = _row(
     "layer, RMS, group and batch norm",

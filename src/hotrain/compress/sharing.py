@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import Origin
 from ..private import constant_in_graphs, schema_of, version_of
-from .codes import whole
+from .codes import coded, whole
 from .mode_stack import traced_graph
 from .rules import SMALL
 
@@ -180,7 +180,7 @@ class Origins:
                 # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
                 # gathered them yet.
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
-        self.recent = ((known, Origin(recipe, kept, whole, by_heads)), *self.recent[: _RECENT - 1])
+        self.recent = ((known, Origin(recipe, kept, whole, coded, by_heads)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
         """Record, under Dynamo, that t is the result of this batch norm or activation."""

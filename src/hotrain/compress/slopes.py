@@ -23,15 +23,14 @@ class Activation:
         f: the function.
         slope: its derivative at x in float32.
         levels: the format of the derivative; None for a derivative of two values, in 1 bit per element.
-        by_input: whether x is saved instead, in the format of `formats.FORMATS`; backward makes from it the
-            derivative, and f(x) for the next layer. This halves the bytes, but backward computes f twice: not for GELU,
-            whose 4-bit derivative is read at memory bandwidth (docs/memory.md).
+        by_input: the name in `formats.FORMATS` of the format in which x is saved instead, "" for none; backward makes
+            from it the derivative, and f(x) for the next layer.
     """
 
     f: Callable[..., Tensor]
     slope: Callable[..., Tensor]
     levels: Levels | None = SLOPES
-    by_input: bool = False
+    by_input: str = ""
 
 
 # GELU's derivative is that of its tanh form, for both forms: the two differ by 0.0009 at most, and levels are 0.09
@@ -73,11 +72,13 @@ def _tanh_slope(x: Tensor) -> Tensor:
 LEAKS = {0.01: "leaky_relu", 0.1: "leaky_relu 0.1", 0.2: "leaky_relu 0.2"}
 
 ACTIVATIONS = {
-    "gelu": Activation(F.gelu, _gelu_slope),
-    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope),
-    "silu": Activation(F.silu, _silu_slope, by_input=True),
+    "gelu": Activation(F.gelu, _gelu_slope, by_input="gelu"),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input="gelu"),
+    "silu": Activation(F.silu, _silu_slope, by_input="curve"),
     "mish": Activation(F.mish, _mish_slope),
-    "hardswish": Activation(F.hardswish, _hardswish_slope, Levels(4, first=-4, per_one=7), by_input=True),  # −½ to 1½
+    "hardswish": Activation(
+        F.hardswish, _hardswish_slope, Levels(4, first=-4, per_one=7), by_input="curve"
+    ),  # −½ to 1½
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
     "tanh": Activation(torch.tanh, _tanh_slope),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch

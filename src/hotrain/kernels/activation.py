@@ -2,28 +2,23 @@
 
 ::
 
-    activate        x (+ bias)  ──►  f(x), and codes of f'(x) in 4 bits        `saved.Levels.keep`
-    slope_gradient  g_y, codes  ──►  g_y f'(x)
-    bits            x           ──►  f(x), and a bit where f passes a gradient  `saved.Bits.keep`
-    bits_gradient   g_y, bits   ──►  g_y there (by a factor), 0 elsewhere
-    flags           mask        ──►  its bits
+    bits            x          ──►  f(x), and a bit where f passes a gradient  `saved.Bits.keep`
+    bits_gradient   g_y, bits  ──►  g_y there (by a factor), 0 elsewhere
+    flags           mask       ──►  its bits
+
+Functions that save their input are in `codes`.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import INTERPRETED, Plan, aligned, block_of, cdiv, is_wide, launch, multiprocessors, power_of_2
+from .launch import INTERPRETED, aligned, cdiv, is_wide, launch
 from .support import FUNCTIONS
 
-_TILE = 2048  # elements of a half of a tile
-_SUMMED_TILE = 1024  # where the sums of channels stay in registers
-_WAVES = 8  # programs per multiprocessor of those that leave sums
 _FLAT = 1024  # bytes of bits that a program makes or reads
 
 # ---- functions, by their numbers in `FUNCTIONS` ----
@@ -62,6 +57,14 @@ def _tanh(v):
 
 
 @triton.jit
+def _rough_tanh(v):
+    """To 2⁻¹¹, by one instruction."""
+    if _INTERPRETED:
+        return _tanh(v)
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [v], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _gauss(v):
     """Φ(v) and exp(−v²/2): Φ to 1e-7 (Abramowitz and Stegun, 7.1.26), with one exponential and few registers."""
     t = _reciprocal(1.0 + 0.23164189 * tl.abs(v))
@@ -87,6 +90,18 @@ def apply(v, F: tl.constexpr):
     elif F == _GELU_TANH:
         v = 0.5 * v * (1.0 + _tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)))
     return v
+
+
+@triton.jit
+def roughly(v, F: tl.constexpr):
+    """f(v) to 2⁻¹⁰ max(1, |v|), of a v in 8 bits or fewer for a result in as many: GELU in its tanh form, one tanh."""
+    if F == _GELU or F == _GELU_TANH:
+        half = 0.5 * v
+        return half + half * _rough_tanh(v * (0.7978845608028654 + 0.035677408136300125 * v * v))
+    if F == _SILU:
+        half = 0.5 * v
+        return half + half * _rough_tanh(half)
+    return apply(v, F)
 
 
 @triton.jit
@@ -117,152 +132,6 @@ def is_closed(v, F: tl.constexpr):
     if F == RELU6:
         closed = closed | (v >= 6.0)
     return closed
-
-
-@triton.jit
-def slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
-    """`saved.Levels` of a derivative, in 4 bits."""
-    # `saved.dither` plus one, built in the mantissa.
-    word = (((row * -0x3EC05657 + at * -0x6E1EF25B) >> 9) & 0x7FFFF8) | 0x3F800000
-    steps = slope * PER_ONE + (word.to(tl.float32, bitcast=True) - (1.0 + FIRST))
-    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), PER_ONE - FIRST)
-    return steps.to(tl.int32)
-
-
-# ---- derivatives of 4 bits ----
-
-
-@triton.jit
-def _activate_kernel(
-    x, bias, y, marks, rows, blocks, F: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    FIRST: tl.constexpr, PER_ONE: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Halves of rows, BLOCK columns of each, `blocks` to a row."""
-    HALF: tl.constexpr = C // 2
-    program = tl.program_id(0)
-    row = (program // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < HALF) if HALF % BLOCK != 0 else (row < rows) & (column >= 0)
-    place = row.to(tl.int64) if WIDE else row
-    low = tl.load(x + place * C + column, mask=inside, other=0).to(tl.float32)
-    high = tl.load(x + place * C + HALF + column, mask=inside, other=0).to(tl.float32)
-    if HAS_BIAS:
-        # A row's bias for each row: read as a vector, Triton would compute f in the layout of that, too.
-        own = tl.broadcast_to(column, (ROWS, BLOCK))
-        low += tl.load(bias + own, mask=inside, other=0).to(tl.float32)
-        high += tl.load(bias + HALF + own, mask=inside, other=0).to(tl.float32)
-    low, slope_l = with_slope(low, F)
-    high, slope_h = with_slope(high, F)
-    packed = slope_code(slope_l, row, column, FIRST, PER_ONE)
-    packed = packed | (slope_code(slope_h, row, column + HALF, FIRST, PER_ONE) << 4)
-    tl.store(marks + place * HALF + column, packed.to(tl.uint8), mask=inside)
-    tl.store(y + place * C + column, low.to(y.dtype.element_ty), mask=inside)
-    tl.store(y + place * C + HALF + column, high.to(y.dtype.element_ty), mask=inside)
-
-
-def activate(x: Tensor, name: str, levels: tuple[int, int], bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """An activation function, of x or of x + bias, and its derivative in 4 bits.
-
-    Args:
-        x: (rows, C), contiguous, C even.
-        name: of the function, a key of `FUNCTIONS`.
-        levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
-        bias: (C,), contiguous, added in float32; None for 0.
-
-    Returns:
-        f(x + bias), (rows, C) in x's dtype, and the codes of `saved.Levels`, uint8 (rows, C/2).
-    """
-    rows, columns = x.shape
-    y, marks = torch.empty_like(x), torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
-    dtypes = x.dtype, None if bias is None else bias.dtype
-    _activates(x.device, rows, columns, dtypes, name, levels).run(x, x if bias is None else bias, y, marks)
-    return y, marks
-
-
-@functools.cache
-def _activates(
-    device: torch.device, rows: int, columns: int, dtypes: tuple[torch.dtype, torch.dtype | None], name: str,
-    levels: tuple[int, int],
-) -> Plan:  # fmt: skip
-    block = block_of(columns // 2)
-    each, blocks = max(1, 1024 // block), cdiv(columns // 2, block)
-    constants = {
-        "F": FUNCTIONS[name], "C": columns, "BLOCK": block, "ROWS": each, "FIRST": float(levels[0]),
-        "PER_ONE": float(levels[1]), "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(rows * columns),
-    }  # fmt: skip
-    return Plan(_activate_kernel, cdiv(rows, each) * blocks, constants, (rows, blocks))
-
-
-@triton.jit
-def _slope_gradient_kernel(
-    g, marks, g_x, parts, rows, blocks, lanes, FIRST: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Derivatives are (code + FIRST) STEP. ACROSS is the number of blocks of columns; `lanes` programs share one."""
-    lane = tl.program_id(0) // ACROSS
-    column = (tl.program_id(0) % ACROSS) * BLOCK + tl.arange(0, BLOCK)
-    there = column < HALF
-    sum_l = tl.zeros((ROWS, BLOCK), tl.float32)
-    sum_h = tl.zeros((ROWS, BLOCK), tl.float32)
-    for number in tl.range(lane, blocks, lanes, num_stages=2):
-        row = number * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & there[None, :]
-        place = (row.to(tl.int64) if WIDE else row)[:, None]
-        packed = tl.load(marks + place * HALF + column[None, :], mask=inside, other=0).to(tl.int32)
-        at = place * (2 * HALF) + column[None, :]
-        low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * (((packed & 15).to(tl.float32) + FIRST) * STEP)
-        high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * (
-            (((packed >> 4) & 15).to(tl.float32) + FIRST) * STEP
-        )
-        tl.store(g_x + at, low.to(g_x.dtype.element_ty), mask=inside)
-        tl.store(g_x + at + HALF, high.to(g_x.dtype.element_ty), mask=inside)
-        if SUMS:
-            sum_l += low
-            sum_h += high
-    if SUMS:
-        left = parts + lane.to(tl.int64) * (2 * HALF) + column
-        tl.store(left, tl.sum(sum_l, axis=0), mask=there)
-        tl.store(left + HALF, tl.sum(sum_h, axis=0), mask=there)
-
-
-def slope_gradient(
-    g: Tensor, marks: Tensor, levels: tuple[int, int], factor: float, sums: bool = False
-) -> tuple[Tensor, Tensor]:
-    """g_x = g f'(x) factor, with f'(x) in 4 bits, and Σ g_x per channel, the bias gradient of the layer before.
-
-    Args:
-        g: (rows, C), contiguous, C even.
-        marks: codes of the derivative, uint8 (rows, C/2).
-        levels: the lowest level, and the steps from 0 to 1 (`saved.Levels`).
-        factor: a number.
-        sums: whether the sums are wanted.
-
-    Returns:
-        g_x as g, and the sums, float32 (C,), empty if not wanted.
-    """
-    device, (rows, columns) = g.device, g.shape
-    plan = _slope_gradients(device, rows, columns, g.dtype, levels, factor, sums)
-    g_x = torch.empty_like(g)
-    parts = torch.empty(plan.numbers[-1] if sums else 0, columns, dtype=torch.float32, device=device)
-    plan.run(g, marks, g_x, parts)
-    return g_x, parts.sum(0) if sums else parts.view(-1)
-
-
-@functools.cache
-def _slope_gradients(
-    device: torch.device, rows: int, columns: int, dtype: torch.dtype, levels: tuple[int, int], factor: float,
-    sums: bool,
-) -> Plan:  # fmt: skip
-    half = columns // 2
-    block = min(power_of_2(half), 128 if sums else _TILE)
-    each = max(1, (_SUMMED_TILE if sums else _TILE) // block)
-    across, blocks = cdiv(half, block), cdiv(rows, each)
-    lanes = min(blocks, cdiv(_WAVES * multiprocessors(device), across)) if sums else blocks
-    constants = {
-        "FIRST": float(levels[0]), "STEP": factor / levels[1], "HALF": half, "BLOCK": block, "ROWS": each,
-        "ACROSS": across, "SUMS": sums, "WIDE": is_wide(rows * columns),
-    }  # fmt: skip
-    return Plan(_slope_gradient_kernel, lanes * across, constants, (rows, blocks, lanes))
 
 
 # ---- derivatives of 1 bit ----

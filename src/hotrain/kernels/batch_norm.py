@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import apply, is_closed, slope_code, with_slope
+from .activation import apply, is_closed, with_slope
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of
 from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
@@ -25,6 +25,16 @@ from .support import FUNCTIONS
 
 # A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
 # multiple of 8; bits are packed as in `saved.Bits`.
+
+
+@triton.jit
+def _slope_code(slope, row, at, FIRST: tl.constexpr, PER_ONE: tl.constexpr):
+    """`saved.Levels` of a derivative, in 4 bits."""
+    # `saved.dither` plus one, built in the mantissa.
+    word = (((row * -0x3EC05657 + at * -0x6E1EF25B) >> 9) & 0x7FFFF8) | 0x3F800000
+    steps = slope * PER_ONE + (word.to(tl.float32, bitcast=True) - (1.0 + FIRST))
+    steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, 0.0), 15.0), PER_ONE - FIRST)
+    return steps.to(tl.int32)
 
 
 @triton.jit
@@ -169,8 +179,8 @@ def _normalize_kernel(
             line = row[:, None, None]
             v_l, slope_l = with_slope(v_l, F)
             v_h, slope_h = with_slope(v_h, F)
-            slopes = slope_code(slope_l, line, at, FIRST, PER_ONE)
-            slopes = slopes | (slope_code(slope_h, line, at + HALF, FIRST, PER_ONE) << 4)
+            slopes = _slope_code(slope_l, line, at, FIRST, PER_ONE)
+            slopes = slopes | (_slope_code(slope_h, line, at + HALF, FIRST, PER_ONE) << 4)
             tl.store(marks + place * HALF + at, slopes.to(tl.uint8), mask=inside)
         else:
             v_l, v_h = apply(v_l, F), apply(v_h, F)

@@ -4,7 +4,10 @@
 
     pack    x              ──►  codes and scales of its groups, int4 and int8      `saved.Grouped.keep`
     unpack  codes, scales  ──►  x                                                  `saved.Grouped.restore`
-    make    int4 codes     ──►  x, or γ x + β, or f of these, or a product of two  `compress.rematerialize.make`
+    make    codes          ──►  x, or γ x + β, or f of these, or a product of two  `compress.rematerialize.make`
+
+    activate    x (+ bias)          ──►  f(x), and codes and scales of x
+    gradient    g_y, codes, scales  ──►  g_y f'(x), and its sums by channel
 
 Inductor, given these formulas, reads a tensor once for a group's amax and once for its codes, and loads a scale, γ and
 β for every element of a matrix instead of once per row or column. Codes are packed in halves of a group
@@ -22,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import apply
-from .launch import Plan, block_of, cdiv, is_wide, power_of_2
+from .activation import apply, with_slope
+from .launch import Plan, block_of, cdiv, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
 
 _TILE = 2048  # elements of a half of a tile
+_WAVES = 8  # programs per multiprocessor of those that leave sums
 # Factor from amax to scale: a scale is rounded to bfloat16 and must not become smaller by that.
 LIFT4 = tl.constexpr((1 + 2.0**-8) / 7)
 _LIFT8 = tl.constexpr((1 + 2.0**-8) / 127)
@@ -249,9 +253,12 @@ def _make_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, HAS_W: tl.constexpr,
     HAS_B: tl.constexpr, NORMED: tl.constexpr, TWO: tl.constexpr, F2: tl.constexpr,
     HAS_W2: tl.constexpr, HAS_B2: tl.constexpr, NORMED2: tl.constexpr, WIDE: tl.constexpr,
-    ONE: tl.constexpr,
+    ONE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Groups of 2 HALF neighbours, `groups` to a row. w, b: (C,) of the first factor, w2, b2 of the second."""
+    """Groups of 2 HALF neighbours, `groups` to a row. w, b: (C,) of the first factor, w2, b2 of the second.
+
+    Codes of 8 bits are of one factor alone.
+    """
     segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = segment < segments
     place = segment.to(tl.int64) if WIDE else segment
@@ -262,7 +269,8 @@ def _make_kernel(
     for start in tl.static_range(0, HALF, BLOCK):
         column = (start + tl.arange(0, BLOCK))[None, :]
         inside = live[:, None] & (column < HALF) if HALF % BLOCK != 0 else live[:, None]
-        packed = tl.load(codes + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
+        if BITS == 4:
+            packed = tl.load(codes + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
         if TWO:
             packed2 = tl.load(codes2 + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
         for half in tl.static_range(2):
@@ -273,7 +281,12 @@ def _make_kernel(
                 wv = tl.load(w + at, mask=valid, other=0).to(tl.float32)
             if HAS_B:
                 bv = tl.load(b + at, mask=valid, other=0).to(tl.float32)
-            v = _value(low_codes(packed) if half == 0 else high_codes(packed), step, wv, bv, NORMED, F)
+            if BITS == 4:
+                steps = low_codes(packed) if half == 0 else high_codes(packed)
+            else:
+                own = place[:, None] * (2 * HALF) + half * HALF + column
+                steps = tl.load(codes + own, mask=inside, other=0).to(tl.float32) - 127.0
+            v = _value(steps, step, wv, bv, NORMED, F)
             if TWO:
                 if HAS_W2:
                     wv2 = tl.load(w2 + at, mask=valid, other=0).to(tl.float32)
@@ -314,29 +327,180 @@ class Factor(NamedTuple):
         return codes, scale, codes if w is None else w, codes if b is None else b
 
 
-def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> Tensor:
-    """The product of one `Factor` or two of equal layout, (rows, C) in `dtype`, contiguous."""
+def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype, bits: int = 4) -> Tensor:
+    """One `Factor`, of 4 or 8 bits, or the product of two of 4 and equal layout: (rows, C) in `dtype`, contiguous."""
     first = Factor(*factors[0])
     second = first if len(factors) == 1 else Factor(*factors[1])
-    device, (rows, groups, half) = first.codes.device, first.codes.shape
+    device, (rows, groups, width) = first.codes.device, first.codes.shape
+    half = width * 4 // bits
     out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=device)
-    plan = _makes(device, rows, groups, half, dtype, first.kind, second.kind if len(factors) == 2 else None)
+    plan = _makes(device, rows, groups, half, bits, dtype, first.kind, second.kind if len(factors) == 2 else None)
     plan.run(*first.tensors, *second.tensors, out)
     return out
 
 
 @functools.cache
 def _makes(
-    device: torch.device, rows: int, groups: int, half: int, dtype: torch.dtype, first: Kind, second: Kind | None
-) -> Plan:
+    device: torch.device, rows: int, groups: int, half: int, bits: int, dtype: torch.dtype, first: Kind,
+    second: Kind | None,
+) -> Plan:  # fmt: skip
     block = block_of(half)
     # γ and β are read once per thread: more rows are better, as long as f leaves registers.
     each = max(1, (8192 if first[0] and not first[1] else 2048) // block)
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "TWO": second is not None, "ONE": groups == 1,
-        "WIDE": is_wide(2 * half * rows * groups),
+        "WIDE": is_wide(2 * half * rows * groups), "BITS": bits,
     }  # fmt: skip
     for place, (normed, name, w, b) in (("", first), ("2", second or first)):
         constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed}
         constants |= {f"HAS_W{place}": w is not None, f"HAS_B{place}": b is not None}
     return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups))
+
+
+# ---- functions that save their input ----
+
+
+@triton.jit
+def _activate_kernel(
+    x, bias, y, codes, scale, segments, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, F: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Groups of 2 HALF neighbours, `groups` to a row."""
+    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    live = segment < segments
+    inside = live[:, None] & (column < HALF)
+    place = (segment.to(tl.int64) if WIDE else segment)[:, None]
+    at = place * (2 * HALF) + column
+    low = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    high = tl.load(x + at + HALF, mask=inside, other=0).to(tl.float32)
+    if HAS_BIAS:
+        channel = (segment % groups)[:, None] * (2 * HALF) + column
+        low += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)
+        high += tl.load(bias + channel + HALF, mask=inside, other=0).to(tl.float32)
+    tl.store(y + at, apply(low, F).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + at + HALF, apply(high, F).to(y.dtype.element_ty), mask=inside)
+    largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
+    if BITS == 4:
+        found, inverse = scale_of(largest, LIFT4)
+        tl.store(codes + place * HALF + column, pair(low, high, inverse[:, None]), mask=inside)
+    else:
+        found, inverse = scale_of(largest, _LIFT8)
+        tl.store(codes + at, _byte(low, inverse[:, None]), mask=inside)
+        tl.store(codes + at + HALF, _byte(high, inverse[:, None]), mask=inside)
+    tl.store(scale + segment, found, mask=live)
+
+
+def activate(x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """An activation function, of x or of x + bias, and the codes of its argument.
+
+    Args:
+        x: (rows, C), contiguous.
+        name: of the function, a key of `FUNCTIONS`.
+        group: elements per scale, even; they divide C.
+        bits: 4 or 8.
+        bias: (C,), contiguous, added in float32; None for 0.
+
+    Returns:
+        f(x + bias), (rows, C) in x's dtype, and codes and scales of x + bias, as of `pack`.
+    """
+    rows, columns = x.shape
+    y, groups = torch.empty_like(x), columns // group
+    codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
+    dtypes = x.dtype, None if bias is None else bias.dtype
+    _activates(x.device, rows * groups, groups, group // 2, bits, name, dtypes).run(
+        x, x if bias is None else bias, y, codes, scale
+    )
+    return y, codes, scale
+
+
+@functools.cache
+def _activates(
+    device: torch.device, segments: int, groups: int, half: int, bits: int, name: str,
+    dtypes: tuple[torch.dtype, torch.dtype | None],
+) -> Plan:  # fmt: skip
+    block = power_of_2(half)
+    each = max(1, 1024 // block)
+    constants = {
+        "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "F": FUNCTIONS[name],
+        "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(2 * half * segments),
+    }  # fmt: skip
+    return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups))
+
+
+@triton.jit
+def _gradient_kernel(
+    g, codes, scale, g_x, parts, rows, blocks, lanes, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, F: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A group of 2 HALF channels of every row; `lanes` programs share one."""
+    lane, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    column = tl.arange(0, BLOCK)
+    there = column < HALF
+    sum_l = tl.zeros((ROWS, BLOCK), tl.float32)
+    sum_h = tl.zeros((ROWS, BLOCK), tl.float32)
+    for number in tl.range(lane, blocks, lanes, num_stages=2):
+        row = number * ROWS + tl.arange(0, ROWS)
+        live = row < rows
+        inside = live[:, None] & there[None, :]
+        segment = (row.to(tl.int64) if WIDE else row) * GROUPS + group
+        step = tl.load(scale + segment, mask=live, other=0).to(tl.float32)[:, None]
+        at = segment[:, None] * (2 * HALF) + column[None, :]
+        if BITS == 4:
+            packed = tl.load(codes + segment[:, None] * HALF + column[None, :], mask=inside, other=0).to(tl.int32)
+            low, high = low_codes(packed), high_codes(packed)
+        else:
+            low = tl.load(codes + at, mask=inside, other=0).to(tl.float32) - 127.0
+            high = tl.load(codes + at + HALF, mask=inside, other=0).to(tl.float32) - 127.0
+        _, low = with_slope(low * step, F)
+        _, high = with_slope(high * step, F)
+        low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * low
+        high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * high
+        tl.store(g_x + at, low.to(g_x.dtype.element_ty), mask=inside)
+        tl.store(g_x + at + HALF, high.to(g_x.dtype.element_ty), mask=inside)
+        if SUMS:
+            sum_l += low
+            sum_h += high
+    if SUMS:
+        left = parts + (lane.to(tl.int64) * GROUPS + group) * (2 * HALF) + column
+        tl.store(left, tl.sum(sum_l, axis=0), mask=there)
+        tl.store(left + HALF, tl.sum(sum_h, axis=0), mask=there)
+
+
+def gradient(
+    g: Tensor, codes: Tensor, scale: Tensor, name: str, bits: int, sums: bool = False
+) -> tuple[Tensor, Tensor]:
+    """g f'(x) of the codes of x, and its sums per channel, the bias gradient of the layer before.
+
+    Args:
+        g: (rows, C), contiguous.
+        codes, scale: that `activate` returned.
+        name: of f, a key of `FUNCTIONS` with a derivative of more than two values.
+        bits: 4 or 8.
+        sums: whether the sums are wanted.
+
+    Returns:
+        g_x as g, and the sums, float32 (C,), empty if not wanted.
+    """
+    (rows, columns), groups = g.shape, codes.shape[1]
+    plan = _gradients(g.device, rows, groups, columns // groups // 2, bits, name, g.dtype, sums)
+    g_x = torch.empty_like(g)
+    parts = torch.empty(plan.numbers[-1] if sums else 0, columns, dtype=torch.float32, device=g.device)
+    plan.run(g, codes, scale, g_x, parts)
+    return g_x, parts.sum(0) if sums else parts.view(-1)
+
+
+@functools.cache
+def _gradients(
+    device: torch.device, rows: int, groups: int, half: int, bits: int, name: str, dtype: torch.dtype, sums: bool
+) -> Plan:
+    block = power_of_2(half)
+    each = max(1, 1024 // block)
+    blocks = cdiv(rows, each)
+    lanes = min(blocks, cdiv(_WAVES * multiprocessors(device), groups)) if sums else blocks
+    constants = {
+        "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "GROUPS": groups, "F": FUNCTIONS[name], "SUMS": sums,
+        "WIDE": is_wide(2 * half * groups * rows),
+    }  # fmt: skip
+    return Plan(_gradient_kernel, lanes * groups, constants, (rows, blocks, lanes))

@@ -28,6 +28,7 @@ from .formats import (
     NUMBERS,
     ROTATED,
     WEIGHT,
+    Coded,
     Output,
     X,
     padded,
@@ -142,7 +143,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 def compressed(
     name: str,
-    t: Tensor,
+    t: Tensor | Coded,
     lay: Layout,
     key: Tensor,
     *outputs: Output,
@@ -156,7 +157,7 @@ def compressed(
 
     Args:
         name: of the call, for the warning where the kernel does not compile.
-        t: (T, C).
+        t: (T, C), or its codes.
         lay: of the tokens.
         key: of the draws.
         *outputs: formats of t H, and of P t.
@@ -176,7 +177,8 @@ def compressed(
     def reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
-        found = compress(t, lay, key, *outputs, rotate=rotate, sums=sums)
+        matrix = module("codes").make([t[:6]], t.dtype, t.bits) if isinstance(t, Coded) else t
+        found = compress(matrix, lay, key, *outputs, rotate=rotate, sums=sums)
         if draw and side is not None:
             _fill_side(lay, key, side, found[3])
         return found
@@ -184,11 +186,13 @@ def compressed(
     return or_reference(name, kernel, reference)
 
 
-def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None) -> tuple[Tensor, ...]:
+def keep(
+    x: Tensor | Coded, method: Method, lay: Layout, key: Tensor | None, history: AmaxHistory | None
+) -> tuple[Tensor, ...]:
     """The tensors that forward saves for g_w: the codes of P x, transposed, with their scale and the rows of P.
 
     Args:
-        x: (T, I), tokens as in `lay`.
+        x: (T, I), tokens as in `lay`; or codes that it is made of, in backward.
         method: of the layer.
         lay: of the tokens.
         key: int64 on x's device; None for a method that draws nothing.
@@ -199,11 +203,13 @@ def keep(x: Tensor, method: Method, lay: Layout, key: Tensor | None, history: Am
         as bytes. I' and R' are I and `lay.rows` padded with zeros to a multiple of 16. With a scale for each row: what
         `row_scales.packed` returns.
     """
-    x, output, key = _contiguous_rows(x), _written(method)[0], given_key(key, x.device)
+    x = x if isinstance(x, Coded) else _contiguous_rows(x)
+    output, key = _written(method)[0], given_key(key, x.device)
     side = _new_side(lay, x.device, output)
     codes = compressed(
-        "keep", x, lay, key, NOTHING, output, side=side, draw=True, history=history or _without_layer(x.device),
-        quantities=(ROTATED, X), tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8))[0],
+        "keep from codes" if isinstance(x, Coded) else "keep", x, lay, key, NOTHING, output, side=side, draw=True,
+        history=history or _without_layer(x.device), quantities=(ROTATED, X),
+        tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8))[0],
     )[2]  # fmt: skip
     assert codes is not None
     if row_scales.applies(method):

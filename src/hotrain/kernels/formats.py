@@ -6,9 +6,11 @@ A step looks launches up by them: named tuples are hashed without a call of Pyth
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..transform.rows import Rows
 from ..transform.tokens import Layout
@@ -48,6 +50,61 @@ class Output(NamedTuple):
 NOTHING = Output(NONE)
 NUMBERS = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}  # of a method
 DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+
+
+class Coded(NamedTuple):
+    """A matrix (T, C) that is given by its codes: f(γ x̂ + β), f(γ x̂), f(x) or x of `saved.Grouped`'s codes of x̂ or x.
+
+    Attributes:
+        codes, scale: uint8 (T, groups, bytes) and bfloat16 (T, groups, 1), contiguous, in groups without padding.
+        w, b: γ and β, (C,), contiguous, or None.
+        normed: whether the codes are of a normalized x̂.
+        name: of f, a key of `FUNCTIONS`.
+        bits: 4 or 8.
+        dtype: of the matrix.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    w: Tensor | None
+    b: Tensor | None
+    normed: bool
+    name: str
+    bits: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Elements per scale."""
+        return self.codes.shape[2] * 8 // self.bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * self.group
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None]:
+        """What a compiled kernel depends on."""
+        own = None if self.w is None else self.w.dtype, None if self.b is None else self.b.dtype
+        return self.bits, self.group, self.normed, self.name, self.dtype, *own
+
+
+def channels_at_once(bits: int, group: int) -> int:
+    """The largest power of two of neighbours that the half of a group (of 4 bits), or a group (of 8), is made of."""
+    run = group // 2 if bits == 4 else group
+    return run & -run
 
 
 class Tiling(NamedTuple):

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layer_record import BINS, AmaxHistory
 from ..transform.tokens import Layout
+from .activation import roughly
 from .formats import (
     COPY,
     DTYPES,
@@ -43,14 +44,17 @@ from .formats import (
     PROJECTED,
     ROTATED,
     WEIGHT,
+    Coded,
     Output,
     Tiling,
+    channels_at_once,
     padded,
     whole,
 )
 from .launch import INTERPRETED, aligned, cdiv, launch, multiprocessors, overlaps, power_of_2
 from .noise import noise16, round_nearest, round_stochastic, stream_words
 from .rows import kept_rows, of_layout
+from .support import FUNCTIONS
 
 _INT, _E4M3, _E5M2, _COPY = (tl.constexpr(i) for i in (INT, E4M3, E5M2, COPY))
 
@@ -133,6 +137,36 @@ def hadamard16():
 
 
 @triton.jit
+def _decoded(
+    codes, steps, gamma, beta, row, c0, inside, C, BC: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    F: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """BC channels from c0 on of the matrix of a `formats.Coded`, float32, of one half of a group; 0 for no token."""
+    HALF: tl.constexpr = GROUP // 2
+    group, c = c0 // GROUP, c0 + tl.arange(0, BC)
+    if BITS == 4:
+        half = (c0 - group * GROUP) // HALF
+        first = c0 - (group + half) * HALF  # bytes of the groups before, and of this one
+        at = codes + row[:, None] * (C // 2) + (first + tl.arange(0, BC))[None, :]
+        packed = (tl.load(at, mask=inside[:, None], other=0).to(tl.int32) >> (half * 4)) & 15
+        v = (packed | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0
+    else:
+        at = codes + row[:, None] * C + c[None, :]
+        v = tl.load(at, mask=inside[:, None], other=0).to(tl.float32) - 127.0
+    v = v * tl.load(steps + row * (C // GROUP) + group, mask=inside, other=0).to(tl.float32)[:, None]
+    if NORMED:
+        if HAS_W:
+            v = v * tl.load(gamma + c).to(tl.float32)[None, :]
+        if HAS_B:
+            v = v + tl.load(beta + c).to(tl.float32)[None, :]
+    v = roughly(v, F)
+    if MASKED:
+        v = tl.where(inside[:, None], v, 0.0)
+    return v
+
+
+@triton.jit
 def _walsh_rows(
     b, table, key, tiles, square, line, s, j, k, total, singles, tile_blocks, write,
     ROWS: tl.constexpr, RANK: tl.constexpr, RANKP: tl.constexpr, TILES: tl.constexpr,
@@ -171,8 +205,9 @@ def _within_threads(v, M: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _block(
-    b, first, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_scale,
-    proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, chunks,
+    b, first, t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max,
+    proj_max, rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
+    tile_blocks, dense_rows, chunks,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
     PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
@@ -182,12 +217,18 @@ def _block(
     DRAW: tl.constexpr, SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr,
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
     SLOTS: tl.constexpr = TILES * 16
     ROWS: tl.constexpr = TILES * RANKP
     QUARTER: tl.constexpr = 0.25 if ROTATE else 1.0
-    DTYPE: tl.constexpr = tl.float32 if UPCAST else t.dtype.element_ty
+    # FLOAT: 0 for the matrix itself, else which dtype that of the codes has.
+    SOURCE: tl.constexpr = (
+        t.dtype.element_ty if FLOAT == 0 else tl.float16 if FLOAT == 1 else tl.bfloat16 if FLOAT == 2 else tl.float32
+    )
+    DTYPE: tl.constexpr = tl.float32 if UPCAST else SOURCE
     MASKED: tl.constexpr = not (FULL and WHOLE)
     s = tl.arange(0, SLOTS)
     token = tl.load(index + b * SLOTS + s)
@@ -231,7 +272,11 @@ def _block(
         c0 = chunk * BC
         c = c0 + tl.arange(0, BC)
         # FULL: every slot has a token. WHOLE: the channels are a multiple of BC.
-        if MASKED:
+        if BITS != 0:
+            x = _decoded(
+                t, steps, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, MASKED
+            ).to(SOURCE)  # fmt: skip
+        elif MASKED:
             x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
         else:
             x = tl.load(t + row[:, None] * stride + c[None, :])
@@ -325,8 +370,9 @@ def derived_exponent(exponent):
 
 @triton.jit
 def _compress_kernel(
-    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max, rot_hint, proj_hint,
-    rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max,
+    rot_hint, proj_hint, rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows,
+    blocks, chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr, ROT_EACH: tl.constexpr, ROT_NOISE: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, PROJ_EACH: tl.constexpr, PROJ_NOISE: tl.constexpr,
     PROJ_STREAM: tl.constexpr, ROT_STREAM: tl.constexpr,
@@ -337,6 +383,8 @@ def _compress_kernel(
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -364,12 +412,13 @@ def _compress_kernel(
         elif PROJ == _E4M3 or PROJ == _E5M2:
             proj_inverse = power(254 - guessed_exponent(tl.load(proj_hint), PROJ))
     _block(
-        b, piece * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, sums, rot_max, proj_max,
-        rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles, tile_blocks,
-        dense_rows, chunks,
+        b, piece * LOOP, t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj, proj_pitch, sums,
+        rot_max, proj_max, rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
+        tile_blocks, dense_rows, chunks,
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
-        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST, ROT_FLOAT,
+        SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W,
+        HAS_B, F, FLOAT,
     )  # fmt: skip
 
 
@@ -417,8 +466,9 @@ def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
 
 @triton.jit
 def _correct_kernel(
-    t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint, proj_hint,
-    rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks, chunks, slices,
+    t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj, proj_pitch, partial, total_sums, rot_hint,
+    proj_hint, rot_scale, proj_scale, C, CP, tiles, square, line, total, singles, tile_blocks, dense_rows, blocks,
+    chunks, slices,
     ROT: tl.constexpr, ROTATE: tl.constexpr, ROT_LIMIT: tl.constexpr,
     PROJ: tl.constexpr, PROJ_LIMIT: tl.constexpr, SUMS: tl.constexpr,
     FULL: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, DERIVED: tl.constexpr, WIDE: tl.constexpr,
@@ -426,6 +476,8 @@ def _correct_kernel(
     SAMPLED: tl.constexpr, CYCLE: tl.constexpr, STREAM: tl.constexpr, SQUARE: tl.constexpr, LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     OVERLAP: tl.constexpr,
+    BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
     if OVERLAP:
@@ -461,12 +513,12 @@ def _correct_kernel(
     if wrong:
         for i in range(me, blocks * slices, count):
             _block(
-                i // slices, i % slices * LOOP, t, stride, index, table, key, rot, rot_pitch, proj, proj_pitch, t, t, t,
-                rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line, total, singles,
-                tile_blocks, dense_rows, chunks,
+                i // slices, i % slices * LOOP, t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj,
+                proj_pitch, t, t, t, rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line,
+                total, singles, tile_blocks, dense_rows, chunks,
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
                 FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
-                SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT,
+                SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, FLOAT,
             )  # fmt: skip
 
 
@@ -512,18 +564,31 @@ class _Plan:
     correcting: dict[str, Any]  # the options of the correction
 
 
+Kind = tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None]  # `Coded.kind`
+_FLOATS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+
+
+def _source(kind: Kind | None) -> dict[str, Any]:
+    """What a kernel reads: the matrix, or its codes."""
+    bits, group, normed, name, dtype, w, b = kind or (0, 0, False, "", None, None, None)
+    return {
+        "BITS": bits, "GROUPED": group, "NORMED": normed, "HAS_W": w is not None,
+        "HAS_B": b is not None, "F": FUNCTIONS[name], "FLOAT": 0 if dtype is None else _FLOATS[dtype],
+    }  # fmt: skip
+
+
 _TILING, _TILING_OF_WEIGHTS = Tiling(), Tiling(2, 128, 4, 2)
 _plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
 
 
 def _plan(
-    tokens: int, channels: int, stride: int, lay: Layout, rotated: Output, projected: Output, rotate: bool, sums: bool,
-    draw: bool, tiling: Tiling, device: torch.device,
+    tokens: int, channels: int, stride: int, kind: Kind | None, lay: Layout, rotated: Output, projected: Output,
+    rotate: bool, sums: bool, draw: bool, tiling: Tiling, device: torch.device,
 ) -> _Plan:  # fmt: skip
     rank, rows_of = lay.lines.rank, lay.lines
     wide, kept = padded(channels), padded(lay.rows)
     rankp = max(power_of_2(rank), 16 // tiling.tiles)
-    bc = min(tiling.channels, max(16, power_of_2(wide)))
+    bc = min(tiling.channels, max(16, power_of_2(wide)) if kind is None else channels_at_once(*kind[:2]))
     index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
@@ -539,7 +604,7 @@ def _plan(
         "DERIVED": derived, "WIDE": max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
         "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "GAIN": rows_of.gain, **of_layout(lay), "BC": bc,
         "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED, "ROT_FLOAT": rotated.dtype is not None,
-        "OVERLAP": overlaps(device),
+        "OVERLAP": overlaps(device), **_source(kind),
     }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
@@ -577,7 +642,7 @@ def _plan(
 
 
 def compress(
-    t: Tensor,
+    t: Tensor | Coded,
     lay: Layout,
     rows: Tensor | None,
     key: Tensor,
@@ -595,7 +660,7 @@ def compress(
     """Codes of t H and of P t, transposed, with their scales, and the column sums of t.
 
     Args:
-        t: (T, C), unit stride along C, tokens as in `lay`.
+        t: (T, C), unit stride along C, tokens as in `lay`, or its codes.
         lay: of the tokens.
         rows: the natural indices of the rows of P, uint8, (samples·tiles, rank), needed for P: read, or drawn and
             written with `draw`.
@@ -621,19 +686,24 @@ def compress(
     tokens, channels = t.shape
     if tokens >= 1 << 31:
         raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
-    device, stride = t.device, t.stride(0)
-    case = (id(lay), tokens, channels, stride, t.dtype, rotated, projected, rotate, sums, draw, tiling, device)
+    device, dtype = t.device, t.dtype
+    if isinstance(t, Coded):
+        matrix, stride, kind = t.codes, channels, t.kind
+        source = (t.scale, matrix if t.w is None else t.w, matrix if t.b is None else t.b)
+    else:
+        matrix, stride, kind, source = t, t.stride(0), None, (t, t, t)
+    case = (id(lay), tokens, channels, stride, kind or dtype, rotated, projected, rotate, sums, draw, tiling, device)
     found = _plans.get(case)
     if found is None:
-        plan = _plan(tokens, channels, stride, lay, rotated, projected, rotate, sums, draw, tiling, device)
+        plan = _plan(tokens, channels, stride, kind, lay, rotated, projected, rotate, sums, draw, tiling, device)
         _plans[case] = found = plan, lay  # keeps the layout alive, so that its id is not reused
     plan = found[0]
     rot = proj = None
     if rotated.number:
         rot = torch.empty(tokens, plan.wide, dtype=rotated.dtype or DTYPES[rotated.number], device=device)
     if projected.number:
-        dtype = projected.dtype or DTYPES.get(projected.number, t.dtype)
-        proj = torch.empty(plan.wide, plan.kept, dtype=dtype, device=device)
+        of_rows = projected.dtype or DTYPES.get(projected.number, dtype)
+        proj = torch.empty(plan.wide, plan.kept, dtype=of_rows, device=device)
         if plan.wide > channels:
             proj[channels:].zero_()
         if plan.kept > lay.rows:
@@ -648,7 +718,9 @@ def compress(
     rot_scale, proj_scale = (scale_to if made is None else made), (made if scale_to is None else scale_to)
     assert rot_scale is not None
     assert proj_scale is not None
-    rot_hint, proj_hint = (t, t) if history is None else (history.rows[quantities[0]], history.rows[quantities[1]])
+    rot_hint, proj_hint = (
+        (matrix, matrix) if history is None else (history.rows[quantities[0]], history.rows[quantities[1]])
+    )
     # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
     rot_max = proj_max = rot_scale
     if plan.integers:
@@ -661,21 +733,21 @@ def compress(
     if projected.is_fp8 and history is not None:
         proj_max = history.bins[quantities[1]]
     partial = torch.empty(plan.blocks, channels, dtype=torch.float32, device=device) if sums else rot_scale
-    table = t if rows is None else rows
-    rot_to, proj_to = (t if rot is None else rot), (t if proj is None else proj)
+    table = matrix if rows is None else rows
+    rot_to, proj_to = (matrix if rot is None else rot), (matrix if proj is None else proj)
     args = (
-        t, stride, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max, proj_max,
-        rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
+        matrix, stride, *source, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max,
+        proj_max, rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
     )  # fmt: skip
-    launched = (plan, quantities, aligned(t, rows, scale_to), rows is None, key.dim())
+    launched = (plan, quantities, aligned(matrix, *source, rows, scale_to), rows is None, key.dim())
     if plan.integers:
         launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **plan.options)
     launch(_compress_kernel, plan.programs, launched, args, plan.write, **plan.options)
-    total = torch.empty(channels, dtype=t.dtype, device=device) if sums else rot_scale
+    total = torch.empty(channels, dtype=dtype, device=device) if sums else rot_scale
     if plan.fp8:
         args = (
-            t, stride, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total, rot_hint,
-            proj_hint, rot_scale, proj_scale, *plan.where,
+            matrix, stride, *source, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total,
+            rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * multiprocessors(device))
         launch(_correct_kernel, programs, launched, args, plan.correct, **plan.correcting)

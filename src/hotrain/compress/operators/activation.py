@@ -20,10 +20,10 @@ from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...private import is_view
 from ...quantize.integer import wide
-from ...saved import Levels, as_it_was, memory_order
+from ...saved import as_it_was, group_size, memory_order
 from .. import rematerialize
-from ..codes import pack, unpack
-from ..formats import BITS, FORMATS
+from ..codes import empty_codes, has_kernel, pack, unpack
+from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import restore
 from ..sharing import Gate, Unfinished
@@ -48,44 +48,52 @@ _GATES = ("relu", "relu6")  # functions with a 1-bit derivative that the kernels
 # ---- f and its derivative; tensors have their axes in the order of their memory layout ----
 
 
-def _activate_fake(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    columns = t.shape[-1]
-    return torch.empty_like(t), t.new_empty(t.numel() // columns, columns // 2, dtype=torch.uint8)
+def _activate_fake(t: Tensor, name: str, form: str, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(t), *empty_codes(t, form)
 
 
-@opaque("activate(Tensor t, str name, Tensor? bias) -> (Tensor, Tensor)", _activate_fake)
-def _activate(t: Tensor, name: str, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """f(t + bias), and its 4-bit derivative; bias is along the last axis."""
-    kind = ACTIVATIONS[name]
-    levels = kind.levels
-    assert levels is not None
+@opaque("activate(Tensor t, str name, str form, Tensor? bias) -> (Tensor, Tensor, Tensor)", _activate_fake)
+def _activate(t: Tensor, name: str, form: str, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """f(t + bias), and codes and scales of t + bias; bias is along the last axis."""
+    spec, columns = GROUPED[form], t.shape[-1]
 
-    def reference() -> tuple[Tensor, Tensor]:
+    def reference() -> tuple[Tensor, Tensor, Tensor]:
         x = t if bias is None else wide(t) + bias
-        return kind.f(x).to(t.dtype), levels.keep(x, kind.slope)[0]
+        return ACTIVATIONS[name].f(x).to(t.dtype), *spec.keep(x)
 
-    args = (t.view(-1, t.shape[-1]), name, (levels.first, levels.per_one), bias)
-    y, marks = launch(t.device, "activation.activate", reference, *args)
-    return y.view_as(t), marks
+    args = (t.view(-1, columns), name, group_size(columns, spec.whole), spec.bits, bias)
+    y, codes, scale = launch(t.device, "codes.activate", reference, *args)
+    return y.view_as(t), codes, scale
 
 
-def _slope_gradient_fake(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
+def _activation_gradient_fake(
+    g: Tensor, codes: Tensor, scale: Tensor, name: str, form: str, sums: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(g), g.new_empty(g.shape[-1] if sums else 0, dtype=torch.float32)
 
 
-@opaque("slope_gradient(Tensor g, Tensor marks, str name, bool sums) -> (Tensor, Tensor)", _slope_gradient_fake)
-def _slope_gradient(g: Tensor, marks: Tensor, name: str, sums: bool) -> tuple[Tensor, Tensor]:
-    """g f'(x) from the 4-bit derivative, and its sums per channel in float32, empty if not asked for."""
-    levels, factor, columns = ACTIVATIONS[name].levels, FACTOR.get(name, 1.0), g.shape[-1]
-    assert levels is not None
+@opaque(
+    "activation_gradient(Tensor g, Tensor codes, Tensor scale, str name, str form, bool sums) -> (Tensor, Tensor)",
+    _activation_gradient_fake,
+)
+def _activation_gradient(
+    g: Tensor, codes: Tensor, scale: Tensor, name: str, form: str, sums: bool
+) -> tuple[Tensor, Tensor]:
+    """g f'(x) from the codes of x, and its sums per channel in float32, empty if not asked for."""
+    columns = g.shape[-1]
 
     def reference() -> tuple[Tensor, Tensor]:
-        g_x = _by_slope(g, (marks,), name)
+        g_x = _by_input(g, (codes, scale), name, form)
         return g_x, g_x.float().view(-1, columns).sum(0) if sums else g.new_empty(0, dtype=torch.float32)
 
-    args = (g.view(-1, columns), marks, (levels.first, levels.per_one), factor, sums)
-    g_x, found = launch(g.device, "activation.slope_gradient", reference, *args)
+    args = (g.view(-1, columns), codes, scale, name, GROUPED[form].bits, sums)
+    g_x, found = launch(g.device, "codes.gradient", reference, *args)
     return g_x.view_as(g), found
+
+
+def _by_input(g: Tensor, kept: Sequence[Tensor], name: str, form: str) -> Tensor:
+    x = unpack(form, kept, g.shape, torch.promote_types(g.dtype, torch.float32))
+    return (g * ACTIVATIONS[name].slope(x)).to(g.dtype)
 
 
 def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
@@ -93,17 +101,6 @@ def _by_slope(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
     assert levels is not None
     slope = restore(levels, kept, g.shape, g.dtype)
     return g * slope if factor == 1.0 else g * (slope * factor)
-
-
-def _gradient(g: Tensor, kept: Sequence[Tensor], name: str, supports: bool) -> Tensor:
-    """g f'(x) from the 4-bit derivative; `supports`: whether the kernels run there."""
-    levels, columns = ACTIVATIONS[name].levels, g.shape[-1] if g.dim() else 1
-    fits = isinstance(levels, Levels) and levels.bits == 4 and columns % 2 == 0 and g.is_contiguous()
-    # A derivative of this one is that of the formula.
-    plain = torch.is_grad_enabled() and g.requires_grad
-    if not (supports and fits) or plain:
-        return _by_slope(g, kept, name)
-    return operator_for(g, "slope_gradient")(g, kept[0], name, False)[0]  # type: ignore[no-any-return]
 
 
 def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
@@ -131,7 +128,7 @@ class Slope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, in_place: bool = False) -> Tensor:
         kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
-        ctx.supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
+        supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
@@ -140,19 +137,13 @@ class Slope(torch.autograd.Function):
 
         if in_place:
             ctx.mark_dirty(x)
-        has_kernel = ctx.supports and ordered.is_contiguous()
-        if has_kernel and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
+        if supports and ordered.is_contiguous() and name in _GATES and is_eager(x) and x.numel() % 8 == 0:
             y, marks = launch(x.device, "activation.bits", reference, ordered, name, in_place)
             ctx.save_for_backward(marks)
             return x if in_place else not_a_view(as_it_was(y, ctx.order))
-        if has_kernel and kind.levels is not None and name in FUNCTIONS and ordered.shape[-1] % 2 == 0:
-            y, marks = operator_for(ordered, "activate")(ordered, name, None)
-        else:
-            kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
-            ctx.save_for_backward(*kept)
-            return x.copy_(kind.f(x)) if in_place else kind.f(x)
-        ctx.save_for_backward(marks)
-        return x.copy_(as_it_was(y, ctx.order)) if in_place else not_a_view(as_it_was(y, ctx.order))
+        kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
+        ctx.save_for_backward(*kept)
+        return x.copy_(kind.f(x)) if in_place else kind.f(x)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,7 +151,7 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None, None
-        g_x = _gradient(g, kept, name, ctx.supports)
+        g_x = _by_slope(g, kept, name)
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None, None
 
 
@@ -169,18 +160,34 @@ class Curve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, ...]:
-        y = ACTIVATIONS[name].f(x)
+        ctx.activation, ctx.form, ctx.image = name, form, image
         ordered = x.movedim(1, -1) if image else x
-        codes, scale = pack(ordered, form)
+        ctx.kernels = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and _has_kernels(x, name, form)
+        if ctx.kernels and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
+            y, codes, scale = operator_for(ordered, "activate")(ordered, name, form, None)
+            y = not_a_view(y.movedim(-1, 1)) if image else y
+        else:
+            y = ACTIVATIONS[name].f(x)
+            codes, scale = pack(ordered, form)
         ctx.save_for_backward(codes, scale)
-        ctx.activation, ctx.form, ctx.shape, ctx.image = name, form, ordered.shape, image
         return y, *with_codes(ctx, codes, scale)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x = unpack(ctx.form, ctx.saved_tensors, ctx.shape, torch.promote_types(g_y.dtype, torch.float32))
-        slope = ACTIVATIONS[ctx.activation].slope(x.movedim(-1, 1) if ctx.image else x)
-        return *once(ctx.activation, ((g_y * slope).to(g_y.dtype),), g_y), None, None, None
+        name, form, kept = ctx.activation, ctx.form, ctx.saved_tensors
+        g = g_y.movedim(1, -1) if ctx.image else g_y
+        # A derivative of this one is that of the formula.
+        plain = torch.is_grad_enabled() and g.requires_grad
+        if ctx.kernels and not plain and g.is_contiguous() and has_kernel(form, int(g.shape[-1])):
+            g_x, _ = operator_for(g, "activation_gradient")(g, *kept, name, form, False)
+        else:
+            g_x = _by_input(g, kept, name, form)
+        return *once(name, (g_x.movedim(-1, 1) if ctx.image else g_x,), g_y), None, None, None
+
+
+def _has_kernels(x: Tensor, name: str, form: str) -> bool:
+    """Whether kernels compute f with the codes of x; a compiler fuses the formulas of SiLU and hardswish itself."""
+    return name in FUNCTIONS and (GROUPED[form].bits == 8 or is_eager(x))
 
 
 # ---- registration ----
@@ -205,8 +212,8 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             return None
         if before is not None and not is_fused(before.x, name):
             before = None
-        saves_input = kind.by_input and before is None
-        form = FORMATS["curve"] if saves_input else _DERIVATIVE if kind.levels else _BIT
+        saves_input = bool(kind.by_input) and before is None
+        form = FORMATS[kind.by_input] if saves_input else _DERIVATIVE if kind.levels else _BIT
         scope.record(name, form)
         if before is not None:
             return finished(scope, before, name, input if inplace else None)
@@ -222,7 +229,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             y = written(input, y)
         if recipe:
             scope.origins.note(y, recipe, *codes)
-        if kind.by_input and not inplace and torch.compiler.is_dynamo_compiling():
+        if kind.by_input == "curve" and not inplace and torch.compiler.is_dynamo_compiling():
             scope.origins.note_unfinished(y, Gate(input, name))
         return y
 

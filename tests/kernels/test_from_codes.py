@@ -1,0 +1,115 @@
+"""The quantize kernel on a matrix that is given by its codes, against the same kernel on the matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import few, gpu_only, key_on, layout_of
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hotrain.compress.slopes import ACTIVATIONS
+from hotrain.kernels import quantize_kernels as C
+from hotrain.kernels.reference import kept_rows
+from hotrain.layer_record import AmaxHistory
+from hotrain.saved import Grouped
+
+# numpy, of which the interpreter is made, warns of exponentials that overflow
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+# (channels, group): a scale a row, whose halves are a block of channels, three of them, several; groups of a block, of
+# two; ViT's.
+CASES = [
+    (64, 64),
+    (96, 96),
+    *gpu_only((384, 384), (768, 768), (2048, 2048)),
+    (64, 32),
+    (256, 128),
+    *gpu_only((768, 256)),
+]
+
+
+def coded(
+    tokens: int, channels: int, group: int, bits: int, dtype: torch.dtype, device: torch.device, normed: bool = False,
+    w: torch.dtype | None = None, b: torch.dtype | None = None, name: str = "",
+) -> tuple[C.Coded, Tensor]:  # fmt: skip
+    """Codes of a random matrix, and the matrix, in float64's arithmetic but for the last rounding."""
+    x = torch.randn(tokens, channels, device=device) * torch.exp2(torch.arange(tokens, device=device) % 5)[:, None]
+    codes, scale = Grouped(bits, whole=True).keep(x.view(-1, group))
+    t = Grouped(bits, whole=True).restore((codes, scale), (len(codes), group), torch.float64).view(tokens, channels)
+    gamma = None if w is None else torch.randn(channels, device=device).to(w)
+    beta = None if b is None else torch.randn(channels, device=device).to(b)
+    if gamma is not None:
+        t = t * gamma.double()
+    if beta is not None:
+        t = t + beta.double()
+    if name:
+        t = ACTIVATIONS[name].f(t)
+    codes, scale = codes.view(tokens, channels // group, -1), scale.view(tokens, -1, 1)
+    return C.Coded(codes, scale, gamma, beta, normed, name, bits, dtype), t.to(dtype)
+
+
+def compare(
+    source: C.Coded, t: Tensor, lead: tuple[int, ...], output: C.Output, steps: int = 1, rough: bool = False
+) -> None:
+    """`rough`: t is a function's result, which the kernel computes to 2⁻¹⁰ of max(1, |argument|)."""
+    lay = layout_of(lead, None, 16, 0)
+    key = key_on(t.device)
+    rows = kept_rows(lay, key)
+    found = []
+    for matrix in (source, t):
+        history = AmaxHistory.on(t.device)
+        for _ in range(steps):  # from the second on the scale is known
+            _, _, codes, scale, _ = C.compress(matrix, lay, rows, key, projected=output, history=history)
+        found.append((codes, scale))
+    (got, got_scale), (want, want_scale) = found
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if want_scale is not None:
+        torch.testing.assert_close(got_scale, want_scale, rtol=1e-6, atol=0)
+    # float32's arithmetic against one rounding: a code moves where that crosses a boundary, of fp8 by a step of 2⁻³.
+    moved = got.double() != want.double()
+    assert few(moved, 0.05 if rough else 1e-3)
+    step = 1.01 if output.number == C.INT else 0.13 * want.double().abs() + 2.0**-9
+    if output.number == C.COPY:
+        step = 2.0**-7 * want.double().abs().amax()
+    if rough:
+        assert want_scale is not None
+        step += 2.0**-10 * max(1.0, float(t.double().abs().amax())) / want_scale.double()
+    assert ((got.double() - want.double()).abs() <= step).all()
+
+
+OUTPUTS = {"e4m3": C.Output(C.E4M3, 448.0), "int8": C.Output(C.INT, 127.0), "copy": C.Output(C.COPY)}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(("channels", "group"), CASES)
+def test_codes_alone(channels: int, group: int, output: str, bits: int, device: torch.device) -> None:
+    """Of rows that fill blocks of tokens, and of some that do not."""
+    for lead in ((2, 64), (3, 21)):
+        compare(*coded(lead[0] * lead[1], channels, group, bits, torch.float32, device), lead, OUTPUTS[output])
+
+
+@pytest.mark.parametrize("w", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("b", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [96, *gpu_only(768)])
+def test_a_norms_result(channels: int, w: torch.dtype | None, b: torch.dtype | None, device: torch.device) -> None:
+    """γ and β of each channel; where there is no token, there is no β either."""
+    made = coded(63, channels, channels, 4, torch.float32, device, True, w, b)
+    compare(*made, (3, 21), OUTPUTS["e4m3"], steps=2)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "hardswish", "relu"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_functions_result(name: str, bits: int, device: torch.device) -> None:
+    """A few codes of GELU's, of which the kernel has the tanh form, and of what needs a tanh, are a step off."""
+    made = coded(42, 128, 64, bits, torch.float32, device, name=name)
+    compare(*made, (2, 21), OUTPUTS["e4m3"], rough=name in ("gelu", "gelu_tanh", "silu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *gpu_only(torch.bfloat16)])
+def test_the_matrix_is_rounded_to_its_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """As one that is written and read again."""
+    compare(*coded(64, 96, 96, 4, dtype, device, True, torch.float32, torch.float32), (1, 64), OUTPUTS["int8"])
