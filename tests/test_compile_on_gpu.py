@@ -157,7 +157,8 @@ def test_frozen_layers_leave_nothing_in_the_memory_of_a_cuda_graph(method: str, 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
 def test_compressed_buffers_behind_a_graph_break() -> None:
-    """What operators record there is recorded, and their gradients are those of eager mode, but for roundings."""
+    """What operators record there is recorded, and gradients are eager mode's, but for roundings and fc2's input, which
+    is int4 there and of GELU's codes, int8, in eager mode."""
     torch.manual_seed(0)
     net, x = nn.Sequential(Broken()).cuda(), torch.randn(8, 196, 256, device="cuda")
     report = hotrain.convert(net, "exact", memory="block", plan="memory")
@@ -165,6 +166,6 @@ def test_compressed_buffers_behind_a_graph_break() -> None:
     before = str(report.buffers)
     report.buffers.formats.clear()
     got = gradients(net, torch.compile(net), x, 1)[0]
-    assert distance(got, want) < 0.05  # of bf16's, fused otherwise, and of the codes that they flip
+    assert distance(got, want) < 0.1  # int4's own
     assert "norm" in before
     assert set(report.buffers.formats) >= {"layer_norm", "gelu"}

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import apply, with_slope
+from .activation import apply, slope_of
 from .launch import Plan, block_of, cdiv, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
@@ -453,10 +453,8 @@ def _gradient_kernel(
         else:
             low = tl.load(codes + at, mask=inside, other=0).to(tl.float32) - 127.0
             high = tl.load(codes + at + HALF, mask=inside, other=0).to(tl.float32) - 127.0
-        _, low = with_slope(low * step, F)
-        _, high = with_slope(high * step, F)
-        low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * low
-        high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * high
+        low = tl.load(g + at, mask=inside, other=0).to(tl.float32) * slope_of(low * step, F)
+        high = tl.load(g + at + HALF, mask=inside, other=0).to(tl.float32) * slope_of(high * step, F)
         tl.store(g_x + at, low.to(g_x.dtype.element_ty), mask=inside)
         tl.store(g_x + at + HALF, high.to(g_x.dtype.element_ty), mask=inside)
         if SUMS:

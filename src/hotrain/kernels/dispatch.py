@@ -209,7 +209,7 @@ def keep(
     codes = compressed(
         "keep from codes" if isinstance(x, Coded) else "keep", x, lay, key, NOTHING, output, side=side, draw=True,
         history=history or _without_layer(x.device), quantities=(ROTATED, X),
-        tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8))[0],
+        tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8), output.is_fp8)[0],
     )[2]  # fmt: skip
     assert codes is not None
     if row_scales.applies(method):

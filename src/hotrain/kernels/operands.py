@@ -24,19 +24,20 @@ def given_key(key: Tensor | None, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def tilings(dtype: torch.dtype, few_rows: bool) -> tuple[Tiling, Tiling, Tiling]:
+def tilings(dtype: torch.dtype, few_rows: bool, fp8: bool = False) -> tuple[Tiling, Tiling, Tiling]:
     """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
 
     Tuned on an H200: there programs over x have long loops, because each draws its rows first,
     and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
-    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept.
+    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept; `fp8`:
+    whether it is.
     """
     if dtype == torch.float32:
         return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
     w = Tiling(2, 128, 4, 8, 3, programs=2.5)
     if few_rows:
         return Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), w
-    return Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
+    return Tiling(4, 64, 4, 12, 3) if fp8 else Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
 
 
 def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:

@@ -138,23 +138,26 @@ def hadamard16():
 
 @triton.jit
 def _decoded(
-    codes, steps, gamma, beta, row, c0, inside, C, BC: tl.constexpr,
+    codes, step, gamma, beta, row, c0, inside, C, BC: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
     F: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """BC channels from c0 on of the matrix of a `formats.Coded`, float32, of one half of a group; 0 for no token."""
+    """BC channels from c0 on of the matrix of a `formats.Coded`, float32, of one half of a group; 0 for no token.
+
+    step: the tokens' scales there.
+    """
     HALF: tl.constexpr = GROUP // 2
-    group, c = c0 // GROUP, c0 + tl.arange(0, BC)
+    group, c, unit = c0 // GROUP, c0 + tl.arange(0, BC), step.to(tl.float32)[:, None]
     if BITS == 4:
         half = (c0 - group * GROUP) // HALF
         first = c0 - (group + half) * HALF  # bytes of the groups before, and of this one
         at = codes + row[:, None] * (C // 2) + (first + tl.arange(0, BC))[None, :]
         packed = (tl.load(at, mask=inside[:, None], other=0).to(tl.int32) >> (half * 4)) & 15
-        v = (packed | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0
+        v = ((packed | 0x4B000000).to(tl.float32, bitcast=True) - 8388615.0) * unit
     else:
         at = codes + row[:, None] * C + c[None, :]
-        v = tl.load(at, mask=inside[:, None], other=0).to(tl.float32) - 127.0
-    v = v * tl.load(steps + row * (C // GROUP) + group, mask=inside, other=0).to(tl.float32)[:, None]
+        v = tl.load(at, mask=inside[:, None], other=0).to(tl.float32)
+        v = tl.fma(v, unit, unit * -127.0)  # rounded once
     if NORMED:
         if HAS_W:
             v = v * tl.load(gamma + c).to(tl.float32)[None, :]
@@ -268,14 +271,20 @@ def _block(
         # A row of ones sums the tokens on the tensor cores; slots that repeat a token are masked.
         once = tl.where(is_dense, s < ROWS, s >= 0)
         ones = tl.broadcast_to(once[None, :], (16, SLOTS)).to(DTYPE)
+    if BITS != 0:
+        scales = steps + row * (C // GROUPED)
+        step = tl.load(scales + first * BC // GROUPED, mask=inside, other=0)
     for chunk in tl.range(first, tl.minimum(first + LOOP, chunks), num_stages=STAGES):
         c0 = chunk * BC
         c = c0 + tl.arange(0, BC)
         # FULL: every slot has a token. WHOLE: the channels are a multiple of BC.
         if BITS != 0:
+            # 16 bits are too few for the compiler's pipeline: the next block's scales are loaded here.
+            ahead = tl.load(scales + tl.minimum(c0 + BC, C - BC) // GROUPED, mask=inside, other=0)
             x = _decoded(
-                t, steps, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, MASKED
+                t, step, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, MASKED
             ).to(SOURCE)  # fmt: skip
+            step = ahead
         elif MASKED:
             x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
         else:
