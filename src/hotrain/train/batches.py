@@ -103,12 +103,7 @@ class Feed:
         chosen = [order[i * size : (i + 1) * size] for i in range(self.updates_per_epoch * group)]
         keys = [_key(self.run.seed, epoch, self.rank, i) for i in range(len(chosen))]
         batches = self._images.training(chosen[first * group :], keys[first * group :])
-        pending: list[Batch] = []
-        for batch in batches:
-            pending.append(batch)
-            if len(pending) == group:
-                yield pending
-                pending = []
+        yield from map(list, zip(*[batches] * group, strict=True))  # the same iterator, so the next ones each time
 
     def test_batches(self) -> Iterator[Batch]:
         """This process's part of the test images, without augmentation; all parts together are every image once."""
