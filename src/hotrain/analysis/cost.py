@@ -140,16 +140,11 @@ def cost(
     found = dict(layer_states(model))
     exact = preset("exact")
     if asked is not None:
-        states = found or _if_converted(model, asked)
-        found = {name: _following(state, asked) for name, state in states.items()}
+        found = {name: copy.copy(state) for name, state in (found or _if_converted(model, asked)).items()}
+        for state in found.values():
+            state.method = asked
     count = _Counter(float_bits)
     return Cost([_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
-
-
-def _following(state: LayerState, method: Method) -> LayerState:
-    found = copy.copy(state)
-    found.method = method
-    return found
 
 
 def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:

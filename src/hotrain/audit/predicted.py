@@ -43,15 +43,10 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
 
 
 def before_and_now(model: nn.Module, example: Example, revert: Callable[[nn.Module], object]) -> tuple[int, int]:
-    """Predict the bytes that a converted model saves for a batch, exact and as converted.
+    """Predict the bytes that a converted model saves for a batch: exact, and as converted.
 
     Args:
-        model: the converted model; it is not changed.
-        example: the arguments of a call, and its autocast.
         revert: makes a converted model exact in place; called on a copy.
-
-    Returns:
-        Bytes of the exact model, and of the converted one.
 
     Raises:
         ValueError: as `predicted_bytes`.

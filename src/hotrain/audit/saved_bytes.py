@@ -13,6 +13,7 @@ import dataclasses
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -318,7 +319,7 @@ def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
 
 def _summed(rows: list[dict[str, Any]], field: str) -> dict[str, int]:
     """Bytes by one field of the rows, largest first."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for row in rows:
-        sizes[row[field]] = sizes.get(row[field], 0) + row["bytes"]
+        sizes[row[field]] += row["bytes"]
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))

@@ -92,9 +92,6 @@ def with_options(
     """Return the run with the command line's options.
 
     Args:
-        method: preset with overrides, as in ``hot:rank=4``.
-        settings: ``field=value`` strings.
-        out: folder of the records.
         **fields: other options that are fields of the run; None: not given. They take precedence over ``settings``.
     """
     from hotrain.train import with_preset, with_settings

@@ -20,7 +20,6 @@ from ..compress.checkpointing import blocks, recompute
 from ..compress.interpose import unwrap, wrap
 from ..compress.offload import offload
 from ..compress.operators import share_inputs
-from ..compress.report import Buffers
 from ..draws import Draws
 from ..functional import as_method
 from ..grids import grid_at, token_grids
@@ -179,7 +178,8 @@ def convert(
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
     if method.memory == "block":
-        report.buffers = _wrapped(model, plan)
+        report.buffers = wrap(model)
+        report.buffers.must_not_lose, report.buffers.gains = plan != "memory", _gains
     else:
         unwrap(model)
     for _, state in layer_states(model):
@@ -235,12 +235,6 @@ def _follow(model: nn.Module, point: Point) -> ConversionReport:
         offload(model)
     report.point = point
     return report
-
-
-def _wrapped(model: nn.Module, plan: str) -> Buffers:
-    buffers = wrap(model)
-    buffers.must_not_lose, buffers.gains = plan != "memory", _gains
-    return buffers
 
 
 def _gains(model: nn.Module, layers: Sequence[Any]) -> float:

@@ -52,14 +52,7 @@ def revert_activations(model: nn.Module) -> None:
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
-    """The converted layers of a model.
-
-    Args:
-        model: converted or not.
-
-    Yields:
-        (fully qualified name, module, state) of each, once.
-    """
+    """The converted layers of a model: (fully qualified name, module, state) of each, once."""
     for name, module in model.named_modules():
         state = layer_state(module)
         if state is not None:

@@ -117,9 +117,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         """Log the report."""
         logger.info(str(self.report))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the report."""
-        logger.info(str(self.report))
+    on_train_end = on_save
 
 
 def _refuse(args: Any) -> None:

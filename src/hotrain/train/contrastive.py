@@ -77,7 +77,6 @@ def info_nce(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
     Args:
         first, second: unit vectors (B, D).
-        temperature: of the softmax.
     """
     both = torch.cat((first, second))
     logits = both @ both.T / temperature
@@ -150,7 +149,6 @@ def nearest_neighbours(train: Tensor, labels: Tensor, test: Tensor, classes: int
         train: (N, F).
         labels: (N,).
         test: (M, F).
-        classes: how many.
 
     Returns:
         Classes (M,).
@@ -171,7 +169,6 @@ def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int) -> T
         train: (N, F); features are standardized by their mean and deviation.
         labels: (N,).
         test: (M, F).
-        classes: how many.
 
     Returns:
         (M, classes).

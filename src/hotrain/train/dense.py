@@ -86,8 +86,6 @@ def create(name: str, *, classes: int, channels: int, image_size: int, args: dic
     """Build one of `MODELS`: SegFormer-B0, or a YOLOS of DeiT-Ti's size with patches of 8 pixels and 15 boxes.
 
     Args:
-        name: ``segformer_b0`` or ``yolos_tiny``.
-        classes, channels, image_size: of the data.
         args: further arguments of the configuration.
 
     Raises:

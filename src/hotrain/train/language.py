@@ -47,7 +47,6 @@ def create(name: str, *, classes: int, vocabulary: int, length: int, args: dict[
     """Build one of `MODELS`: six blocks, an encoder of width 256 or a decoder of width 384.
 
     Args:
-        name: ``small_bert`` or ``small_gpt``.
         classes: outputs; of ``small_gpt`` the vocabulary.
         vocabulary: number of token ids.
         length: tokens of a sequence.

@@ -153,9 +153,6 @@ def normalization(model: Any, pretrained: bool, channels: int) -> Normalization 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     """Freeze ``model``, add low-rank adapters to its linear layers named in ``lora.targets``, train the classifier.
 
-    Returns:
-        The peft model around ``model``.
-
     Raises:
         ValueError: no linear layer has one of these names.
         ImportError: peft is not installed, or too old.

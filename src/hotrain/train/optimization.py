@@ -42,8 +42,6 @@ def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_p
     """Create timm's scheduler of the rate: its ``step_update(n)`` sets that of the update after n finished ones.
 
     Args:
-        run: schedule, warm-up and rates.
-        optimizer: its parameter groups get the rate.
         updates: number of updates of the whole run.
         updates_per_epoch: updates per epoch, the unit of ``run.warmup_epochs``.
     """

@@ -57,7 +57,8 @@ class Training:
 
         self.mixup: Mixup | None = None
         if run.mixup or run.cutmix:
-            self.mixup = Mixup(run.mixup, run.cutmix, label_smoothing=run.smoothing, num_classes=len(setup.data.classes))
+            classes = len(setup.data.classes)
+            self.mixup = Mixup(run.mixup, run.cutmix, label_smoothing=run.smoothing, num_classes=classes)
         self.erase = RandomErasing(run.random_erase, mode="pixel", device=self.device) if run.random_erase else None
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = setup.loss
         if run.task != "detection":
@@ -410,7 +411,6 @@ class Training:
 
         Args:
             status: ``finished``, ``stopped``, ``interrupted`` or ``failed``.
-            error: the message of a failure.
 
         Raises:
             OSError: the record cannot be written.
