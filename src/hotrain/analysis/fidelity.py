@@ -117,8 +117,7 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws:
     if type(draws) is not int or draws < 2:
         raise ValueError(f"fidelity: draws={draws!r} is not an integer of at least 2 (the bias is that of their mean)")
     with as_found(model):
-        first = first_calls(exact_calls(model, batch, loss_fn))
-        return Fidelity([_row(call, draws) for call in first], draws)
+        return Fidelity([_row(call, draws) for call in first_calls(exact_calls(model, batch, loss_fn))], draws)
 
 
 def energy_by_sequency(tokens: Tensor) -> list[float]:
@@ -140,8 +139,7 @@ def energy_by_sequency(tokens: Tensor) -> list[float]:
 
 def first_calls(calls: list[Call]) -> list[Call]:
     """The first call of each layer in the order of the forward; gradients arrived in the order of the backward."""
-    first = {call.name: call for call in calls}
-    return list(reversed(first.values()))
+    return list(reversed({call.name: call for call in calls}.values()))
 
 
 def _row(call: Call, draws: int) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -182,16 +184,8 @@ class _Seen:
 
 def _called_by_checkpoint() -> bool:
     """Whether torch.utils.checkpoint is saving its inputs, for which not all versions make a node."""
-    frame = sys._getframe(2)
-    for _ in range(3):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_globals.get("__name__") == (
-            "torch.utils.checkpoint"
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = islice(walk_stack(sys._getframe(2)), 3)
+    return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame, _ in frames)
 
 
 @contextmanager

@@ -37,8 +37,7 @@ class TwoViews(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Embeddings (2B, 128) of the views (2B, C, H, W), all first views before all second ones."""
-        embedded: Tensor = self.predictor(self.projector(self.backbone(images)))
-        return embedded
+        return self.predictor(self.projector(self.backbone(images)))
 
     def exact_target(self) -> nn.Module | None:
         """BYOL's target as it starts: a copy of backbone and projector. Taken before they are converted."""

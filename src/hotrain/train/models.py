@@ -170,8 +170,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, modules_to_save=heads
     )
-    adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
-    return adapted
+    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -32,10 +32,9 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model {run.model!r} has no trainable parameter")
-    optimizer: Optimizer = create_optimizer_v2(
+    return create_optimizer_v2(
         model, opt=run.optimizer, lr=run.lr, weight_decay=run.weight_decay, momentum=run.momentum
     )
-    return optimizer
 
 
 def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> Scheduler:

@@ -173,9 +173,7 @@ class TrainRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; :meth:`from_dict` is the inverse."""
-        # A Method's knobs are a set.
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=sorted))
-        return plain
+        return json.loads(json.dumps(dataclasses.asdict(self), default=sorted))  # a Method's knobs are a set
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
