@@ -53,13 +53,6 @@ def is_mistake(error: Exception) -> bool:
     return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench", "hotrain_study")
 
 
-def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt with another message and the signal number of ``stop``."""
-    told = KeyboardInterrupt(text)
-    told.number = getattr(stop, "number", signal.SIGINT)  # type: ignore[attr-defined]
-    return told
-
-
 def one_line(error: BaseException) -> str:
     """Return the message on one line: the error's name where it is empty, how to install a missing package."""
     text = " ".join(str(error).split()) or type(error).__name__
