@@ -254,7 +254,7 @@ def _grad_weight(
     # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
     overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))
     if path.drop:
-        overhead += count.floats(shape.output_entries)
+        overhead += count.floats(shape.tokens * shape.outputs)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
     rows = math.ceil(path.share * lay.rows)
@@ -267,7 +267,7 @@ def _grad_weight(
             overhead += count.floats(kept * DEQUANTIZE)
         return count.product(macs, fb, fb), overhead
     overhead += count.floats(rows * shape.outputs * (QUANTIZE_LUQ if path.number == "luq" else QUANTIZE))
-    overhead += count.floats(shape.weight_entries * DEQUANTIZE)
+    overhead += count.floats(shape.outputs * shape.inputs * DEQUANTIZE)
     bits = saved.bits or path.bits
     if not shape.unfolds:
         if saved.bits is None:  # x is kept as it is and quantized in backward

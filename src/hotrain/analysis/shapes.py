@@ -69,22 +69,9 @@ class LayerShape:
         return self.inputs * self.groups
 
     @property
-    def samples(self) -> int:
-        """The batch dimension; 1 where the input has none."""
-        return self.lead[0] if self.lead else 1
-
-    @property
     def products(self) -> int:
         """Multiply-accumulates of one of the three products."""
         return self.tokens * self.outputs * self.inputs
-
-    @property
-    def output_entries(self) -> int:
-        return self.tokens * self.outputs
-
-    @property
-    def weight_entries(self) -> int:
-        return self.outputs * self.inputs
 
 
 def kind_of(module: nn.Module) -> str | None:

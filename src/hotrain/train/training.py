@@ -88,7 +88,7 @@ class Training:
         self.timer = StepTimer(self.device)
         self.seconds_before = 0.0
         self.between_updates = True
-        self.run_id = ranks.first(record.new_run_id(run.name, run.method_label, run.seed))
+        self.run_id = ranks.gather(record.new_run_id(run.name, run.method_label, run.seed))[0]
         if saved is not None:
             self.load_state_dict(saved)
         self.folder = Path(run.out_dir) / self.run_id
@@ -128,7 +128,7 @@ class Training:
             batches = training_batches(self.setup, run.calibrate_batches)
             with self.setup.autocast():
                 found = hotrain.calibrate(self.model, batches, self.setup.loss, max_batches=run.calibrate_batches)
-            self.calibration = self.ranks.first(found)
+            self.calibration = self.ranks.gather(found)[0]
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
