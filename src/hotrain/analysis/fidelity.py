@@ -49,7 +49,8 @@ class Fidelity:
         for row in self.rows:
             cells = [row["layer"]]
             for path in PATHS:
-                cells += [_text(row[f"{path}_error"]), _text(row[f"{path}_cosine"]), _bias_text(row, path)]
+                cells += [_text(row[f"{path}_error"]), _text(row[f"{path}_cosine"])]
+                cells.append(_text(row[f"{path}_bias"] if _is_biased(row, path) else None))
             body.append(cells + [f"{sum(row[e][:half]):.2f}" for e in ("g_y_energy", "x_energy")])
         headers = ["layer", *(f"{g} {what}" for g in ("g_x", "g_w") for what in ("error", "cosine", "bias"))]
         lines = [
@@ -89,11 +90,8 @@ _ROUNDOFF = 1e-5  # relative, of sums in another order
 
 
 def _is_biased(row: dict[str, Any], path: str) -> bool:
-    return row[f"{path}_bias"] > max(_BEYOND * row[f"{path}_noise"], _ROUNDOFF)
-
-
-def _bias_text(row: dict[str, Any], path: str) -> str:
-    return _text(row[f"{path}_bias"]) if row[f"{path}_bias"] is not None and _is_biased(row, path) else "–"
+    bias, noise = row[f"{path}_bias"], row[f"{path}_noise"]
+    return bias is not None and bias > max(_BEYOND * noise, _ROUNDOFF)
 
 
 def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws: int = 8) -> Fidelity:

@@ -71,11 +71,7 @@ def look(name: str, **options: Any) -> TrainRun:
 
 
 def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
-    """Return the labels of methods as named on the command line.
-
-    Raises:
-        ValueError: an unknown method or a bad override.
-    """
+    """Return the labels of methods as named on the command line; an unknown one or a bad override is a ValueError."""
     from hotrain.train import with_preset
 
     return [with_preset(run, text).method_label for text in methods]
@@ -122,7 +118,7 @@ def converted(run: TrainRun, weights: Path | None = None) -> Setup:
 def with_images(
     name: str, classes: int | None, batch_size: int | None, **options: Any
 ) -> tuple[TrainRun, nn.Module, Tensor]:
-    """Return the run of a recipe or a timm model, its exact model, in training mode, and random images.
+    """Return the run of `look`, its exact model, in training mode, and random images (B, C, H, W) on its device.
 
     Neither data nor weights are downloaded.
 
@@ -130,9 +126,6 @@ def with_images(
         classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
         batch_size: number of images; None: the run's.
         **options: as for `look`.
-
-    Returns:
-        The run, the model, and normal random images (B, C, H, W) on its device.
 
     Raises:
         ValueError: the data are not available and ``classes`` is not given, and as `look` and `converted`.

@@ -57,9 +57,7 @@ class TrainRun:
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
-    init: str | None = (
-        None  # a checkpoint of another run: its weights, but for the classifier, are where this one starts
-    )
+    init: str | None = None  # a checkpoint of another run, whose weights but for the classifier this one starts with
     data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file; dense: scenes drawn of it
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
