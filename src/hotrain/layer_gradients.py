@@ -40,10 +40,6 @@ class Call:
     needs_grad_input: bool
     autocast: torch.dtype | None
 
-    def same_autocast(self) -> Any:
-        """The autocast context that the call ran under."""
-        return torch.autocast(self.x.device.type, self.autocast, enabled=self.autocast is not None)
-
     def token_gradient(self) -> Tensor:
         """g_y as tokens × channels, (T, O)."""
         return self.module.token_matrix(self.grad_output)  # type: ignore[operator]

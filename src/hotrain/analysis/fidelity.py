@@ -160,7 +160,8 @@ def _gradients(call: Call, converted: bool) -> dict[str, Tensor | None]:
     x = call.x.clone().requires_grad_(call.needs_grad_input)
     wanted = [(path, leaf) for path, leaf in zip(PATHS, (x, weight), strict=True) if leaf.requires_grad]
     call.module.training = converted
-    with call.same_autocast(), torch.enable_grad():
+    as_called = torch.autocast(x.device.type, call.autocast, enabled=call.autocast is not None)
+    with as_called, torch.enable_grad():
         y = call.module.forward(x)
     gradients = torch.autograd.grad(y, [leaf for _, leaf in wanted], call.grad_output)
     found: dict[str, Tensor | None] = dict.fromkeys(PATHS)
