@@ -191,9 +191,6 @@ def calibrate(
         threshold: per-token scales are chosen where error_token < threshold · error_tensor, mean over the batches.
         statistic: ``"l2"``, the rule of the published code, or ``"mse"``, which compares the squares.
 
-    Returns:
-        A choice for every layer, with its errors.
-
     Raises:
         ValueError: no batch, no layer to calibrate, a loss or gradient that is not finite, or a bad argument.
     """

@@ -127,9 +127,6 @@ def cost(
         float_bits: bits of a float in a bit operation (the papers' is 32).
         **kwargs: of the model.
 
-    Returns:
-        Operations of each layer call, with totals.
-
     Raises:
         ValueError: the method is unknown, or the model calls no layer.
     """

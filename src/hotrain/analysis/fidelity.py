@@ -106,9 +106,6 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws:
         loss_fn: ``loss_fn(model, batch)`` as in `hotrain.calibrate`; None is cross-entropy on (input, target).
         draws: how often each layer's gradients are computed with its method, at least 2.
 
-    Returns:
-        Errors, cosines and biases of each layer's gradients.
-
     Raises:
         ValueError: the model has no converted layers, the loss is bad, or draws < 2.
     """

@@ -32,9 +32,6 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
             device="meta")`` will do.
         **kwargs: its keyword arguments.
 
-    Returns:
-        Bytes by module and by operator.
-
     Raises:
         ValueError: the model needs values to run (it routes tokens, say), or has a recurrent layer whose library says
             only when it runs what it keeps.

@@ -89,9 +89,6 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
             are reset.
         **kwargs: its keyword arguments.
 
-    Returns:
-        Bytes by module and by operator.
-
     Raises:
         ValueError: no output requires grad, or ``device_peak`` with no input on a CUDA device.
     """

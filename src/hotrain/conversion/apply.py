@@ -86,9 +86,6 @@ def convert(
             activation functions, norms, attention, dropout, products, pooling and exact layers as well
             (`hotrain.compress`): everything that is called while the model runs forward. None is the method's own.
 
-    Returns:
-        A report with one row per layer.
-
     Raises:
         TypeError: the model is no module, or `filter_fn` no function.
         ValueError: the method is unknown, the grid is bad, the model is compiled already, scripted or in an
