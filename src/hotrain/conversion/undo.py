@@ -20,9 +20,6 @@ def revert(model: nn.Module) -> None:
 
     What another library has put in the place of a converted layer stays there (`ConversionReport.gone`).
 
-    Args:
-        model: converted or not.
-
     Raises:
         RuntimeError: a layer's class was changed again after conversion (a parametrization, FSDP2's `fully_shard` on
             the layer itself). Nothing is changed then.

@@ -262,10 +262,7 @@ def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse ``name[:field=value[+field=value…]]``, such as ``"hot:rank=4+scale=token"``.
-
-    Returns:
-        The preset's name and the overrides.
+    """Parse ``name[:field=value[+field=value…]]``, such as ``"hot:rank=4+scale=token"``: preset's name and overrides.
 
     Raises:
         ValueError: an override without ``=``, or no ``:`` before the first.
