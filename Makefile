@@ -68,13 +68,13 @@ test-gpu:  ## the tests that need a CUDA device, in the environment that has its
 	$(GPU_PY) -m pytest -m gpu $(WITH_XDIST)
 
 demo: $(STAMP)  ## train two small models six ways on real digits; writes runs/demo/report.html (at most 5 minutes)
-	$(BYTECODE) $(PY) -m hotrain.cli.main demo
+	$(BYTECODE) $(PY) -m hotrain.cli demo
 
 ifeq ($(HAS_GPU),yes)
 bench:  ## times on this machine: kernels, layers and training steps on a GPU, converted layers on a CPU
-	$(GPU_PY) -m hotrain.cli.main bench ops
-	$(GPU_PY) -m hotrain.cli.main bench layers
-	$(GPU_PY) -m hotrain.cli.main bench step
+	$(GPU_PY) -m hotrain.cli bench ops
+	$(GPU_PY) -m hotrain.cli bench layers
+	$(GPU_PY) -m hotrain.cli bench step
 else
 bench: $(STAMP)
 	$(PY) benchmarks/layers.py

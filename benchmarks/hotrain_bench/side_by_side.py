@@ -24,7 +24,7 @@ FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_B
 BEFORE = "HOTRAIN_BENCH_BEFORE"  # comma-separated numbers of the parts with earlier turns
 LOCK = "HOTRAIN_BENCH_LOCK"  # file that a process locks while it takes memory for a moment
 AT_ONCE = 2  # processes on a GPU that may do so
-PROGRAM = (sys.executable, "-m", "hotrain.cli.main", "bench", "step")
+PROGRAM = (sys.executable, "-m", "hotrain.cli", "bench", "step")
 MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotrain.cli.errors import interrupted, note
+from hotrain.cli.errors import note
 from hotrain.cli.options import DeviceOption, JsonOption, SetOption, print_json, split_names, split_seeds
 from hotrain.cli.terminal import working
 from hotrain_study.process import JOB, ROW, RUNS, WEIGHTS, job_of, without_places
@@ -100,7 +100,8 @@ def study(
         try:
             running.all(deadline)
         except KeyboardInterrupt as stop:
-            raise interrupted(stop, f"stopped; {records} has what is finished. The same command continues") from stop
+            stop.args = (f"stopped; {records} has what is finished. The same command continues",)
+            raise
     rows = library.read_rows(library.beside(records))
     _print(chosen, rows, json)
     if any(row["status"] == library.FAILED for row in chosen.last(rows).values()):

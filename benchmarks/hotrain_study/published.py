@@ -82,7 +82,7 @@ def memory(model: nn.Module, batch: int, images: Tensor, method: str | Method = 
     method = as_method(method)
     parameters = sum((3 if "qkv" in name else 1) * p.numel() for name, p in model.named_parameters())
     outputs = sum(
-        (4 if "qkv" in shape.name else 1) * shape.output_entries // shape.samples
+        (4 if "qkv" in shape.name else 1) * shape.tokens * shape.outputs // shape.lead[0]
         for shape in layer_shapes(model, images)
     )
     share = method.grad_weight.rank / method.grad_weight.tile

@@ -73,7 +73,7 @@ def vit_scratch(model: str, data: str) -> TrainRun:
 def deit_scratch(model: str, data: str) -> TrainRun:
     """{model} from scratch on {data}, as EVMT-HLA trains DeiT.
 
-    Command: ``torchrun --nproc_per_node 4 -m hotrain.cli.main train deit_s16_imagenet --data FOLDER``
+    Command: ``torchrun --nproc_per_node 4 -m hotrain.cli train deit_s16_imagenet --data FOLDER``
 
     Source: ESL-HLA's DeiT script: 4 processes × batch 256, 90 epochs, AdamW, rate 5e-4 after scaling, decay 0.05,
     5 epochs of warm-up, lowest rate 1e-5, drop path 0.1, mixup 0.8, cutmix 1.0, RandAugment, no averaging. On

@@ -191,9 +191,6 @@ def calibrate(
         threshold: per-token scales are chosen where error_token < threshold · error_tensor, mean over the batches.
         statistic: ``"l2"``, the rule of the published code, or ``"mse"``, which compares the squares.
 
-    Returns:
-        A choice for every layer, with its errors.
-
     Raises:
         ValueError: no batch, no layer to calibrate, a loss or gradient that is not finite, or a bad argument.
     """
@@ -254,8 +251,7 @@ def _choose(pairs: list[tuple[float, float]], threshold: float) -> LayerChoice:
         return LayerChoice("token", 0.0, 0.0, 1.0, 0)
     error_tensor, error_token = (sum(column) / count for column in zip(*pairs, strict=True))
     ratio = error_token / error_tensor if error_tensor else 1.0
-    choice = "token" if ratio < threshold else "tensor"
-    return LayerChoice(choice, error_tensor, error_token, ratio, count)
+    return LayerChoice("token" if ratio < threshold else "tensor", error_tensor, error_token, ratio, count)
 
 
 def _quantized(model: nn.Module) -> dict[str, LayerState]:

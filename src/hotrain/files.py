@@ -72,7 +72,6 @@ def is_a(value: Any, kind: Any) -> bool:
     """Whether a value is of a type annotation, as JSON means it: a number is finite, and a bool is no number.
 
     Args:
-        value: to be checked.
         kind: a class, a union, a Literal, ``tuple[T, ...]``, ``list[T]`` or ``dict[str, T]``.
     """
     origin, args = get_origin(kind), get_args(kind)

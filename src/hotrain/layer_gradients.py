@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,12 +40,6 @@ class Call:
     needs_grad_input: bool
     autocast: torch.dtype | None
 
-    def same_autocast(self) -> Any:
-        """The autocast context that the call ran under."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.x.device.type, self.autocast)
-
     def token_gradient(self) -> Tensor:
         """g_y as tokens × channels, (T, O)."""
         return self.module.token_matrix(self.grad_output)  # type: ignore[operator]
@@ -58,12 +52,6 @@ def exact_calls(
 
     To be run inside `as_found`: it sets modes. Nothing is accumulated in ``.grad``; no optimizer is involved. x and
     g_y of all these calls are in memory at once.
-
-    Args:
-        model: converted.
-        batch: as the loss function takes it.
-        loss_fn: as in `loss_of`.
-        layers: names of converted layers.
 
     Raises:
         ValueError: the model has no converted layer, or no gradient reaches any of them.
@@ -116,11 +104,6 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tens
       models have it.
 
     In these two cases the batch is moved to the model's device.
-
-    Args:
-        model: any model.
-        batch: as the loss function takes it.
-        loss_fn: as above.
 
     Returns:
         One finite number that requires grad, ().

@@ -77,9 +77,6 @@ class Point:
     def check(self, device: torch.device) -> None:
         """Refuse a model on another device, or another PyTorch, than it was measured with.
 
-        Args:
-            device: of the model.
-
         Raises:
             ValueError: they differ; the message names both.
         """
@@ -102,9 +99,6 @@ class Point:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Point:
         """Read what `to_json` wrote.
-
-        Args:
-            value: field → JSON value.
 
         Raises:
             ValueError: a field is missing, unknown or has a value that is not accepted.

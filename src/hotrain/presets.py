@@ -33,9 +33,6 @@ def preset(name: str, /, **overrides: Any) -> Method:
         name: one of `presets`.
         **overrides: as in `Method.override`.
 
-    Returns:
-        A frozen `Method`.
-
     Raises:
         ValueError: the name or an override is not accepted; the message names what is.
 

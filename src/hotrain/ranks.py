@@ -185,9 +185,6 @@ def calibrate_ranks(
         budget: largest mean rank, of 16, weighted by the layers' arithmetic.
         max_batches: how many batches are used.
 
-    Returns:
-        The rank of every layer, with its v.
-
     Raises:
         ValueError: no batch, a batch of one sample, no layer that draws rows, or a budget that is not from 2 to 16.
     """

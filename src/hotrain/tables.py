@@ -23,9 +23,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     columns = list(zip(headers, *cells, strict=True))
     left = [not any(_is_number(cell) for cell in column[1:]) for column in columns]
     widths = [max(map(len, column)) for column in columns]
-    room = terminal_width()
-    if room is not None:
-        widths = _narrowed(widths, columns, left, room - len(GAP) * (len(columns) - 1))
+    if sys.stdout.isatty():  # elsewhere lines may have any length
+        room = shutil.get_terminal_size().columns - len(GAP) * (len(columns) - 1)
+        widths = _narrowed(widths, columns, left, room)
 
     def lines(row: Sequence[str]) -> str:
         broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -38,11 +38,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         )  # fmt: skip
 
     return "\n".join([lines(headers), lines(["─" * w for w in widths]), *map(lines, cells)])
-
-
-def terminal_width() -> int | None:
-    """Columns of the terminal, or None where stdout is no terminal and lines may have any length."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _narrowed(widths: Sequence[int], columns: Sequence[Sequence[str]], left: Sequence[bool], room: int) -> list[int]:

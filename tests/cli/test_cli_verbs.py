@@ -19,7 +19,6 @@ import typer
 from typer.testing import CliRunner, Result
 
 import hotrain
-from hotrain.cli.errors import interrupted
 from hotrain.cli.main import app
 from hotrain.plotting.records import ROW_FIELDS
 from hotrain.presets import DEFAULT
@@ -231,19 +230,15 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (None, 130)])
 def test_a_signal_is_its_exit_code(number: int | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotrain.train import Interrupted
+
     def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt if number is None else interrupted(_with(number), "stopped, nothing is lost")
+        raise KeyboardInterrupt if number is None else Interrupted("stopped, nothing is lost", None, number)
 
     monkeypatch.setattr("hotrain.cli.prepare.configure", stop)
     done = CliRunner().invoke(app, ["train", "demo_vit"])
     assert done.exit_code == code
     assert done.stderr == ("interrupted\n" if number is None else "stopped, nothing is lost\n")
-
-
-def _with(number: int) -> KeyboardInterrupt:
-    stop = KeyboardInterrupt()
-    stop.number = number  # type: ignore[attr-defined]
-    return stop
 
 
 def test_compare_writes_summary_curves_and_report(tmp_path: Path) -> None:

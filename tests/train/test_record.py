@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hotrain.train import record
-from hotrain.train.record import append, locked, new_run_id, read
+from hotrain.train.record import append, held, new_run_id, read
 
 
 def test_rows_come_back_in_order(tmp_path: Path) -> None:
@@ -134,9 +134,10 @@ def test_a_damaged_row_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_holder(tmp_path: Path) -> None:
-    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is training this run"):
-        locked(tmp_path / "run").__enter__()
-    with locked(tmp_path / "run"):  # let go
+    lock = tmp_path / "run" / record.LOCK
+    with held(lock, "busy"), pytest.raises(ValueError, match="busy"):
+        held(lock, "busy").__enter__()
+    with held(lock, "busy"):  # let go
         pass
 
 
@@ -145,7 +146,7 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(record.fcntl, "flock", none)
-    with locked(tmp_path):
+    with held(tmp_path / record.LOCK, "busy"):
         append(tmp_path / "runs.jsonl", {"n": 1})
     assert json.loads((tmp_path / "runs.jsonl").read_text()) == {"n": 1}
 

@@ -127,9 +127,6 @@ def cost(
         float_bits: bits of a float in a bit operation (the papers' is 32).
         **kwargs: of the model.
 
-    Returns:
-        Operations of each layer call, with totals.
-
     Raises:
         ValueError: the method is unknown, or the model calls no layer.
     """
@@ -140,16 +137,11 @@ def cost(
     found = dict(layer_states(model))
     exact = preset("exact")
     if asked is not None:
-        states = found or _if_converted(model, asked)
-        found = {name: _following(state, asked) for name, state in states.items()}
+        found = {name: copy.copy(state) for name, state in (found or _if_converted(model, asked)).items()}
+        for state in found.values():
+            state.method = asked
     count = _Counter(float_bits)
     return Cost([_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
-
-
-def _following(state: LayerState, method: Method) -> LayerState:
-    found = copy.copy(state)
-    found.method = method
-    return found
 
 
 def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
@@ -259,7 +251,7 @@ def _grad_weight(
     # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
     overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))
     if path.drop:
-        overhead += count.floats(shape.output_entries)
+        overhead += count.floats(shape.tokens * shape.outputs)
     if saved.bits is not None:
         overhead += count.floats(kept * QUANTIZE)
     rows = math.ceil(path.share * lay.rows)
@@ -272,7 +264,7 @@ def _grad_weight(
             overhead += count.floats(kept * DEQUANTIZE)
         return count.product(macs, fb, fb), overhead
     overhead += count.floats(rows * shape.outputs * (QUANTIZE_LUQ if path.number == "luq" else QUANTIZE))
-    overhead += count.floats(shape.weight_entries * DEQUANTIZE)
+    overhead += count.floats(shape.outputs * shape.inputs * DEQUANTIZE)
     bits = saved.bits or path.bits
     if not shape.unfolds:
         if saved.bits is None:  # x is kept as it is and quantized in backward

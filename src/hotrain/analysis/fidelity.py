@@ -49,7 +49,8 @@ class Fidelity:
         for row in self.rows:
             cells = [row["layer"]]
             for path in PATHS:
-                cells += [_text(row[f"{path}_error"]), _text(row[f"{path}_cosine"]), _bias_text(row, path)]
+                cells += [_text(row[f"{path}_error"]), _text(row[f"{path}_cosine"])]
+                cells.append(_text(row[f"{path}_bias"] if _is_biased(row, path) else None))
             body.append(cells + [f"{sum(row[e][:half]):.2f}" for e in ("g_y_energy", "x_energy")])
         headers = ["layer", *(f"{g} {what}" for g in ("g_x", "g_w") for what in ("error", "cosine", "bias"))]
         lines = [
@@ -89,11 +90,8 @@ _ROUNDOFF = 1e-5  # relative, of sums in another order
 
 
 def _is_biased(row: dict[str, Any], path: str) -> bool:
-    return row[f"{path}_bias"] > max(_BEYOND * row[f"{path}_noise"], _ROUNDOFF)
-
-
-def _bias_text(row: dict[str, Any], path: str) -> str:
-    return _text(row[f"{path}_bias"]) if row[f"{path}_bias"] is not None and _is_biased(row, path) else "–"
+    bias, noise = row[f"{path}_bias"], row[f"{path}_noise"]
+    return bias is not None and bias > max(_BEYOND * noise, _ROUNDOFF)
 
 
 def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws: int = 8) -> Fidelity:
@@ -108,17 +106,13 @@ def fidelity(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, draws:
         loss_fn: ``loss_fn(model, batch)`` as in `hotrain.calibrate`; None is cross-entropy on (input, target).
         draws: how often each layer's gradients are computed with its method, at least 2.
 
-    Returns:
-        Errors, cosines and biases of each layer's gradients.
-
     Raises:
         ValueError: the model has no converted layers, the loss is bad, or draws < 2.
     """
     if type(draws) is not int or draws < 2:
         raise ValueError(f"fidelity: draws={draws!r} is not an integer of at least 2 (the bias is that of their mean)")
     with as_found(model):
-        first = first_calls(exact_calls(model, batch, loss_fn))
-        return Fidelity([_row(call, draws) for call in first], draws)
+        return Fidelity([_row(call, draws) for call in first_calls(exact_calls(model, batch, loss_fn))], draws)
 
 
 def energy_by_sequency(tokens: Tensor) -> list[float]:
@@ -140,8 +134,7 @@ def energy_by_sequency(tokens: Tensor) -> list[float]:
 
 def first_calls(calls: list[Call]) -> list[Call]:
     """The first call of each layer in the order of the forward; gradients arrived in the order of the backward."""
-    first = {call.name: call for call in calls}
-    return list(reversed(first.values()))
+    return list(reversed({call.name: call for call in calls}.values()))
 
 
 def _row(call: Call, draws: int) -> dict[str, Any]:
@@ -164,7 +157,8 @@ def _gradients(call: Call, converted: bool) -> dict[str, Tensor | None]:
     x = call.x.clone().requires_grad_(call.needs_grad_input)
     wanted = [(path, leaf) for path, leaf in zip(PATHS, (x, weight), strict=True) if leaf.requires_grad]
     call.module.training = converted
-    with call.same_autocast(), torch.enable_grad():
+    as_called = torch.autocast(x.device.type, call.autocast, enabled=call.autocast is not None)
+    with as_called, torch.enable_grad():
         y = call.module.forward(x)
     gradients = torch.autograd.grad(y, [leaf for _, leaf in wanted], call.grad_output)
     found: dict[str, Tensor | None] = dict.fromkeys(PATHS)

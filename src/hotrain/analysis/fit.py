@@ -7,6 +7,7 @@ with the parameters, gradients and optimizer state.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,11 +163,7 @@ def fit(
 
 
 def search(fits: Callable[[int], bool], largest: int = LARGEST) -> tuple[int, int | None]:
-    """Search the largest n that fits by doubling, then bisection: about 2·log₂ n calls.
-
-    Args:
-        fits: n → whether it fits.
-        largest: where the search ends.
+    """Search the largest n up to `largest` that fits by doubling, then bisection: about 2·log₂ n calls.
 
     Returns:
         The largest n that fits (0: not even 1), and the smallest that was found not to, or None.
@@ -179,12 +176,10 @@ def search(fits: Callable[[int], bool], largest: int = LARGEST) -> tuple[int, in
             low, n = n, 2 * n
         else:
             high = n
-    while high is not None and high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+    if high is not None:
+        between = range(low + 1, high)
+        low += bisect_left(between, True, key=lambda n: not fits(n))
+        high = low + 1
     return low, high
 
 

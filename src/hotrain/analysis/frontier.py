@@ -208,9 +208,6 @@ def frontier(
         on_point: called with each point when it has been measured.
         **kwargs: of the model.
 
-    Returns:
-        The points.
-
     Raises:
         ValueError: the model is converted, has no parameter that requires grad, or is compiled; or ``steps < 1``, or
             the method is exact.

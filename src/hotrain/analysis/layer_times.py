@@ -7,7 +7,6 @@ small. `plan` times both on the device and in the dtype of the model; its `filte
 from __future__ import annotations
 
 import statistics
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +180,7 @@ def _time(module: nn.Module, shape: LayerShape, repeats: int) -> tuple[float, fl
     leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
     if not leaves:
         return 0.0, 0.0
-    autocast = torch.autocast(x.device.type, shape.autocast) if shape.autocast else nullcontext()
+    autocast = torch.autocast(x.device.type, shape.autocast, enabled=shape.autocast is not None)
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for repeat in range(repeats + 1):
         for converted in (False, True):

@@ -69,22 +69,9 @@ class LayerShape:
         return self.inputs * self.groups
 
     @property
-    def samples(self) -> int:
-        """The batch dimension; 1 where the input has none."""
-        return self.lead[0] if self.lead else 1
-
-    @property
     def products(self) -> int:
         """Multiply-accumulates of one of the three products."""
         return self.tokens * self.outputs * self.inputs
-
-    @property
-    def output_entries(self) -> int:
-        return self.tokens * self.outputs
-
-    @property
-    def weight_entries(self) -> int:
-        return self.outputs * self.inputs
 
 
 def kind_of(module: nn.Module) -> str | None:
@@ -109,14 +96,10 @@ def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerSha
         ValueError: the forward calls no such layer.
     """
     seen: list[LayerShape] = []
-
-    def observe(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        seen.append(_shape_of(name, module, args[0], y))
-
     with as_found(model), torch.enable_grad(), saved_tensors_hooks(lambda t: None, _nothing), ExitStack() as hooks:
         for name, module in model.named_modules():
             if kind_of(module) is not None:
-                hooks.enter_context(module.register_forward_hook(partial(observe, name)))
+                hooks.enter_context(module.register_forward_hook(partial(_observe, seen, name)))
         model.eval()
         model(*inputs, **kwargs)
     if not seen:
@@ -136,9 +119,9 @@ def _positions(shape: torch.Size) -> tuple[int, ...]:
     return (shape[0] if len(shape) == 4 else 1, *shape[-2:])
 
 
-def _shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
-    """The products of one call ``y = module(x)``."""
-    kind, weight = kind_of(module), module.weight
+def _observe(seen: list[LayerShape], name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+    """A forward hook, which adds the products of one call ``y = module(x)``."""
+    x, kind, weight = args[0], kind_of(module), module.weight
     assert kind is not None
     assert isinstance(weight, Tensor)
     lead, groups, kernel, unfolds = tuple(y.shape[:-1]), 1, 1, False
@@ -146,19 +129,21 @@ def _shape_of(name: str, module: nn.Module, x: Tensor, y: Tensor) -> LayerShape:
         geometry = Geometry.of(module)
         lead, groups = _positions(y.shape), module.groups
         kernel, unfolds = math.prod(geometry.kernel), not geometry.is_patches
-    return LayerShape(
-        name,
-        kind,
-        x=x.shape,
-        dtype=x.dtype,
-        autocast=autocast_to(y.device.type),
-        lead=lead,
-        # Conv1D keeps its weight transposed: (inputs, outputs).
-        outputs=weight.shape[1] if kind == "Conv1D" else weight.shape[0],
-        inputs=weight.shape[0] if kind == "Conv1D" else weight[0].numel(),
-        groups=groups,
-        kernel=kernel,
-        unfolds=unfolds,
-        needs_grad_input=x.requires_grad,
-        needs_grad_weight=weight.requires_grad,
+    w = weight.mT if kind == "Conv1D" else weight  # Conv1D keeps its weight transposed: (inputs, outputs)
+    seen.append(
+        LayerShape(
+            name,
+            kind,
+            x=x.shape,
+            dtype=x.dtype,
+            autocast=autocast_to(y.device.type),
+            lead=lead,
+            outputs=w.shape[0],
+            inputs=w[0].numel(),
+            groups=groups,
+            kernel=kernel,
+            unfolds=unfolds,
+            needs_grad_input=x.requires_grad,
+            needs_grad_weight=weight.requires_grad,
+        )
     )

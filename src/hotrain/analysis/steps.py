@@ -161,9 +161,7 @@ def timed(
     """Run training steps: one that is not counted, which compiles and makes the optimizer's state, then those that are.
 
     Args:
-        inputs: called for each.
         warm: steps before the timed ones; their memory counts, as CUDA graphs allocate when they are recorded.
-        steps: that are timed.
 
     Returns:
         Median ms of a step, and on a GPU the allocator's peak in bytes.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,9 +32,6 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
             device="meta")`` will do.
         **kwargs: its keyword arguments.
 
-    Returns:
-        Bytes by module and by operator.
-
     Raises:
         ValueError: the model needs values to run (it routes tokens, say), or has a recurrent layer whose library says
             only when it runs what it keeps.
@@ -43,15 +40,10 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
 
 
 def before_and_now(model: nn.Module, example: Example, revert: Callable[[nn.Module], object]) -> tuple[int, int]:
-    """Predict the bytes that a converted model saves for a batch, exact and as converted.
+    """Predict the bytes that a converted model saves for a batch: exact, and as converted.
 
     Args:
-        model: the converted model; it is not changed.
-        example: the arguments of a call, and its autocast.
         revert: makes a converted model exact in place; called on a copy.
-
-    Returns:
-        Bytes of the exact model, and of the converted one.
 
     Raises:
         ValueError: as `predicted_bytes`.
@@ -75,11 +67,16 @@ def _predicted(
             )
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = (
+        log.disabled,
+        True,
+    )  # an operator that refuses fake tensors raises; no traceback too
     try:
         # What the model makes is where its fake weights are: on the CPU, under its autocast if the GPU's is on.
         dtype = autocast_to("cuda")
         autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-        with _unlogged(), fakes.mode(), torch.device("cpu"), autocast:
+        with fakes.mode(), torch.device("cpu"), autocast:
             for owner in (model.parameters(), model.buffers()):
                 for t in owner:
                     shaped = _shape_alone(t)
@@ -97,15 +94,6 @@ def _predicted(
             f"predicted_bytes: {type(model).__name__} does not run without values ({first}); use hotrain.saved_bytes, "
             "which runs it"
         ) from error
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Context in which PyTorch does not log, with a traceback, each operator that refuses fake tensors: it raises."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
     finally:
         log.disabled = before
 
@@ -118,5 +106,4 @@ def _has_a_workspace(module: nn.Module) -> bool:
 
 def _shape_alone(t: Tensor) -> Tensor:
     """A fake tensor on the CPU, dense, in t's memory layout."""
-    fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
-    return fake.requires_grad_(t.requires_grad)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)

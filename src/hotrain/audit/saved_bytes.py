@@ -13,10 +13,13 @@ import dataclasses
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -85,9 +88,6 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         device_peak: also run a second forward with a backward and read the peak of the CUDA allocator, whose statistics
             are reset.
         **kwargs: its keyword arguments.
-
-    Returns:
-        Bytes by module and by operator.
 
     Raises:
         ValueError: no output requires grad, or ``device_peak`` with no input on a CUDA device.
@@ -181,16 +181,8 @@ class _Seen:
 
 def _called_by_checkpoint() -> bool:
     """Whether torch.utils.checkpoint is saving its inputs, for which not all versions make a node."""
-    frame = sys._getframe(2)
-    for _ in range(3):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename.endswith("checkpoint.py") and frame.f_globals.get("__name__") == (
-            "torch.utils.checkpoint"
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = islice(walk_stack(sys._getframe(2)), 3)
+    return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame, _ in frames)
 
 
 @contextmanager
@@ -318,7 +310,7 @@ def bytes_inside(audit: SavedBytes, names: Iterable[str]) -> dict[str, int]:
 
 def _summed(rows: list[dict[str, Any]], field: str) -> dict[str, int]:
     """Bytes by one field of the rows, largest first."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for row in rows:
-        sizes[row[field]] = sizes.get(row[field], 0) + row["bytes"]
+        sizes[row[field]] += row["bytes"]
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))

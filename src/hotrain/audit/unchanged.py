@@ -30,10 +30,16 @@ def as_found(model: nn.Module) -> Iterator[None]:
     ]
     states = [state for _, state in layer_states(model)]
     counters = [(s, s.calls, s.fallback, s.draws.step, s.draws.generation, replace(s.ran)) for s in states]
-    generators = _generators()
+    numpy: Any = sys.modules.get("numpy")  # data sets draw from it; torch itself does not
+    python, legacy = random.getstate(), numpy and numpy.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        yield
+        with torch.random.fork_rng(gpus, device_type="cuda"):
+            yield
     finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(legacy)
         for module, training in modes:
             module.training = training
         for module, name, buffer, value in buffers:
@@ -43,22 +49,3 @@ def as_found(model: nn.Module) -> Iterator[None]:
         for state, calls, fallback, step, generation, ran in counters:
             state.calls, state.fallback = calls, fallback
             state.draws.step, state.draws.generation, state.draws.ran = step, generation, ran
-        _restore(generators)
-
-
-def _generators() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:  # data sets draw from it; torch itself does not
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _restore(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])

@@ -80,16 +80,14 @@ def memory(
         return
     exact, converted, predicted, full = measured
     if json:
+        fields = ("total", "by_operator", "by_module", "device_peak")
         audits = {
-            name: {field: getattr(a, field) for field in ("total", "by_operator", "by_module", "device_peak")}
+            name: {field: getattr(a, field) for field in fields}
             for name, a in {"exact": exact, run.method_label: converted}.items()
         }
+        said = {name: p and {field: getattr(p, field) for field in fields[:-1]} for name, p in predicted.items()}
         answer = {**about, "batch_size": len(images), "ratio": converted.total / exact.total, "audits": audits}
-        answer["predicted"] = {
-            name: None if p is None else {"total": p.total, "by_operator": p.by_operator, "by_module": p.by_module}
-            for name, p in predicted.items()
-        }
-        options.print_json({**answer, "full_precision": [asdict(row) for row in full]})
+        options.print_json({**answer, "predicted": said, "full_precision": [asdict(row) for row in full]})
         return
     typer.echo(f"{title}, batch of {len(images)}")
     typer.echo(_side_by_side(exact, converted, predicted[run.method_label], modules))

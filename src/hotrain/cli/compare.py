@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotrain.cli import completion, options
-from hotrain.cli.errors import interrupted, note
+from hotrain.cli.errors import note
 from hotrain.cli.terminal import print_lines, working
 from hotrain.plotting import lines
 
@@ -100,7 +100,8 @@ def compare(
     except KeyboardInterrupt as stop:
         _write_plan(folder, run, chosen, numbers)
         command = shlex.join(["hotrain", "compare", "--resume", str(folder)])
-        raise interrupted(stop, f"{done} of {cells} runs are recorded. Resume with: {command}") from stop
+        stop.args = (f"{done} of {cells} runs are recorded. Resume with: {command}",)
+        raise
     for failure in outcome.failures:
         note(f"failed: {failure['model']} {failure['method']} seed {failure['seed']}: {failure['error']}")
     if json:

@@ -1,53 +1,47 @@
 """Completion of values in a shell: recipes, models, methods, fields and the words that an option accepts.
 
-`hotrain --install-completion` installs it. Names come from the library, which takes as long as importing it.
+`hotrain --install-completion` installs it. Names come from the library, which takes as long as importing it; of those
+that a function returns, typer shows the ones that begin as the word to be completed does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Completer = Callable[[str], list[str]]
 
-
-def words(*accepted: str) -> Completer:
+def words(*accepted: str) -> Callable[[], Sequence[str]]:
     """Return a completer of fixed words."""
-    return lambda incomplete: _starting(accepted, incomplete)
+    return lambda: accepted
 
 
-def recipe_names(incomplete: str) -> list[str]:
-    """Complete the name of a recipe."""
+def recipe_names() -> list[str]:
+    """The names of the recipes."""
     import hotrain_recipes
 
-    return _starting(list(hotrain_recipes.all()), incomplete)
+    return list(hotrain_recipes.all())
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Complete the name of a recipe or, from the first letter on, of a timm model."""
-    found = recipe_names(incomplete)
-    if incomplete:
-        import timm
+    """The names of the recipes and, from the first letter on, of timm's models."""
+    if not incomplete:
+        return recipe_names()
+    import timm
 
-        found += timm.list_models(f"{incomplete}*")
-    return found
+    return recipe_names() + timm.list_models(f"{incomplete}*")
 
 
 def methods(incomplete: str) -> list[str]:
-    """Complete a preset, also the last one of a list with commas."""
+    """The presets, each after what a list with commas has before its last one."""
     from hotrain.presets import presets
 
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in _starting(list(presets()), last)]
+    before, comma, _ = incomplete.rpartition(",")
+    return [before + comma + name for name in presets()]
 
 
-def fields(incomplete: str) -> list[str]:
-    """Complete the field in ``field=value``."""
+def fields() -> list[str]:
+    """The fields in ``field=value``."""
     import dataclasses
 
     from hotrain.train import TrainRun
 
-    return _starting([f"{field.name}=" for field in dataclasses.fields(TrainRun)], incomplete)
-
-
-def _starting(names: Sequence[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
+    return [f"{field.name}=" for field in dataclasses.fields(TrainRun)]

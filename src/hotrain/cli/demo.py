@@ -102,23 +102,18 @@ def train_cells(runs: Sequence[TrainRun], methods: Sequence[str], seeds: Sequenc
     labels(runs[0], methods)
     context = multiprocessing.get_context("spawn")  # a forked child would inherit PyTorch's threads
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
-        cells = {
-            (index, method, seed): pool.submit(_one, run, method, seed)
-            for seed in seeds
-            for method in methods
-            for index, run in enumerate(runs)
-        }
+        cells = [pool.submit(_one, *cell) for cell in itertools.product(runs, methods, seeds)]
         try:
-            for number, cell in enumerate(as_completed(cells.values()), start=1):
+            for number, cell in enumerate(as_completed(cells), start=1):
                 for result in cell.result().results:
                     note(f"{number} of {len(cells)}  {progress_line(result)}")
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     whole = Comparison()
-    for key in itertools.product(range(len(runs)), methods, seeds):
-        whole.failures += cells[key].result().failures
-        whole.results += cells[key].result().results
+    for cell in cells:
+        whole.failures += cell.result().failures
+        whole.results += cell.result().results
     return whole
 
 

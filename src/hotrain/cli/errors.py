@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import traceback
 from typing import Any, TextIO
 
 import typer
@@ -47,18 +48,9 @@ def is_mistake(error: Exception) -> bool:
         return True
     if not isinstance(error, (RuntimeError, ImportError)) or isinstance(error, (typer.Exit, typer.Abort)):
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
     return module.split(".")[0] in ("hotrain", "hotrain_recipes", "hotrain_bench", "hotrain_study")
-
-
-def interrupted(stop: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt with another message and the signal number of ``stop``."""
-    told = KeyboardInterrupt(text)
-    told.number = getattr(stop, "number", signal.SIGINT)  # type: ignore[attr-defined]
-    return told
 
 
 def one_line(error: BaseException) -> str:

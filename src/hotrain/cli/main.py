@@ -1,4 +1,4 @@
-"""The ``hotrain`` application and its commands; also ``python -m hotrain.cli.main``."""
+"""The ``hotrain`` application and its commands."""
 
 from __future__ import annotations
 
@@ -67,7 +67,3 @@ else:
 app.command("recipes", cls=Command, rich_help_panel=RECORD, epilog=listing.RECIPES)(listing.recipes)
 app.command("presets", cls=Command, rich_help_panel=RECORD, epilog=listing.PRESETS)(listing.presets)
 app.command("report", cls=Command, rich_help_panel=RECORD, epilog=listing.REPORT)(listing.report)
-
-
-if __name__ == "__main__":
-    app()

@@ -121,11 +121,7 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")
 
 
 def split_names(text: str, option: str) -> list[str]:
-    """Split a comma-separated option into its distinct names, in order.
-
-    Raises:
-        ValueError: no name.
-    """
+    """Split a comma-separated option into its distinct names, in order; none is a ValueError."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise ValueError(f"{option}: got {text!r}, give at least one, separated by commas")
@@ -133,11 +129,7 @@ def split_names(text: str, option: str) -> list[str]:
 
 
 def split_seeds(text: str) -> list[int]:
-    """Parse seeds such as ``0,1,2``.
-
-    Raises:
-        ValueError: a part that is not a whole number from 0.
-    """
+    """Parse seeds such as ``0,1,2``; what is no whole number from 0 is a ValueError."""
     seeds = split_names(text, "--seeds")
     for seed in seeds:
         if not seed.isdecimal():

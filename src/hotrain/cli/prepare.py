@@ -71,11 +71,7 @@ def look(name: str, **options: Any) -> TrainRun:
 
 
 def labels(run: TrainRun, methods: Sequence[str]) -> list[str]:
-    """Return the labels of methods as named on the command line.
-
-    Raises:
-        ValueError: an unknown method or a bad override.
-    """
+    """Return the labels of methods as named on the command line; an unknown one or a bad override is a ValueError."""
     from hotrain.train import with_preset
 
     return [with_preset(run, text).method_label for text in methods]
@@ -92,9 +88,6 @@ def with_options(
     """Return the run with the command line's options.
 
     Args:
-        method: preset with overrides, as in ``hot:rank=4``.
-        settings: ``field=value`` strings.
-        out: folder of the records.
         **fields: other options that are fields of the run; None: not given. They take precedence over ``settings``.
     """
     from hotrain.train import with_preset, with_settings
@@ -125,7 +118,7 @@ def converted(run: TrainRun, weights: Path | None = None) -> Setup:
 def with_images(
     name: str, classes: int | None, batch_size: int | None, **options: Any
 ) -> tuple[TrainRun, nn.Module, Tensor]:
-    """Return the run of a recipe or a timm model, its exact model, in training mode, and random images.
+    """Return the run of `look`, its exact model, in training mode, and random images (B, C, H, W) on its device.
 
     Neither data nor weights are downloaded.
 
@@ -133,9 +126,6 @@ def with_images(
         classes: number of classes; None: that of the data, for a timm model without data `CLASSES`.
         batch_size: number of images; None: the run's.
         **options: as for `look`.
-
-    Returns:
-        The run, the model, and normal random images (B, C, H, W) on its device.
 
     Raises:
         ValueError: the data are not available and ``classes`` is not given, and as `look` and `converted`.

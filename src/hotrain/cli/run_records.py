@@ -71,12 +71,8 @@ def _test_images(run: TrainRun) -> int | None:
 def records_of(outcome: Comparison, meta: dict[str, Any]) -> Records:
     """Make the records of a comparison.
 
-    Args:
-        outcome: a finished comparison. A failed run becomes a row of ``None`` with its ``error``.
-        meta: conditions; a description of every method that ran is added.
-
-    Returns:
-        Rows and curves. A row has ``layers`` (what ran in them) where its result does.
+    A failed run becomes a row of ``None`` with its ``error``; to the conditions ``meta`` a description of every method
+    that ran is added.
     """
     from hotrain.plotting.records import Records, curve
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotrain.cli import options
-from hotrain.cli.errors import interrupted, note, wrapped
+from hotrain.cli.errors import note, wrapped
 from hotrain.cli.terminal import working
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def train(
         try:
             result = library.train(run, resume=resume, on_progress=library.silent if quiet else None, on_start=started)
         except library.Interrupted as stop:
-            raise interrupted(stop, str(stop).replace("--resume", "hotrain train --resume")) from stop
+            stop.args = (str(stop).replace("--resume", "hotrain train --resume"),)
+            raise
     if not main:
         return
     if json:

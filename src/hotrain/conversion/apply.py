@@ -20,7 +20,6 @@ from ..compress.checkpointing import blocks, recompute
 from ..compress.interpose import unwrap, wrap
 from ..compress.offload import offload
 from ..compress.operators import share_inputs
-from ..compress.report import Buffers
 from ..draws import Draws
 from ..functional import as_method
 from ..grids import grid_at, token_grids
@@ -86,9 +85,6 @@ def convert(
         memory: which saved activations are compressed: ``"linear"``, those of converted layers; ``"block"``, those of
             activation functions, norms, attention, dropout, products, pooling and exact layers as well
             (`hotrain.compress`): everything that is called while the model runs forward. None is the method's own.
-
-    Returns:
-        A report with one row per layer.
 
     Raises:
         TypeError: the model is no module, or `filter_fn` no function.
@@ -179,7 +175,8 @@ def convert(
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
     if method.memory == "block":
-        report.buffers = _wrapped(model, plan)
+        report.buffers = wrap(model)
+        report.buffers.must_not_lose, report.buffers.gains = plan != "memory", _gains
     else:
         unwrap(model)
     for _, state in layer_states(model):
@@ -235,12 +232,6 @@ def _follow(model: nn.Module, point: Point) -> ConversionReport:
         offload(model)
     report.point = point
     return report
-
-
-def _wrapped(model: nn.Module, plan: str) -> Buffers:
-    buffers = wrap(model)
-    buffers.must_not_lose, buffers.gains = plan != "memory", _gains
-    return buffers
 
 
 def _gains(model: nn.Module, layers: Sequence[Any]) -> float:

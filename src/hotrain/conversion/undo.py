@@ -20,9 +20,6 @@ def revert(model: nn.Module) -> None:
 
     What another library has put in the place of a converted layer stays there (`ConversionReport.gone`).
 
-    Args:
-        model: converted or not.
-
     Raises:
         RuntimeError: a layer's class was changed again after conversion (a parametrization, FSDP2's `fully_shard` on
             the layer itself). Nothing is changed then.
@@ -52,14 +49,7 @@ def revert_activations(model: nn.Module) -> None:
 
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
-    """The converted layers of a model.
-
-    Args:
-        model: converted or not.
-
-    Yields:
-        (fully qualified name, module, state) of each, once.
-    """
+    """The converted layers of a model: (fully qualified name, module, state) of each, once."""
     for name, module in model.named_modules():
         state = layer_state(module)
         if state is not None:

@@ -50,13 +50,10 @@ class Conversion:
         self.checked = False  # the first step of this training
 
     def convert(self, model: Model) -> Model:
-        """Convert a model in place, for code that makes the model itself (``model_init``, before PEFT).
+        """Convert a model in place and return it, for code that makes the model itself (``model_init``, before PEFT).
 
         Args:
             model: not converted yet, or converted by this callback, which leaves it as it is.
-
-        Returns:
-            The same model.
 
         Raises:
             ValueError: as `hotrain.convert`; or another call converted it; or its parameters are sharded.

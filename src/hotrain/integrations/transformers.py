@@ -6,10 +6,10 @@ accelerate, whose autocast replaces the model's forward, nor compiled. ``on_trai
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ..calibration import Calibration, calibrate
 from ..method import Method
@@ -92,9 +92,8 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             )
         self.checked = self._logged = False
         if self.batches:  # not of the loader itself, whose sampler would go on from there
-            rows = iter(train_dataloader.dataset)
-            lists = iter(lambda: list(islice(rows, args.train_batch_size)), [])
-            batches = map(train_dataloader.collate_fn, lists)
+            rows, collate = train_dataloader.dataset, train_dataloader.collate_fn
+            batches: Any = DataLoader(rows, args.train_batch_size, collate_fn=collate)
             self.calibration = calibrate(model, batches, max_batches=self.batches)
             self.calibration.apply(model)
             logger.info(str(self.calibration))
@@ -117,9 +116,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         """Log the report."""
         logger.info(str(self.report))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the report."""
-        logger.info(str(self.report))
+    on_train_end = on_save
 
 
 def _refuse(args: Any) -> None:

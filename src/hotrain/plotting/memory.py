@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hotrain.plotting.lines import bytes_text, ratio_text
@@ -38,22 +39,20 @@ def readable(operator: str) -> str:
     return READABLE.get(name, name.removeprefix("native_").replace("_", " "))
 
 
-def gathered(table: Mapping[str, int]) -> dict[str, int]:
+def gathered(table: Mapping[str, int]) -> Counter[str]:
     """The bytes by operator, with the operators that a reader calls alike added up."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for operator, size in table.items():
-        name = readable(operator)
-        sums[name] = sums.get(name, 0) + size
+        sums[readable(operator)] += size
     return sums
 
 
 def parts_of(tables: Sequence[Mapping[str, int]]) -> list[str]:
     """The operators of several tables that get a colour, by their largest bytes; ``the rest`` is last."""
-    peak: dict[str, int] = {}
+    peak: Counter[str] = Counter()
     for table in tables:
-        for name, size in gathered(table).items():
-            peak[name] = max(peak.get(name, 0), size)
-    names = sorted((name for name in peak if peak[name] > 0), key=lambda name: (-peak[name], name))
+        peak |= gathered(table)  # the larger of both, above 0
+    names = sorted(peak, key=lambda name: (-peak[name], name))
     room = len(SERIES) - 1
     return names[:room] + ([REST] if len(names) > room else [])
 

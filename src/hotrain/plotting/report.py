@@ -27,10 +27,9 @@ Drawn = dict[str, str]
 
 def write_report(folder: Path | str) -> Path:
     """Draw the records of ``folder`` into its report.html and return the path. Raises as `load_records`."""
-    folder = Path(folder)
-    page = render(load_records(folder))
-    write_text(folder / REPORT, page)
-    return folder / REPORT
+    path = Path(folder) / REPORT
+    write_text(path, render(load_records(folder)))
+    return path
 
 
 def render(records: Records) -> str:

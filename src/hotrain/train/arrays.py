@@ -95,12 +95,7 @@ def _check_size(path: Path, members: list[zipfile.ZipInfo]) -> None:
 
 
 def check_labels(y: Tensor, classes: int, where: str) -> None:
-    """Check that all labels are in ``[0, classes)``.
-
-    Args:
-        y: integer labels, (N,).
-        classes: number of classes.
-        where: name of the array, for the message.
+    """Check that all integer labels (N,) of the array ``where`` are in ``[0, classes)``.
 
     Raises:
         ValueError: a label is out of range; the message gives the first one, its index and how many there are.

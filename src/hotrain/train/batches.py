@@ -75,40 +75,20 @@ class Feed:
         self._images = kind(run, data, image_size, normalization, self.device)
 
     def order(self, epoch: int) -> Tensor:
-        """Shuffled training indices of this process.
-
-        Args:
-            epoch: number of the epoch, from 0.
-
-        Returns:
-            int64 ``(N // world,)`` for N training images.
-        """
+        """Shuffled training indices of this process in an epoch, int64 ``(N // world,)`` for N training images."""
         generator = torch.Generator().manual_seed(_key(self.run.seed, epoch))
         order = torch.randperm(self.data.train_size, generator=generator, device="cpu")
         share = self.data.train_size // self.world
         return order[: share * self.world][self.rank :: self.world]
 
     def updates(self, epoch: int, first: int = 0) -> Iterator[list[Batch]]:
-        """Iterate over the updates of an epoch.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            first: index within the epoch of the first update.
-
-        Yields:
-            The ``accumulation`` batches of one update.
-        """
+        """Iterate over an epoch's updates, from the one of index ``first`` on: the ``accumulation`` batches of each."""
         size, group = self.run.batch_size, self.run.accumulation
         order = self.order(epoch)
         chosen = [order[i * size : (i + 1) * size] for i in range(self.updates_per_epoch * group)]
         keys = [_key(self.run.seed, epoch, self.rank, i) for i in range(len(chosen))]
         batches = self._images.training(chosen[first * group :], keys[first * group :])
-        pending: list[Batch] = []
-        for batch in batches:
-            pending.append(batch)
-            if len(pending) == group:
-                yield pending
-                pending = []
+        yield from map(list, zip(*[batches] * group, strict=True))  # the same iterator, so the next ones each time
 
     def test_batches(self) -> Iterator[Batch]:
         """This process's part of the test images, without augmentation; all parts together are every image once."""

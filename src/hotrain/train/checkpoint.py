@@ -111,10 +111,7 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU.
-
-    Args:
-        path: the file or the run's folder.
+    """Read a checkpoint, a file or the folder of its run, onto the CPU.
 
     Returns:
         The ``state`` that :func:`save` wrote, with its ``format``.
@@ -196,9 +193,6 @@ def saved_run(path: str | Path) -> TrainRun:
 
     Its ``out_dir`` is where the checkpoint is now: with ``train(saved_run(path), resume=path)`` the run continues in
     the folder of its checkpoint, even if that was moved or renamed.
-
-    Args:
-        path: the checkpoint file or the run's folder.
 
     Raises:
         ValueError: as :func:`load`.

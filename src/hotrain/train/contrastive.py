@@ -37,8 +37,7 @@ class TwoViews(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Embeddings (2B, 128) of the views (2B, C, H, W), all first views before all second ones."""
-        embedded: Tensor = self.predictor(self.projector(self.backbone(images)))
-        return embedded
+        return self.predictor(self.projector(self.backbone(images)))
 
     def exact_target(self) -> nn.Module | None:
         """BYOL's target as it starts: a copy of backbone and projector. Taken before they are converted."""
@@ -77,7 +76,6 @@ def info_nce(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
     Args:
         first, second: unit vectors (B, D).
-        temperature: of the softmax.
     """
     both = torch.cat((first, second))
     logits = both @ both.T / temperature
@@ -150,7 +148,6 @@ def nearest_neighbours(train: Tensor, labels: Tensor, test: Tensor, classes: int
         train: (N, F).
         labels: (N,).
         test: (M, F).
-        classes: how many.
 
     Returns:
         Classes (M,).
@@ -171,7 +168,6 @@ def linear_probe(train: Tensor, labels: Tensor, test: Tensor, classes: int) -> T
         train: (N, F); features are standardized by their mean and deviation.
         labels: (N,).
         test: (M, F).
-        classes: how many.
 
     Returns:
         (M, classes).

@@ -85,11 +85,6 @@ def positions(rows: int, columns: int, width: int) -> Tensor:
 def create(name: str, *, classes: int, channels: int, image_size: int, args: dict[str, Any] | None = None) -> nn.Module:
     """Build one of `MODELS`: SegFormer-B0, or a YOLOS of DeiT-Ti's size with patches of 8 pixels and 15 boxes.
 
-    Args:
-        name: ``segformer_b0`` or ``yolos_tiny``.
-        classes, channels, image_size: of the data.
-        args: further arguments of the configuration.
-
     Raises:
         ImportError: transformers is not installed, or too old.
     """

@@ -51,14 +51,6 @@ class Processes:
         if self.world > 1:
             dist.barrier()
 
-    def first(self, value: Any) -> Any:
-        """Return the ``value`` of process 0."""
-        if self.world == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
-
 
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[Processes]:

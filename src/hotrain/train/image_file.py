@@ -47,7 +47,6 @@ def open_image(path: str, mode: str | None = "RGB") -> Image.Image:
     """Decode one image file.
 
     Args:
-        path: the file.
         mode: what its pixels are converted to; None: as the file has them.
 
     Raises:

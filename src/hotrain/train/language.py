@@ -24,8 +24,7 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (B, classes) of ids (B, L)."""
-        logits: Tensor = self.model(ids, attention_mask=(ids != PADDING).long()).logits
-        return logits
+        return self.model(ids, attention_mask=(ids != PADDING).long()).logits
 
 
 class Decoder(nn.Module):
@@ -39,15 +38,13 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (B·L, vocabulary) of the token after each of ids (B, L)."""
-        logits: Tensor = self.model(ids, use_cache=False).logits
-        return logits.flatten(0, 1)
+        return self.model(ids, use_cache=False).logits.flatten(0, 1)
 
 
 def create(name: str, *, classes: int, vocabulary: int, length: int, args: dict[str, Any] | None = None) -> nn.Module:
     """Build one of `MODELS`: six blocks, an encoder of width 256 or a decoder of width 384.
 
     Args:
-        name: ``small_bert`` or ``small_gpt``.
         classes: outputs; of ``small_gpt`` the vocabulary.
         vocabulary: number of token ids.
         length: tokens of a sequence.

@@ -75,10 +75,12 @@ def train(
                     print(f"{training.run_id} is finished: nothing to train", file=sys.stderr, flush=True)
                 return replace(training.result(True), record_path=found, checkpoint_path=file)
         if ranks.is_main:
-            stack.enter_context(record.locked(training.folder))
+            busy = f"{training.folder}: another process is training this run; wait for it, or stop it first"
+            stack.enter_context(record.held(training.folder / record.LOCK, busy))
             if file is not None and file.stat().st_mtime_ns != read_at:
                 raise ValueError(f"resume: another process wrote {file} meanwhile; resume it again")
-            training.open_folder()
+            checkpoint.remove_temporaries(training.folder)
+            record.rewrite(training.folder / record.METRICS, training.history)  # may be ahead of the checkpoint
             training.track = stack.enter_context(trackers.tracker(run, training.folder, training.update))
         if report is None and ranks.is_main:
             report = stack.enter_context(progress_bar(f"{run.model} {run.method_label}"))

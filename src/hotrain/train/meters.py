@@ -27,7 +27,7 @@ class DelayedRead:
             return now.tolist()
         if self.copied is not None:
             self.copied.synchronize()
-        seen: list[float] = self.host.tolist()
+        seen = self.host.tolist()
         self.host.copy_(now, non_blocking=True)
         self.copied = torch.cuda.Event()
         self.copied.record()

@@ -153,9 +153,6 @@ def normalization(model: Any, pretrained: bool, channels: int) -> Normalization 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     """Freeze ``model``, add low-rank adapters to its linear layers named in ``lora.targets``, train the classifier.
 
-    Returns:
-        The peft model around ``model``.
-
     Raises:
         ValueError: no linear layer has one of these names.
         ImportError: peft is not installed, or too old.
@@ -173,8 +170,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, modules_to_save=heads
     )
-    adapted: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
-    return adapted
+    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -32,18 +32,15 @@ def create_optimizer(run: TrainRun, model: nn.Module) -> Optimizer:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"model {run.model!r} has no trainable parameter")
-    optimizer: Optimizer = create_optimizer_v2(
+    return create_optimizer_v2(
         model, opt=run.optimizer, lr=run.lr, weight_decay=run.weight_decay, momentum=run.momentum
     )
-    return optimizer
 
 
 def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_per_epoch: int) -> Scheduler:
     """Create timm's scheduler of the rate: its ``step_update(n)`` sets that of the update after n finished ones.
 
     Args:
-        run: schedule, warm-up and rates.
-        optimizer: its parameter groups get the rate.
         updates: number of updates of the whole run.
         updates_per_epoch: updates per epoch, the unit of ``run.warmup_epochs``.
     """

@@ -56,9 +56,6 @@ def progress_bar(title: str) -> Iterator[OnProgress]:
     """Show throughput, time left, loss and peak memory in a bar on a terminal, elsewhere in lines.
 
     In a log or a notebook there is a line for each epoch, and one a minute within an epoch, without control characters.
-
-    Yields:
-        The function that takes the reports.
     """
     if not sys.stderr.isatty():
         printed = time.monotonic()

@@ -38,17 +38,6 @@ def new_run_id(name: str, method: str, seed: int) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other processes. The lock is released when this process ends.
-
-    Raises:
-        ValueError: another process has the lock.
-    """
-    with held(folder / LOCK, f"{folder}: another process is training this run; wait for it, or stop it first"):
-        yield
-
-
-@contextlib.contextmanager
 def held(path: Path, otherwise: str) -> Iterator[None]:
     """Hold the lock of the file ``path``, which is created. It is released when this process ends.
 

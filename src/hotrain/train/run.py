@@ -57,9 +57,7 @@ class TrainRun:
     model: str = "small_vit"  # a timm name or one of hotrain.train.models.SMALL
     model_args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of timm.create_model
     pretrained: bool = False
-    init: str | None = (
-        None  # a checkpoint of another run: its weights, but for the classifier, are where this one starts
-    )
+    init: str | None = None  # a checkpoint of another run, whose weights but for the classifier this one starts with
     data: str = "digits"  # cifar10 | cifar100 | digits | a folder of images | an .npz file; dense: scenes drawn of it
     data_dir: str = "data"  # where cifar10 and cifar100 are kept or downloaded to
     image_size: int | None = None  # side in pixels; None: as the data has it (folders: 224)
@@ -173,9 +171,7 @@ class TrainRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data; :meth:`from_dict` is the inverse."""
-        # A Method's knobs are a set.
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=sorted))
-        return plain
+        return json.loads(json.dumps(dataclasses.asdict(self), default=sorted))  # a Method's knobs are a set
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TrainRun:
@@ -266,10 +262,7 @@ def with_settings(run: TrainRun, settings: typing.Iterable[str]) -> TrainRun:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse ``name[:field=value[+field=value…]]``, such as ``"hot:rank=4+scale=token"``.
-
-    Returns:
-        The preset's name and the overrides.
+    """Parse ``name[:field=value[+field=value…]]``, such as ``"hot:rank=4+scale=token"``: preset's name and overrides.
 
     Raises:
         ValueError: an override without ``=``, or no ``:`` before the first.

@@ -95,11 +95,7 @@ def create(run: TrainRun, *, classes: int, channels: int, image_size: int, devic
 
 
 def start_from(model: nn.Module, path: str) -> None:
-    """Load the weights of a checkpoint into a model with another classifier, which stays as it is.
-
-    Args:
-        model: of timm.
-        path: the checkpoint, or the folder of its run.
+    """Load the weights of a checkpoint, or of a run's folder, into a timm model with a classifier of its own.
 
     Raises:
         ValueError: no such checkpoint, or one of another model.
@@ -113,11 +109,7 @@ def start_from(model: nn.Module, path: str) -> None:
 
 
 def convert(run: TrainRun, model: nn.Module) -> Any:
-    """Convert ``model`` in place with the method and plan of ``run``.
-
-    Returns:
-        The conversion report; None for the exact method.
-    """
+    """Convert ``model`` in place with the method and plan of ``run``: the report; None for the exact method."""
     method = run.resolve_method()
     if method.is_plain:
         return None

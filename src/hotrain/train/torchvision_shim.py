@@ -23,10 +23,7 @@ _declared: list[torch.library.Library] = []
 
 
 def ensure_torchvision() -> bool:
-    """Import torchvision, declaring its missing operators when its compiled part cannot load.
-
-    Returns:
-        False where torchvision is not installed, else True.
+    """Import torchvision, declaring its missing operators when its compiled part cannot load. False: not installed.
 
     Raises:
         RuntimeError: torchvision fails for another reason than a missing operator.

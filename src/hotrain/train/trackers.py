@@ -29,9 +29,6 @@ def tracker(run: TrainRun, folder: Path, update: int) -> Iterator[Track]:
     Args:
         folder: the run's folder, whose name identifies it.
         update: the update that it starts or continues from. TensorBoard hides what was written after it before.
-
-    Yields:
-        The function that takes measurements.
     """
     if run.log is None:
         yield untracked

@@ -57,15 +57,9 @@ class Training:
 
         self.mixup: Mixup | None = None
         if run.mixup or run.cutmix:
-            self.mixup = Mixup(
-                mixup_alpha=run.mixup,
-                cutmix_alpha=run.cutmix,
-                label_smoothing=run.smoothing,
-                num_classes=len(setup.data.classes),
-            )
-        self.erase: RandomErasing | None = None
-        if run.random_erase:
-            self.erase = RandomErasing(run.random_erase, mode="pixel", device=self.device)
+            classes = len(setup.data.classes)
+            self.mixup = Mixup(run.mixup, run.cutmix, label_smoothing=run.smoothing, num_classes=classes)
+        self.erase = RandomErasing(run.random_erase, mode="pixel", device=self.device) if run.random_erase else None
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = setup.loss
         if run.task != "detection":
             self.loss_function = nn.CrossEntropyLoss(label_smoothing=0.0 if self.mixup else run.smoothing)
@@ -73,9 +67,7 @@ class Training:
         self.optimizer = create_optimizer(run, self.model)
         self.schedule = create_schedule(run, self.optimizer, self.updates, self.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.amp == "fp16")
-        self.ema: ModelEmaV3 | None = None
-        if run.ema is not None:
-            self.ema = ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
+        self.ema = None if run.ema is None else ModelEmaV3(self.model, decay=run.ema, use_warmup=True)
         self.bit_schedule: hotrain.BitSchedule | None = None
         self.method = run.resolve_method()
         bits = self.method.grad_input.bits
@@ -96,7 +88,7 @@ class Training:
         self.timer = StepTimer(self.device)
         self.seconds_before = 0.0
         self.between_updates = True
-        self.run_id = ranks.first(record.new_run_id(run.name, run.method_label, run.seed))
+        self.run_id = ranks.gather(record.new_run_id(run.name, run.method_label, run.seed))[0]
         if saved is not None:
             self.load_state_dict(saved)
         self.folder = Path(run.out_dir) / self.run_id
@@ -125,11 +117,6 @@ class Training:
         """The checkpoint file in the run's folder."""
         return self.folder / checkpoint.FILE
 
-    def open_folder(self) -> None:
-        """Bring the files of the run's folder to this update. Only for the process that holds its lock."""
-        checkpoint.remove_temporaries(self.folder)
-        record.rewrite(self.folder / record.METRICS, self.history)
-
     def start_epoch(self, epoch: int) -> None:
         """Apply the bit schedule and calibration of the epoch; also when a resume starts within an epoch."""
         self.model.train()
@@ -141,7 +128,7 @@ class Training:
             batches = training_batches(self.setup, run.calibrate_batches)
             with self.setup.autocast():
                 found = hotrain.calibrate(self.model, batches, self.setup.loss, max_batches=run.calibrate_batches)
-            self.calibration = self.ranks.first(found)
+            self.calibration = self.ranks.gather(found)[0]
             self.calibration.apply(self.model)
 
     def step(self, batches: list[Batch]) -> None:
@@ -150,8 +137,12 @@ class Training:
         self.between_updates = False
         self.timer.start()
         with hotrain.accumulation() if len(batches) > 1 else contextlib.nullcontext():
-            for i, (x, y) in enumerate(batches):
-                x, target = self._augment(x, y)
+            for i, (x, target) in enumerate(batches):
+                if self.erase is not None:
+                    x = self.erase(x)
+                if self.mixup is not None:
+                    even = len(x) // 2 * 2  # all of a small data set may be an odd number
+                    x, target = self.mixup(x[:even], target[:even])
                 wait = isinstance(self.net, nn.parallel.DistributedDataParallel) and i + 1 < len(batches)
                 with self.net.no_sync() if wait else contextlib.nullcontext():  # type: ignore[operator]
                     with self.setup.autocast():
@@ -174,14 +165,6 @@ class Training:
             self.learner.move_target(self.update / self.updates)
         self.timer.stop()
         self.between_updates = True
-
-    def _augment(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        if self.erase is not None:
-            x = self.erase(x)
-        if self.mixup is not None:
-            even = len(x) // 2 * 2  # all of a small data set may be an odd number
-            x, y = self.mixup(x[:even], y[:even])
-        return x, y
 
     def mean_loss(self) -> float:
         """Return the mean training loss of this epoch so far; synchronizes with the device.
@@ -428,7 +411,6 @@ class Training:
 
         Args:
             status: ``finished``, ``stopped``, ``interrupted`` or ``failed``.
-            error: the message of a failure.
 
         Raises:
             OSError: the record cannot be written.
