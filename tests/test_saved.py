@@ -208,7 +208,7 @@ def test_groups_of_views_and_of_zeros(form: Grouped) -> None:
     for t in (torch.randn(6, 32, 5).mT, torch.randn(48, 7).T, torch.randn(1, 16, 3, 5).movedim(1, -1)):
         for a, b in zip(form.keep(t), form.keep(t.contiguous()), strict=True):
             assert torch.equal(a, b)
-            assert a.is_contiguous(), "kernels read codes as they lie in memory"
+            assert a.is_contiguous(), "kernels read codes in this order"
     t = torch.randn(4, 64)
     t[1], t[2, ::2] = 0, 0
     back = form.restore(form.keep(t), t.shape, t.dtype)

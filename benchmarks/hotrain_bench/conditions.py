@@ -74,9 +74,8 @@ def conditions(device: torch.device, argv: Sequence[str], commit: str | None = N
 def command(argv: Sequence[str]) -> str:
     """Return the command line as typed in a checkout, without `UNRECORDED` options and without folders of files."""
     program = Path(argv[0])
-    words = (
-        ["hotrain"] if program.name in ("hotrain", "main.py") else ["python", f"{program.parent.name}/{program.name}"]
-    )
+    place = f"{program.parent.name}/{program.name}"
+    words = ["hotrain"] if program.name == "hotrain" or place == "cli/__main__.py" else ["python", place]
     skip = False
     for word in argv[1:]:
         option, equals, value = word.partition("=")

@@ -36,7 +36,7 @@ class AmaxHistory:
 
 
 class Sized(Protocol):
-    """A tensor, or codes that stand for one: what a record reads of it."""
+    """What a record reads of a tensor, or of the codes it is made of."""
 
     @property
     def nbytes(self) -> int: ...

@@ -68,7 +68,7 @@ def test_inputs_exceed_the_cache_on_a_gpu_and_are_few() -> None:
             ["a/bin/hotrain", "bench", "ops", "--out", "b/x.jsonl", "--repeats", "5"],
             "hotrain bench ops --repeats 5",
         ),
-        (["a/cli/main.py", "bench", "step", "--out=b/x", "v b"], "hotrain bench step 'v b'"),
+        (["a/cli/__main__.py", "bench", "step", "--out=b/x", "v b"], "hotrain bench step 'v b'"),
         (["benchmarks/curves.py", "-o", "x", "--data", "/d/c.npz"], "python benchmarks/curves.py --data c.npz"),
         (["/r/benchmarks/curves.py", "--commit", "abc", "--data=/d/c.npz"], "python benchmarks/curves.py --data=c.npz"),
     ],

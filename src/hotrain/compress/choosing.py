@@ -41,7 +41,8 @@ _PRODUCTS = (
 _GRADIENTS = (torch.ops.hotrain.linear_gradients.default, torch.ops.hotrain.conv2d_gradients.default)
 _MARKED = torch.ops.hotrain.marked.default
 _KEEPERS = tuple(
-    getattr(torch.ops.hotrain, name).default for name in ("keep_codes", "keep_heads", "norm_forward", "normalize")
+    getattr(torch.ops.hotrain, name).default
+    for name in ("keep_codes", "keep_heads", "norm_forward", "normalize", "activate")
 )
 _NAMES = {
     _aten.convolution_backward.default: "conv2d (exact product)",

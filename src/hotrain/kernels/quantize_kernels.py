@@ -144,7 +144,7 @@ def _decoded(
 ):  # fmt: skip
     """BC channels from c0 on of the matrix of a `formats.Coded`, float32, of one half of a group; 0 for no token.
 
-    step: the tokens' scales there.
+    `step` has the tokens' scales.
     """
     HALF: tl.constexpr = GROUP // 2
     group, c, unit = c0 // GROUP, c0 + tl.arange(0, BC), step.to(tl.float32)[:, None]
