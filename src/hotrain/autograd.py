@@ -312,7 +312,12 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
 
 def not_a_view(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
-    return torch.ops.aten._unsafe_view.default(y, y.shape) if is_view(y) else y
+    if not is_view(y):
+        return y
+    found = torch.ops.aten._unsafe_view.default(y, y.shape)
+    if type(found) is Tensor and found.stride() != y.stride():  # of one image, which is in channels-last by its strides
+        found.as_strided_(y.shape, y.stride())
+    return found
 
 
 def _plain(t: Tensor) -> AbstractContextManager[object]:

@@ -18,8 +18,8 @@ from hotrain.saved import Grouped
 # numpy, of which the interpreter is made, warns of exponentials that overflow
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-# (channels, group): a per-row scale, whose halves are a block of channels, three of them, several; groups of a block, of
-# two; ViT's.
+# (channels, group): a per-row scale, whose halves are a block of channels, three of them, several; groups of a block,
+# of two; those of ViT.
 CASES = [
     (64, 64),
     (96, 96),

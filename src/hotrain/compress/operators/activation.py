@@ -162,8 +162,12 @@ class Curve(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, ...]:
         ctx.activation, ctx.form, ctx.image = name, form, image
         ordered = x.movedim(1, -1) if image else x
-        ctx.kernels = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and _has_kernels(x, name, form)
-        if ctx.kernels and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
+        # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
+        supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and name in FUNCTIONS
+        eager, wide_codes = is_eager(x), GROUPED[form].bits == 8
+        ctx.kernels = supports and (eager or wide_codes)
+        at_once = supports and wide_codes and not eager
+        if at_once and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
             y, codes, scale = operator_for(ordered, "activate")(ordered, name, form, None)
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
@@ -183,11 +187,6 @@ class Curve(torch.autograd.Function):
         else:
             g_x = _by_input(g, kept, name, form)
         return *once(name, (g_x.movedim(-1, 1) if ctx.image else g_x,), g_y), None, None, None
-
-
-def _has_kernels(x: Tensor, name: str, form: str) -> bool:
-    """Whether kernels compute f with the codes of x; a compiler fuses the formulas of SiLU and hardswish itself."""
-    return name in FUNCTIONS and (GROUPED[form].bits == 8 or is_eager(x))
 
 
 # ---- registration ----
