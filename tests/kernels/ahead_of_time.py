@@ -79,6 +79,8 @@ def calls() -> None:
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
             y, *kept = codes.activate(x, "gelu", 128, bits, w)
             codes.gradient(y, *kept, "gelu", bits, sums=True)
+        halves = [(*codes.pack(x, 128, 8), None, None, False, "gelu", 8), (*codes.pack(x, 128),)]
+        codes.make(halves, torch.bfloat16)
         gated.gradient(x, [*codes.pack(x, 128), *codes.pack(x, 128)], "silu")
     activation.bits_gradient(*activation.bits(x, "relu"))
     activation.bits_gradient(x, activation.flags(x > 0), 1.25)

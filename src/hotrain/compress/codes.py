@@ -78,12 +78,10 @@ def coded(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
         return None
     if any(t is not None and (t.dim() != 1 or not t.is_contiguous()) for t in parameters):
         return None
-    ((normed, name),) = factors_of(recipe) or ()
+    ((normed, name, bits),) = factors_of(recipe) or ()
     w, b = parameters if normed else (None, None)
     rows = math.prod(shape[:-1])
-    return Coded(
-        codes.view(rows, -1, codes.shape[-1]), scale.view(rows, -1, 1), w, b, normed, name, bits_of(recipe), dtype
-    )
+    return Coded(codes.view(rows, -1, codes.shape[-1]), scale.view(rows, -1, 1), w, b, normed, name, bits, dtype)
 
 
 @cache
@@ -92,24 +90,18 @@ def has_coded_rows(recipe: str, columns: int) -> bool:
     factors = factors_of(recipe)
     if factors is None or len(factors) > 1 or not rematerialize.is_in_order(recipe):
         return False
-    own, normed = _codes_of(recipe), factors[0][0]
+    own, (normed, _, bits) = _codes_of(recipe), factors[0]
     group = group_size(own.columns, GROUPED[own.form].whole)
     fits = columns % group == 0 and (own.columns == columns or not normed)
-    return fits and channels_at_once(bits_of(recipe), group) >= _LEAST_AT_ONCE
+    return fits and channels_at_once(bits, group) >= _LEAST_AT_ONCE
 
 
 def _codes_of(recipe: str) -> Codes:
-    """The codes of a recipe's first factor."""
+    """The codes of a recipe of one factor."""
     part: Any = rematerialize.parsed(recipe)
     while not isinstance(part, Codes):
-        part = part.a if isinstance(part, Product) else part.inner
+        part = part.inner
     return part
-
-
-@cache
-def bits_of(recipe: str) -> int:
-    """Of the codes of a recipe's first factor."""
-    return GROUPED[_codes_of(recipe).form].bits
 
 
 def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -127,16 +119,15 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
 
 
 @cache
-def factors_of(recipe: str) -> tuple[tuple[bool, str], ...] | None:
-    """(whether there are γ and β, f) of one factor or of two with one layout; None if no kernel supports the recipe."""
+def factors_of(recipe: str) -> tuple[tuple[bool, str, int], ...] | None:
+    """(whether there are γ and β, f, bits) of one factor or of two with groups alike; None if no kernel supports it."""
     recipes = rematerialize.parsed(recipe)
     found = [_factor(part) for part in ((recipes.a, recipes.b) if isinstance(recipes, Product) else (recipes,))]
     factors = [factor for factor in found if factor is not None]
-    if len(factors) < len(found) or len({(c.form, c.columns, c.kind == "image") for c, _, _ in factors}) > 1:
+    layouts = {(GROUPED[c.form].whole, c.columns, c.kind == "image") for c, _, _ in factors}
+    if len(factors) < len(found) or len(layouts) > 1:
         return None
-    if len(factors) > 1 and GROUPED[factors[0][0].form].bits != 4:
-        return None
-    return tuple((normed, name) for _, normed, name in factors)
+    return tuple((normed, name, GROUPED[codes.form].bits) for codes, normed, name in factors)
 
 
 def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
@@ -174,11 +165,11 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
 
     factors: list[tuple[Any, ...]] = []
     at = 0
-    for normed, name in factors_of(recipe) or ():
+    for normed, name, bits in factors_of(recipe) or ():
         mine = given[at : at + 4] if normed else (*given[at : at + 2], None, None)
-        factors.append((*mine, normed, name))
+        factors.append((*mine, normed, name, bits))
         at += 4 if normed else 2
-    rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype, bits_of(recipe))
+    rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
     # Sizes one by one: of a `torch.Size` it takes PyTorch longer.
     return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(*shape)
 

@@ -71,14 +71,14 @@ def _tanh_slope(x: Tensor) -> Tensor:
 # LeakyReLU by its slope below 0: PyTorch's, that of Darknet's detectors, that of GANs.
 LEAKS = {0.01: "leaky_relu", 0.1: "leaky_relu 0.1", 0.2: "leaky_relu 0.2"}
 
+_WIDER = Levels(4, first=-4, per_one=7)  # −½ to 1½
+
 ACTIVATIONS = {
     "gelu": Activation(F.gelu, _gelu_slope, by_input="gelu"),
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input="gelu"),
     "silu": Activation(F.silu, _silu_slope, by_input="curve"),
     "mish": Activation(F.mish, _mish_slope),
-    "hardswish": Activation(
-        F.hardswish, _hardswish_slope, Levels(4, first=-4, per_one=7), by_input="curve"
-    ),  # −½ to 1½
+    "hardswish": Activation(F.hardswish, _hardswish_slope, _WIDER, by_input="curve"),
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
     "tanh": Activation(torch.tanh, _tanh_slope),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch

@@ -253,12 +253,9 @@ def _make_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, F: tl.constexpr, HAS_W: tl.constexpr,
     HAS_B: tl.constexpr, NORMED: tl.constexpr, TWO: tl.constexpr, F2: tl.constexpr,
     HAS_W2: tl.constexpr, HAS_B2: tl.constexpr, NORMED2: tl.constexpr, WIDE: tl.constexpr,
-    ONE: tl.constexpr, BITS: tl.constexpr,
+    ONE: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr,
 ):  # fmt: skip
-    """Groups of 2 HALF neighbours, `groups` to a row. w, b: (C,) of the first factor, w2, b2 of the second.
-
-    Codes of 8 bits are of one factor alone.
-    """
+    """Groups of 2 HALF neighbours, `groups` to a row. w, b: (C,) of the first factor, w2, b2 of the second."""
     segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = segment < segments
     place = segment.to(tl.int64) if WIDE else segment
@@ -271,7 +268,7 @@ def _make_kernel(
         inside = live[:, None] & (column < HALF) if HALF % BLOCK != 0 else live[:, None]
         if BITS == 4:
             packed = tl.load(codes + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
-        if TWO:
+        if TWO and BITS2 == 4:
             packed2 = tl.load(codes2 + place[:, None] * HALF + column, mask=inside, other=0).to(tl.int32)
         for half in tl.static_range(2):
             at = half * HALF + column if ONE else channel + half * HALF + column
@@ -281,10 +278,10 @@ def _make_kernel(
                 wv = tl.load(w + at, mask=valid, other=0).to(tl.float32)
             if HAS_B:
                 bv = tl.load(b + at, mask=valid, other=0).to(tl.float32)
+            own = place[:, None] * (2 * HALF) + half * HALF + column
             if BITS == 4:
                 steps = low_codes(packed) if half == 0 else high_codes(packed)
             else:
-                own = place[:, None] * (2 * HALF) + half * HALF + column
                 steps = tl.load(codes + own, mask=inside, other=0).to(tl.float32) - 127.0
             v = _value(steps, step, wv, bv, NORMED, F)
             if TWO:
@@ -292,11 +289,15 @@ def _make_kernel(
                     wv2 = tl.load(w2 + at, mask=valid, other=0).to(tl.float32)
                 if HAS_B2:
                     bv2 = tl.load(b2 + at, mask=valid, other=0).to(tl.float32)
-                v = v * _value(low_codes(packed2) if half == 0 else high_codes(packed2), step2, wv2, bv2, NORMED2, F2)
-            tl.store(out + place[:, None] * (2 * HALF) + half * HALF + column, v.to(out.dtype.element_ty), mask=inside)
+                if BITS2 == 4:
+                    steps = low_codes(packed2) if half == 0 else high_codes(packed2)
+                else:
+                    steps = tl.load(codes2 + own, mask=inside, other=0).to(tl.float32) - 127.0
+                v = v * _value(steps, step2, wv2, bv2, NORMED2, F2)
+            tl.store(out + own, v.to(out.dtype.element_ty), mask=inside)
 
 
-Kind = tuple[bool, str, torch.dtype | None, torch.dtype | None]  # of a factor: normed, name, dtypes of w and b
+Kind = tuple[bool, str, int, torch.dtype | None, torch.dtype | None]  # of a factor: normed, name, bits, dtypes of w, b
 
 
 class Factor(NamedTuple):
@@ -307,6 +308,7 @@ class Factor(NamedTuple):
         w, b: γ and β, (C,) or None.
         normed: whether the codes are of a normalized x̂.
         name: of f, a key of `FUNCTIONS`.
+        bits: of the codes, 4 or 8.
     """
 
     codes: Tensor
@@ -315,11 +317,12 @@ class Factor(NamedTuple):
     b: Tensor | None = None
     normed: bool = False
     name: str = ""
+    bits: int = 4
 
     @property
     def kind(self) -> Kind:
         w, b = self.w, self.b
-        return self.normed, self.name, None if w is None else w.dtype, None if b is None else b.dtype
+        return self.normed, self.name, self.bits, None if w is None else w.dtype, None if b is None else b.dtype
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -327,32 +330,31 @@ class Factor(NamedTuple):
         return codes, scale, codes if w is None else w, codes if b is None else b
 
 
-def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype, bits: int = 4) -> Tensor:
-    """One `Factor`, of 4 or 8 bits, or the product of two of 4 and equal layout: (rows, C) in `dtype`, contiguous."""
+def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> Tensor:
+    """One `Factor`, or the product of two with groups of one size: (rows, C) in `dtype`, contiguous."""
     first = Factor(*factors[0])
     second = first if len(factors) == 1 else Factor(*factors[1])
     device, (rows, groups, width) = first.codes.device, first.codes.shape
-    half = width * 4 // bits
+    half = width * 4 // first.bits
     out = torch.empty(rows, 2 * half * groups, dtype=dtype, device=device)
-    plan = _makes(device, rows, groups, half, bits, dtype, first.kind, second.kind if len(factors) == 2 else None)
+    plan = _makes(device, rows, groups, half, dtype, first.kind, second.kind if len(factors) == 2 else None)
     plan.run(*first.tensors, *second.tensors, out)
     return out
 
 
 @functools.cache
 def _makes(
-    device: torch.device, rows: int, groups: int, half: int, bits: int, dtype: torch.dtype, first: Kind,
-    second: Kind | None,
-) -> Plan:  # fmt: skip
+    device: torch.device, rows: int, groups: int, half: int, dtype: torch.dtype, first: Kind, second: Kind | None
+) -> Plan:
     block = block_of(half)
     # γ and β are read once per thread: more rows are better, as long as f leaves registers.
     each = max(1, (8192 if first[0] and not first[1] else 2048) // block)
     constants = {
         "HALF": half, "BLOCK": block, "ROWS": each, "TWO": second is not None, "ONE": groups == 1,
-        "WIDE": is_wide(2 * half * rows * groups), "BITS": bits,
+        "WIDE": is_wide(2 * half * rows * groups),
     }  # fmt: skip
-    for place, (normed, name, w, b) in (("", first), ("2", second or first)):
-        constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed}
+    for place, (normed, name, bits, w, b) in (("", first), ("2", second or first)):
+        constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed, f"BITS{place}": bits}
         constants |= {f"HAS_W{place}": w is not None, f"HAS_B{place}": b is not None}
     return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups))
 

@@ -177,7 +177,7 @@ def compressed(
     def reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
-        matrix = module("codes").make([t[:6]], t.dtype, t.bits) if isinstance(t, Coded) else t
+        matrix = module("codes").make([t[:7]], t.dtype) if isinstance(t, Coded) else t
         found = compress(matrix, lay, key, *outputs, rotate=rotate, sums=sums)
         if draw and side is not None:
             _fill_side(lay, key, side, found[3])

@@ -79,7 +79,7 @@ _gated = custom_op(
 @constant_in_graphs
 def _has_kernel(name: str, recipe: str, other: str) -> bool:
     """Whether f(x) and b are made of codes that the kernel reads: 4 bits, in groups of one size."""
-    return factors_of(rematerialize.product(recipe, other)) == ((False, name), (False, ""))
+    return factors_of(rematerialize.product(recipe, other)) == ((False, name, 4), (False, "", 4))
 
 
 def of_pair(scope: Scope, pair: tuple[Tensor, Tensor], saved: Sequence[tuple[str, Any]]) -> Made | None:
