@@ -22,7 +22,7 @@ from ...private import is_view
 from ...quantize.integer import wide
 from ...saved import as_it_was, group_size, memory_order
 from .. import rematerialize
-from ..codes import empty_codes, has_kernel, pack, unpack
+from ..codes import empty_codes, has_kernel, pack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import restore
@@ -92,7 +92,7 @@ def _activation_gradient(
 
 
 def _by_input(g: Tensor, kept: Sequence[Tensor], name: str, form: str) -> Tensor:
-    x = unpack(form, kept, g.shape, torch.promote_types(g.dtype, torch.float32))
+    x = restore(GROUPED[form], kept, g.shape, torch.promote_types(g.dtype, torch.float32))
     return (g * ACTIVATIONS[name].slope(x)).to(g.dtype)
 
 
@@ -164,10 +164,9 @@ class Curve(torch.autograd.Function):
         ordered = x.movedim(1, -1) if image else x
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
         supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and name in FUNCTIONS
-        eager, wide_codes = is_eager(x), GROUPED[form].bits == 8
+        eager, wide_codes = supports and is_eager(x), GROUPED[form].bits == 8
         ctx.kernels = supports and (eager or wide_codes)
-        at_once = supports and wide_codes and not eager
-        if at_once and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
+        if ctx.kernels and not eager and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
             y, codes, scale = operator_for(ordered, "activate")(ordered, name, form, None)
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:

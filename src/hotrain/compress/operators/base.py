@@ -54,7 +54,7 @@ def without_autocast(
 
     def run(x: Tensor, *args: Any) -> Any:
         kind = x.device.type if any_autocast() else ""
-        if casting.autocast_to(kind) is None:
+        if not kind or casting.autocast_to(kind) is None:
             return function(x, *args)
         given = (x, *args) if cast is None else cast(x, *args)
         torch.set_autocast_enabled(kind, False)  # in a forward the flag alone, which costs less than a context
