@@ -164,8 +164,8 @@ class Curve(torch.autograd.Function):
         ordered = x.movedim(1, -1) if image else x
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
         supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and name in FUNCTIONS
-        eager, wide_codes = supports and is_eager(x), GROUPED[form].bits == 8
-        ctx.kernels = supports and (eager or wide_codes)
+        eager = supports and is_eager(x)
+        ctx.kernels = eager or (supports and GROUPED[form].bits == 8)
         if ctx.kernels and not eager and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
             y, codes, scale = operator_for(ordered, "activate")(ordered, name, form, None)
             y = not_a_view(y.movedim(-1, 1)) if image else y
