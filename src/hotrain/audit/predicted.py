@@ -68,10 +68,7 @@ def _predicted(
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = (
-        log.disabled,
-        True,
-    )  # an operator that refuses fake tensors raises; no traceback too
+    before, log.disabled = log.disabled, True  # what refuses fake tensors raises: no traceback beside that
     try:
         # What the model makes is where its fake weights are: on the CPU, under its autocast if the GPU's is on.
         dtype = autocast_to("cuda")

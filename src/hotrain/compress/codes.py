@@ -87,21 +87,14 @@ def coded(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
 @cache
 def has_coded_rows(recipe: str, columns: int) -> bool:
     """Whether a matrix of so many columns has rows of whole groups of a recipe's codes."""
-    factors = factors_of(recipe)
-    if factors is None or len(factors) > 1 or not rematerialize.is_in_order(recipe):
+    factor = _factor(rematerialize.parsed(recipe))  # None for a product
+    if factor is None or not rematerialize.is_in_order(recipe):
         return False
-    own, (normed, _, bits) = _codes_of(recipe), factors[0]
-    group = group_size(own.columns, GROUPED[own.form].whole)
+    own, normed, _ = factor
+    spec = GROUPED[own.form]
+    group = group_size(own.columns, spec.whole)
     fits = columns % group == 0 and (own.columns == columns or not normed)
-    return fits and channels_at_once(bits, group) >= _LEAST_AT_ONCE
-
-
-def _codes_of(recipe: str) -> Codes:
-    """The codes of a recipe of one factor."""
-    part: Any = rematerialize.parsed(recipe)
-    while not isinstance(part, Codes):
-        part = part.inner
-    return part
+    return fits and channels_at_once(spec.bits, group) >= _LEAST_AT_ONCE
 
 
 def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], dtype: torch.dtype) -> Tensor:

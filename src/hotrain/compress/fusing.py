@@ -42,7 +42,7 @@ _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 def fuse(graph: Graph) -> bool:
     """Merge in place; returns whether the graph has changed."""
     ours = torch.ops.hotrain
-    sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.activation_gradient: _Slope}
+    sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.activation_gradient: _Activation}
     changed = _merge(graph, sums | {ours.keep: _Keep})
     # Behind them: casts that are gone do not read a convolution any more.
     return _merge(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
@@ -332,7 +332,7 @@ class _Backward(_Merging):
         return True
 
 
-class _Slope(_Merging):
+class _Activation(_Merging):
     def merge(self) -> None:
         g_x = self.result(0)
         sums = [] if g_x is None else _sums_of_columns(g_x, g_x.meta["val"].shape[-1])
