@@ -71,6 +71,9 @@ def study(
         from hotrain_study import cells as library
         from hotrain_study import studies as known
     if name is None:
+        if json:
+            print_json({key: {"cells": len(each.cells), "title": each.title} for key, each in known.studies().items()})
+            return
         for each in known.studies().values():
             typer.echo(f"{each.name:<14}{len(each.cells):>4} cells  {each.title}")
         return

@@ -121,6 +121,15 @@ def test_shells_complete_commands_and_values(line: str, found: list[str]) -> Non
     assert done.stdout.split() == found
 
 
+def test_models_are_completed_in_a_process_that_has_imported_nothing() -> None:
+    """As a shell calls it: timm has to load where torchvision does not fit PyTorch."""
+    code = "import sys, hotrain.cli.completion as c; print(*c.model_names(sys.argv[1]))"
+    for before, found in (("", ["resnet10t"]), ("import sys; sys.modules['timm'] = None; ", [])):
+        done = subprocess.run([sys.executable, "-c", before + code, "resnet10t"], capture_output=True, text=True)
+        assert [name for name in done.stdout.split() if name.startswith("resnet10t")] == found, done.stderr
+        assert (done.returncode, "demo_vit" in done.stdout.split()) == (0, True), done.stderr
+
+
 def test_the_command_line_itself_imports_nothing_heavy() -> None:
     """`hotrain --help` must not wait for timm, scikit-learn or matplotlib; pytest has them loaded, so ask anew."""
     heavy = ("timm", "torchvision", "sklearn", "matplotlib", "transformers", "peft", "hotrain_recipes", "hotrain.train")

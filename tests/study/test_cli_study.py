@@ -64,6 +64,12 @@ def invoke(*words: str | Path) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+def test_without_a_name_the_studies_are_listed() -> None:
+    listed = json.loads(invoke("study", "--json").stdout)
+    assert {name: entry["cells"] for name, entry in listed.items()} == {k: len(s.cells) for k, s in studies().items()}
+    assert [line.split()[0] for line in invoke("study").stdout.splitlines()] == list(listed)
+
+
 def test_a_study_goes_on_where_its_records_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study.subprocess, "Popen", InThisProcess)
     file = tmp_path / "a" / "records.jsonl"

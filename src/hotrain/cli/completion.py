@@ -25,8 +25,12 @@ def model_names(incomplete: str) -> list[str]:
     """The names of the recipes and, from the first letter on, of timm's models."""
     if not incomplete:
         return recipe_names()
-    import timm
+    import hotrain.train  # noqa: F401 (first: it lets timm load beside a CPU-only PyTorch)
 
+    try:
+        import timm
+    except ModuleNotFoundError:  # a traceback would land in the line that is being typed
+        return recipe_names()
     return recipe_names() + timm.list_models(f"{incomplete}*")
 
 
