@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import autograd
 from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
-from .compress.codes import coded, whole
+from .compress.codes import coded, sloped, whole
 from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
@@ -163,6 +163,29 @@ def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
     )
 
 
+def _linear_gradients_behind(
+    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, w: Tensor | None, codes: Tensor | None,
+    scale: Tensor | None, key: Tensor | None, history: Tensor, config: str, source: str, w_dtype: torch.dtype,
+    columns: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`_linear_gradients` of what `activation_gradient` makes of g and the codes of an activation function's x."""
+    found, (amax, ran) = Config.of(config), _layer_with(history)
+    _note(ran, found, "tokens", codes, source, needs)
+    lay, g_y = found.layout(g.shape[:-1]), sloped(g, of_x, scale_of_x, name, form) if found.kernels else None
+    if g_y is None:
+        g_y, _ = torch.ops.hotrain.activation_gradient(g, of_x, scale_of_x, name, form, False)
+    grads = autograd.linear_gradients(g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, needs)
+    return _out(grads, g, w_dtype)
+
+
+def _linear_gradients_behind_fake(
+    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, w: Tensor | None, codes: Tensor | None,
+    scale: Tensor | None, key: Tensor | None, history: Tensor, config: str, source: str, w_dtype: torch.dtype,
+    columns: int, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _gradients_fake(g, w, codes, scale, key, history, config, source, w_dtype, columns, needs)
+
+
 def _linear_gradients(
     g_y: Tensor, w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None, history: Tensor,
     config: str, source: str, w_dtype: torch.dtype, columns: int, needs: list[bool],
@@ -205,9 +228,10 @@ def _gradients_fake(
 
 
 _OF_GRADIENTS = (
-    "(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, str config, str source, "
-    "ScalarType w_dtype, {} {}, bool[] needs) -> (Tensor, Tensor, Tensor)"
+    "({}, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, str config, str source, "
+    "ScalarType w_dtype, {}, bool[] needs) -> (Tensor, Tensor, Tensor)"
 )
+_OF_ACTIVATION = "Tensor g, Tensor of_x, Tensor scale_of_x, str name, str form"
 for _schema, _run, _fake in (
     ("keep(Tensor x, Tensor? key, Tensor history, str config) -> (Tensor, Tensor)", _keep, _keep_fake),
     (
@@ -222,8 +246,13 @@ for _schema, _run, _fake in (
         _forward,
         _forward_fake,
     ),
-    ("linear_gradients" + _OF_GRADIENTS.format("int", "columns"), _linear_gradients, _gradients_fake),
-    ("conv2d_gradients" + _OF_GRADIENTS.format("int[]", "shape"), _conv2d_gradients, _gradients_fake),
+    ("linear_gradients" + _OF_GRADIENTS.format("Tensor g_y", "int columns"), _linear_gradients, _gradients_fake),
+    (
+        "linear_gradients_behind" + _OF_GRADIENTS.format(_OF_ACTIVATION, "int columns"),
+        _linear_gradients_behind,
+        _linear_gradients_behind_fake,
+    ),
+    ("conv2d_gradients" + _OF_GRADIENTS.format("Tensor g_y", "int[] shape"), _conv2d_gradients, _gradients_fake),
 ):
     _name = _schema.partition("(")[0]
     _lib.define(_schema)

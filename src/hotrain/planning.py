@@ -236,6 +236,7 @@ def rehearse(question: Question) -> None:
         _rehearsed.add(question)
         with contextlib.suppress(torch.OutOfMemoryError):
             layer = _Layer(question)
+            layer.prepare()
             with layer.mode():
                 layer.run(layer.converted)
 
@@ -274,6 +275,12 @@ class _Layer:
         stack.enter_context(torch.autocast(self.q.device.type, self.q.dtype, enabled=cast))
         return stack
 
+    def prepare(self) -> None:
+        """What the layer needs, besides, in a compiled step, where it is in front of an activation function."""
+        config, q = self.call.config, self.q
+        if config.kernels and q.geometry is None:
+            autograd.KERNELS[q.device.type].prepare_codes(self.call.layout, q.dtype, q.device, q.trained)
+
     def exact(self) -> Tensor:
         if self.q.geometry is not None:
             b = None if self.b is None else autocast(self.b)
@@ -309,6 +316,7 @@ def clock(device: torch.device) -> float:
 
 def _measure(question: Question, graphs: bool) -> tuple[float, float, float]:
     layer = _Layer(question)
+    layer.prepare()
     with layer.mode():
         works: list[Callable[[], object]] = [lambda: layer.run(layer.exact), lambda: layer.run(layer.converted)]
         for work in works:

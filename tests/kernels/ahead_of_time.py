@@ -112,7 +112,10 @@ def layers(fp8: bool) -> None:
         own, one = torch.empty(2048, 1, 32, dtype=torch.uint8), torch.empty(2048, 1, 1, dtype=torch.bfloat16)
         coded = Coded(own, one, torch.empty(64), torch.empty(64), True, "", 4, torch.bfloat16)
         dispatch.keep(coded, method, lay, key, history)
-        dispatch.grad_codes(g_y, side, method, lay, key, history, (True, True, True))
+        of_x = torch.empty(2048, 1, 64, dtype=torch.uint8)
+        sloped = Coded(of_x, one, None, None, False, "gelu", 8, torch.bfloat16, g_y)
+        for source in (g_y, sloped):
+            dispatch.grad_codes(source, side, method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue
         dispatch._weight_codes(w, method, key, history)

@@ -113,3 +113,34 @@ def test_a_functions_result(name: str, bits: int, device: torch.device) -> None:
 def test_the_matrix_is_rounded_to_its_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """As one that is written and read again."""
     compare(*coded(64, 96, 96, 4, dtype, device, True, torch.float32, torch.float32), (1, 64), OUTPUTS["int8"])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "hardswish"])
+@pytest.mark.parametrize(("channels", "group", "bits"), [(128, 64, 8), (96, 96, 4), *gpu_only((3072, 128, 8))])
+@pytest.mark.parametrize("number", [C.E4M3, C.INT])
+def test_the_gradient_of_a_function(
+    name: str, channels: int, group: int, bits: int, number: int, device: torch.device
+) -> None:
+    """g f'(x), rotated, projected and summed, of a g whose rows are not neighbours; 63 tokens fill no block."""
+    source, x = coded(63, channels, group, bits, torch.float32, device)
+    g = torch.randn(63, 2 * channels, device=device)[:, :channels]
+    source = source._replace(name=name, g=g)
+    t = (g.double() * ACTIVATIONS[name].slope(x.double())).float()
+    lay, key = layout_of((3, 21), None, 16, 0), key_on(device)
+    rows, limit = kept_rows(lay, key), 448.0 if number == C.E4M3 else 127.0
+    formats = C.Output(number, limit), C.Output(number, limit)
+    found = []
+    for matrix in (source, t):
+        history = AmaxHistory.on(device)
+        for _ in range(2):  # the second time the scale is known
+            got = C.compress(matrix, lay, rows, key, *formats, sums=True, history=history)
+        found.append([part.double() for part in got if part is not None])
+    unit = 2.0**-9 * float(g.abs().amax())  # of f': 0.0009 for GELU in its tanh form, 2⁻¹⁰ for one tanh
+    for place, scale_at in ((0, 1), (2, 3)):
+        (got, got_scale), (want, want_scale) = ((each[place], each[scale_at]) for each in found)
+        torch.testing.assert_close(got_scale, want_scale, rtol=2**-8, atol=0)
+        assert few(got != want, 0.05)
+        step = 1.01 if number == C.INT else 0.13 * want.abs() + 2.0**-9
+        error = 4 * unit / want_scale  # a transform adds sixteen, a quarter each
+        assert ((got - want).abs() <= step + error).all()
+    torch.testing.assert_close(found[0][4], found[1][4], rtol=0, atol=63 * unit)

@@ -16,7 +16,10 @@ pytest.importorskip("triton")
 import hotrain
 from hotrain import autograd, draws, kernels, published
 from hotrain.kernels import operands, quantize_kernels
+from hotrain.layer import Config
+from hotrain.layer_record import AmaxHistory
 from hotrain.nn.state import layer_states
+from hotrain.saved import Grouped
 
 
 @pytest.fixture(autouse=True)
@@ -243,6 +246,8 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     """
     from hotrain import planning
 
+    dtype = torch.float16  # float32 has blocks of one size
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     caches = (quantize_kernels._index, quantize_kernels.natural_rows, operands.no_key)
     for cache in caches:
@@ -254,19 +259,30 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     method = method.override(forward=options.get("forward", "exact"))
     kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device
     planning.rehearse(
-        planning.Question(
-            (2, 50, 32), (48, 32), torch.float32, torch.float32, True, True, trained, method, None, False, None, device
-        )
+        planning.Question((2, 50, 32), (48, 32), dtype, dtype, True, True, trained, method, None, False, None, device)
     )
     made = [cache.cache_info().misses for cache in caches]
     plans = len(quantize_kernels._plans)
     assert plans
-    net = nn.Linear(32, 48).to(device)
+    net = nn.Linear(32, 48).to(device, dtype)
     net.weight.requires_grad_(trained)
     hotrain.convert(net, name, plan="memory", filter_fn=lambda m, n: True, **options)
-    net(torch.randn(2, 50, 32, device=device, requires_grad=True)).square().sum().backward()
+    x = torch.randn(2, 50, 32, device=device, dtype=dtype, requires_grad=True)
+    net(x).square().sum().backward()
     assert [cache.cache_info().misses for cache in caches] == made
     assert len(quantize_kernels._plans) == plans
+    # In a compiled step the layer may be in front of an activation function, whose gradient it reads as codes.
+    words, spec = AmaxHistory.on(device).words, Config(method, kernels=True).word
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    x, w, kept = x.detach(), net.weight.detach(), (None, None)
+    if trained and method.forward != "exact":
+        _, *kept = torch.ops.hotrain.forward(x, w, None, key, words, spec, True)
+    elif trained:
+        kept = torch.ops.hotrain.keep(x, key, words, spec)
+    g = torch.randn(2, 50, 48, device=device, dtype=dtype)
+    args = (w, *kept, key, words, spec, "", dtype, 32, [True, trained, True])
+    torch.ops.hotrain.linear_gradients_behind(g, *Grouped(8).keep(g.view(100, 48)), "gelu", "int8", *args)
+    assert [cache.cache_info().misses for cache in caches] == made
 
 
 def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):

@@ -298,6 +298,36 @@ def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     assert difference(got, want) < 0.2
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["", "read twice"])
+def test_the_gradient_of_an_activation_function_is_read_as_codes(shared: bool, device: torch.device) -> None:
+    """By the layer before it alone; where that is not all that reads it, it is written."""
+
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
+            self.other = nn.Linear(WIDTH, 512, bias=False) if shared else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            wide = self.wide(y)
+            return self.narrow(F.gelu(wide + self.other(y) if shared else wide))
+
+    torch.manual_seed(0)
+    model, x = Feed().to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "hq8", plan="memory")
+    traced = Traced(model)
+    got = step(traced.call, model, x, False)
+    ours = torch.ops.hotrain
+    counts = [
+        len(traced.calls("backward", op))
+        for op in (ours.linear_gradients_behind.default, ours.activation_gradient.default)
+    ]
+    assert counts == ([0, 1] if shared else [1, 0])
+    assert difference(got, want) < 0.05
+
+
 def test_the_report_names_no_format_that_did_not_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept exact is said to be, and where all of it is, its format is gone."""
     model, x = models(False, device)

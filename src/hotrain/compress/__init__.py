@@ -15,6 +15,7 @@ nodes                     values, views and calls of the nodes of such graphs, a
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
 exact_norms               batch norm of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
+layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
 losses                    cross entropy of interpolated logits as one operator, a pass on Dynamo's graphs
 kernel_nodes              kernels as nodes of the graph, which Inductor launches itself, where there is no CUDA graph
 """

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
-from . import costs, exact_norms, fusing
+from . import costs, exact_norms, fusing, layer_codes
 from .formats import is_static
 from .nodes import MOVES, bytes_of, called, numel
 from .rematerialize import ATTENTION, CUSTOM, PACKED
@@ -54,6 +54,7 @@ _BATCH_NORM, _FORMULA = "batch_norm", "mul"
 _NORMS = torch.ops.hotrain.norm_forward.default, torch.ops.hotrain.norm_backward.default
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
+_UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
 
 
@@ -110,7 +111,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
     graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
     beside = [_beside(node, roofs) for target in _NORMS for node in graph.find_nodes(op="call_function", target=target)]
-    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside]
+    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside, -_behind(graph, roofs)]
     late = sum(spent) - _TRUST * gains - _interpolation(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
@@ -170,6 +171,16 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
 def _beside(norm: Node, roofs: Roofs) -> float:
     """ms of what exact training fuses with a norm, less that of casts which it does not."""
     return 1e3 * fusing.unfused(norm) / roofs.copy
+
+
+def _behind(graph: Graph, roofs: Roofs) -> float:
+    """ms by which layers' gradients are faster where they read the gradient of an activation function as codes.
+
+    It is not written and not read.
+    """
+    layers = graph.find_nodes(op="call_function", target=torch.ops.hotrain.linear_gradients.default)
+    found = [node for node in map(layer_codes.before_activation, layers) if node is not None]
+    return 1e3 * _UNREAD * sum(2 * bytes_of(node.args[0]) for node in found) / roofs.copy
 
 
 def _statistics(graph: Graph, roofs: Roofs) -> list[float]:

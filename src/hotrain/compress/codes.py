@@ -84,6 +84,29 @@ def coded(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     return Coded(codes.view(rows, -1, codes.shape[-1]), scale.view(rows, -1, 1), w, b, normed, name, bits, dtype)
 
 
+def sloped(g: Tensor, codes: Tensor, scale: Tensor, name: str, form: str) -> Coded | None:
+    """g f'(x) as codes of the rows of x; None where no kernel reads them so.
+
+    Args:
+        g: (..., C), contiguous.
+        codes, scale: of x, in groups without padding.
+        name: of f.
+        form: of the codes.
+    """
+    if not (has_sloped_rows(name, form, g.shape[-1]) and supported(g.device, g.dtype) and g.is_contiguous()):
+        return None
+    return Coded(codes, scale, None, None, False, name, GROUPED[form].bits, g.dtype, g.view(-1, g.shape[-1]))
+
+
+@cache
+def has_sloped_rows(name: str, form: str, columns: int) -> bool:
+    """Whether a layer's kernel reads g f'(x) of so many columns."""
+    spec = GROUPED[form]
+    group = group_size(columns, spec.whole)
+    fits = name in FUNCTIONS and has_kernel(form, columns)
+    return fits and channels_at_once(spec.bits, group) >= _LEAST_AT_ONCE
+
+
 @cache
 def has_coded_rows(recipe: str, columns: int) -> bool:
     """Whether a matrix of so many columns has rows of whole groups of a recipe's codes."""

@@ -12,25 +12,22 @@ f is of a dropout, whose bits it is, or of stochastic depth, a number for each s
 The gradient of an activation function is summed over the rows while it is computed: the bias gradient of the layer
 before. The bias of a convolution, which Inductor would add in a kernel of its own, is added by the norm or the
 activation function that reads the convolution. Sums are in float32 and rounded once, to the dtype that they had.
-
-What backward makes of an operator's codes for a converted layer, and packs again as the layer does, is not made:
-
-    keep(restore_codes(codes))  ──►   keep_from_codes(codes)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from . import codes
 from .factors import Product
 from .formats import is_static
-from .nodes import CASTS, FLOATS, bytes_of, called, computed, is_alias, is_dense, is_pointwise, same_order, value_of
+from .layer_codes import Behind, Keep
+from .merging import Merging, merge_all, readers_of, unviewed
+from .nodes import CASTS, FLOATS, bytes_of, is_alias, is_dense, is_pointwise, same_order, value_of
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
@@ -43,9 +40,9 @@ def fuse(graph: Graph) -> bool:
     """Merge in place; returns whether the graph has changed."""
     ours = torch.ops.hotrain
     sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.activation_gradient: _Activation}
-    changed = _merge(graph, sums | {ours.keep: _Keep})
+    changed = merge_all(graph, sums | {ours.keep: Keep, ours.linear_gradients: Behind})
     # Behind them: casts that are gone do not read a convolution any more.
-    return _merge(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
+    return merge_all(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 
 
 def add_gradients(graph: Graph) -> None:
@@ -53,7 +50,7 @@ def add_gradients(graph: Graph) -> None:
 
     On the joint graph, before `choosing` asks for its time: exact training has no pass of its own for this sum either.
     """
-    _merge(graph, {torch.ops.hotrain.norm_gradient: _Joint})
+    merge_all(graph, {torch.ops.hotrain.norm_gradient: _Joint})
 
 
 def unfused(norm: Node) -> int:
@@ -68,7 +65,7 @@ def unfused(norm: Node) -> int:
 
 
 def _unfused_forward(norm: Node) -> int:
-    source = _uncast(_base(norm.args[0]))
+    source = _uncast(unviewed(norm.args[0]))
     operands = _sum(source)
     moved = bytes_of(source) if operands is None and _is_formula(source) else 0  # exact training has it in registers
     alone = [t for t in operands or () if _is_alone(t)]
@@ -85,10 +82,10 @@ def _unfused_forward(norm: Node) -> int:
 
 
 def _unfused_backward(norm: Node) -> int:
-    g = _uncast(_base(norm.args[0]))
+    g = _uncast(unviewed(norm.args[0]))
     moved = 2 * bytes_of(g) if _is_alone(g) else 0
     g_x = next((user for user in norm.users if user.args[1] == 0), None)
-    readers = [] if g_x is None else _readers(g_x)
+    readers = [] if g_x is None else readers_of(g_x)
     total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
     formulas = [] if total is None else [t for t in _behind(total) if _is_formula(t) and _sum(t) is None]
     merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
@@ -103,13 +100,13 @@ def _unfused_backward(norm: Node) -> int:
 
 def _is_alone(node: Node) -> bool:
     """Whether a tensor is a formula's, read by one operator alone, so that a compiler would not write it."""
-    source = _base(node)
+    source = unviewed(node)
     return _is_formula(source) and len(source.users) == 1 and len(node.users) == 1
 
 
 def _is_summed(node: Node) -> bool:
     """Whether sums are all that reads a node."""
-    return all(user.target is _aten.sum.dim_IntList for user in _readers(node))
+    return all(user.target is _aten.sum.dim_IntList for user in readers_of(node))
 
 
 def _is_formula(node: Node) -> bool:
@@ -125,85 +122,7 @@ def _behind(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _readers(node: Node, through: tuple[Any, ...] = CASTS) -> list[Node]:
-    """Users of a tensor, of its views, and of the nodes of those targets: its casts."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _readers(user, through) if same_order(user) or user.target in through else [user]
-    return found
-
-
-def _merge(graph: Graph, by: dict[Any, Any]) -> bool:
-    changed = False
-    for packet, merging in by.items():
-        for node in graph.find_nodes(op="call_function", target=packet.default):
-            one = merging(graph, node)
-            one.merge()
-            changed |= one.changed
-    if changed:
-        graph.eliminate_dead_code()
-    return changed
-
-
-class _Merging:
-    """An operator that is called again with other arguments in its place."""
-
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.graph, self.node, self.changed = graph, node, False
-
-    def call(self, before: Node, target: Any, *args: Any) -> Node:
-        return called(self.graph, before, self.node, target, *args)
-
-    def again(self, before: Node, args: Sequence[Any], target: Any = None) -> Node:
-        """The operator, or another one, with other arguments; its results take the place of the old ones."""
-        made = self.call(before, target or self.node.target, *args)
-        for result in list(self.node.users):
-            part = self.call(before, operator.getitem, made, result.args[1])
-            result.replace_all_uses_with(part)
-            self.graph.erase_node(result)
-        self.graph.erase_node(self.node)
-        self.node, self.changed = made, True
-        return made
-
-    def cast_result(self, place: int) -> None:
-        """Give a result, whose dtype is argument 6, the one that all its readers cast it to, if there is one."""
-        result, args = self.result(place), self.node.args
-        casts = None if result is None else _all_casts(result)
-        if casts:
-            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
-            _drop(self.graph, casts, self.result(place))
-
-    def result(self, place: int) -> Node | None:
-        return next((user for user in self.node.users if user.args[1] == place), None)
-
-    def rows(self, before: Node, t: Node) -> Node:
-        """t as the matrix (R, C) that the operator takes."""
-        shape = self.node.args[0].meta["val"].shape  # type: ignore[union-attr]
-        return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
-
-    def has_its_rows(self, product: Product) -> bool:
-        """Whether the operator's rows are those of a product, which it may see through views."""
-        rows: Any = self.node.args[0]
-        return bool(product.node.meta["val"].shape[-1] == rows.meta["val"].shape[-1])
-
-    def flat(self, before: Node, factor: Node) -> Node:
-        """A factor as the operator takes it: of samples (n,), of channels (1, C); bits as they are."""
-        value = factor.meta["val"]
-        if value.dtype == torch.uint8:
-            return factor
-        return self.call(before, _aten.view.default, factor, [1, -1] if value.dim() == 1 else [-1])
-
-    def replace(self, old: Node, matrix: Node, before: Node) -> None:
-        """Put a result, (R, C), in the place of a tensor of any shape."""
-        shape = list(old.meta["val"].shape)
-        new = (
-            matrix if list(matrix.meta["val"].shape) == shape else self.call(before, _aten.view.default, matrix, shape)
-        )
-        old.replace_all_uses_with(new)
-        self.graph.erase_node(old)
-
-
-class _Forward(_Merging):
+class _Forward(Merging):
     def merge(self) -> None:
         self.add()
         if not self.node.args[8]:  # x̂ is not rounded to y's dtype
@@ -212,10 +131,10 @@ class _Forward(_Merging):
     def add(self) -> None:
         args: Any = self.node.args
         x, branch, w, b, *rest = args
-        source = _uncast(_base(x))
+        source = _uncast(unviewed(x))
         found = _sum(source)
         if branch is not None or found is None:
-            if source is not _base(x) and is_dense(source):
+            if source is not unviewed(x) and is_dense(source):
                 self.again(self.node, (self.rows(self.node, source), branch, w, b, *rest))
             return
         eps, _, y, centered, cast, _, bias, factor, times = rest
@@ -238,7 +157,7 @@ class _Forward(_Merging):
             self.replace(source, self.call(after, operator.getitem, made, 0), after)
 
 
-class _Backward(_Merging):
+class _Backward(Merging):
     def merge(self) -> None:
         self.uncast()
         self.cast_result(0)
@@ -249,8 +168,8 @@ class _Backward(_Merging):
     def uncast(self) -> None:
         args: Any = self.node.args
         g, *rest = args
-        source = _uncast(_base(g))
-        if source is not _base(g) and is_dense(source):
+        source = _uncast(unviewed(g))
+        if source is not unviewed(g) and is_dense(source):
             self.again(self.node, (self.rows(self.node, source), *rest))
 
     def add(self) -> None:
@@ -301,12 +220,12 @@ class _Backward(_Merging):
         args: Any = self.node.args
         copied = args[8] is not None
         source = self.result(2 if copied else 0)
-        readers = [] if source is None else _readers(source, through=())
+        readers = [] if source is None else readers_of(source, through=())
         products = [product for product in map(Product.of_gradient, readers) if product is not None]
         if len(products) != 1 or (copied and len(readers) > 1):
             return
         (product,) = products
-        if _base(product.branch) is not source or not self.has_its_rows(product):
+        if unviewed(product.branch) is not source or not self.has_its_rows(product):
             return
         if not self.brings_forward(product.factor):
             return
@@ -332,7 +251,7 @@ class _Backward(_Merging):
         return True
 
 
-class _Activation(_Merging):
+class _Activation(Merging):
     def merge(self) -> None:
         g_x = self.result(0)
         sums = [] if g_x is None else _sums_of_columns(g_x, g_x.meta["val"].shape[-1])
@@ -346,7 +265,7 @@ class _Activation(_Merging):
                 self.replace(old, cast, old)
 
 
-class _Joint(_Merging):
+class _Joint(Merging):
     """The gradient of batch norm's result where two branches begin at it."""
 
     def merge(self) -> None:
@@ -365,7 +284,7 @@ def _is_alike(node: Any, other: Node) -> bool:
     return value.shape == wanted.shape and value.dtype == wanted.dtype and value.stride() == wanted.stride()
 
 
-class _Bias(_Merging):
+class _Bias(Merging):
     """An operator that adds a bias to its first argument, or a norm that adds it to its branch."""
 
     def merge(self) -> None:
@@ -412,13 +331,6 @@ def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     return found
 
 
-def _base(node: Any) -> Node:
-    """The tensor that a node is a view of."""
-    while same_order(node):
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
-
-
 def _uncast(node: Node) -> Node:
     """The tensor that a node is the wider copy of."""
     source = node.args[0] if node.target in CASTS else None
@@ -457,53 +369,3 @@ def _casts(node: Node) -> list[Node]:
     """Casts among a tensor's users, through views."""
     through = [cast for user in node.users if same_order(user) for cast in _casts(user)]
     return through + [user for user in node.users if user.target in CASTS]
-
-
-def _all_casts(node: Node) -> list[Node] | None:
-    """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
-    found: list[Node] = []
-    for user in node.users:
-        if same_order(user):
-            more = _all_casts(user)
-            if more is None:
-                return None
-            found += more
-        elif user.target in CASTS:
-            found.append(user)
-        else:
-            return None
-    dtypes = {cast.meta["val"].dtype for cast in found}
-    return found if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
-
-
-def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
-    """Remove casts of a tensor that has their dtype now; views between have it too."""
-    assert source is not None
-    waiting = [source]
-    while waiting:
-        node = waiting.pop()
-        for user in list(node.users):
-            if same_order(user):
-                user.meta["val"] = computed(user)
-                waiting.append(user)
-    for cast in casts:
-        cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
-        graph.erase_node(cast)
-
-
-class _Keep(_Merging):
-    """A layer's codes, of a tensor that is made of codes for nothing but such layers: made of them at once."""
-
-    def merge(self) -> None:
-        x: Any = self.node.args[0]
-        made = _base(x)
-        if made.target is not torch.ops.hotrain.restore_codes.default or not is_static(x.meta["val"]):
-            return
-        origin: Any = made.args
-        given, recipe, _, dtype = origin
-        shape = list(x.meta["val"].shape)
-        in_order = all(t.meta["val"].is_contiguous() for t in (x, made))
-        alone = all(user.target is torch.ops.hotrain.keep.default for user in _readers(made, ()))
-        if in_order and alone and codes.has_coded_rows(recipe, shape[-1]):
-            args = (given, recipe, shape, dtype, *self.node.args[1:])
-            self.again(self.node, args, torch.ops.hotrain.keep_from_codes.default)

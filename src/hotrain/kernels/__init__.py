@@ -10,7 +10,18 @@ imported when a kernel first runs, so that importing this package needs only tor
 from __future__ import annotations
 
 from .convolution import conv2d_gradients
-from .dispatch import accumulation, forward, grad_codes, gradients, keep, kept_shapes, next_key, prepare, weight_codes
+from .dispatch import (
+    accumulation,
+    forward,
+    grad_codes,
+    gradients,
+    keep,
+    kept_shapes,
+    next_key,
+    prepare,
+    prepare_codes,
+    weight_codes,
+)
 from .formats import Coded, channels_at_once
 from .launch import inlines
 from .operands import device_key
@@ -19,5 +30,5 @@ from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason,
 __all__ = [
     "FUNCTIONS", "Coded", "accumulation", "buffers_reason", "channels_at_once", "conv2d_gradients", "device_key",
     "disabled", "forward", "grad_codes", "gradients", "has_fp8", "inlines", "keep", "kept_shapes", "next_key", "note",
-    "prepare", "reason", "rows_in_memory", "run", "switched_off", "weight_codes",
+    "prepare", "prepare_codes", "reason", "rows_in_memory", "run", "switched_off", "weight_codes",
 ]  # fmt: skip

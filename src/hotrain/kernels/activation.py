@@ -116,6 +116,22 @@ def slope_of(v, F: tl.constexpr):
 
 
 @triton.jit
+def rough_slope(v, F: tl.constexpr):
+    """f'(v) to 2⁻¹⁰, for a product that is written in 8 bits or fewer: of GELU and SiLU by one tanh."""
+    if F == _GELU or F == _GELU_TANH:
+        square = v * v
+        t = _rough_tanh(v * tl.fma(square, 0.035677408136300125, 0.7978845608028654))
+        return tl.fma(
+            tl.fma(-t, t, 1.0), v * tl.fma(square, 0.05351611220445019, 0.3989422804014327), tl.fma(t, 0.5, 0.5)
+        )
+    if F == _SILU:
+        half = 0.5 * v
+        t = _rough_tanh(half)
+        return tl.fma(tl.fma(-t, t, 1.0), 0.5 * half, tl.fma(t, 0.5, 0.5))
+    return slope_of(v, F)
+
+
+@triton.jit
 def with_slope(v, F: tl.constexpr):
     """f(v) and f'(v) in float32, with shared subexpressions."""
     if F == _SILU:

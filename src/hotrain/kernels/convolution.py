@@ -119,7 +119,7 @@ class _Codes:
         """Codes of t or of t H, (T, C'), their scale, and the column sums of t."""
         codes, scale, _, _, total = dispatch.compressed(
             "gradients", t, whole(len(t), False), self.key, output, rotate=rotate, sums=sums, history=self.history,
-            quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8)[1],
+            quantities=(quantity, X), tiling=tilings(t.dtype, output.is_fp8).g_y,
         )  # fmt: skip
         assert codes is not None
         assert scale is not None

@@ -56,6 +56,20 @@ def prepare(device: torch.device) -> None:
         no_key(device)
 
 
+def prepare_codes(lay: Layout, dtype: torch.dtype, device: torch.device, trained: bool) -> None:
+    """Allocate what `gradients` needs for a g_y that is given by codes, before a capture.
+
+    Args:
+        lay: of the tokens.
+        dtype: of g_y.
+        device: of the kernels.
+        trained: whether g_w is needed.
+    """
+    if unsupported_device(device) is None:
+        tokens = lay if trained else whole(lay.samples * lay.tokens, False)
+        module("quantize_kernels").index_of(tokens, tilings(dtype, False).coded, device)
+
+
 @functools.lru_cache(maxsize=1024)
 def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
     """The output formats of x, g_y H, P g_y and Hᵀ w."""
@@ -177,13 +191,21 @@ def compressed(
     def reference() -> tuple[Tensor | None, ...]:
         from .reference import compress
 
-        matrix = module("codes").make([t[:7]], t.dtype) if isinstance(t, Coded) else t
-        found = compress(matrix, lay, key, *outputs, rotate=rotate, sums=sums)
+        found = compress(_decoded(t), lay, key, *outputs, rotate=rotate, sums=sums)
         if draw and side is not None:
             _fill_side(lay, key, side, found[3])
         return found
 
     return or_reference(name, kernel, reference)
+
+
+def _decoded(t: Tensor | Coded) -> Tensor:
+    """The matrix, made of its codes."""
+    if not isinstance(t, Coded):
+        return t
+    if t.g is not None:
+        return module("codes").gradient(t.g.contiguous(), t.codes, t.scale, t.name, t.bits)[0]  # type: ignore[no-any-return]
+    return module("codes").make([t[:7]], t.dtype)  # type: ignore[no-any-return]
 
 
 def keep(
@@ -209,7 +231,7 @@ def keep(
     codes = compressed(
         "keep from codes" if isinstance(x, Coded) else "keep", x, lay, key, NOTHING, output, side=side, draw=True,
         history=history or _without_layer(x.device), quantities=(ROTATED, X),
-        tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8), output.is_fp8)[0],
+        tiling=tilings(x.dtype, _few_rows(lay, output.is_fp8), output.is_fp8).x,
     )[2]  # fmt: skip
     assert codes is not None
     if row_scales.applies(method):
@@ -252,11 +274,11 @@ def forward(
     side = _new_side(lay, x.device, output) if keeps else None
     codes, scale, kept, _, _ = compressed(
         "forward", x, lay if keeps else whole(len(x), False), key, operand, output, side=side, draw=keeps, rotate=False,
-        history=history, quantities=(FORWARD, X), tiling=tilings(x.dtype, _few_rows(lay, fp8))[1],
+        history=history, quantities=(FORWARD, X), tiling=tilings(x.dtype, _few_rows(lay, fp8)).g_y,
     )  # fmt: skip
     weight, weight_scale, *_ = compressed(
         "weight", w, whole(outputs, False), key, operand, rotate=False, history=history, quantities=(WEIGHT, X),
-        tiling=tilings(w.dtype, fp8)[1],
+        tiling=tilings(w.dtype, fp8).g_y,
     )  # fmt: skip
     assert codes is not None
     assert scale is not None
@@ -276,7 +298,7 @@ def _few_rows(lay: Layout, fp8: bool) -> bool:
 
 
 def grad_codes(
-    g_y: Tensor,
+    g_y: Tensor | Coded,
     side: Tensor | None,
     method: Method,
     lay: Layout,
@@ -287,7 +309,7 @@ def grad_codes(
     """Read g_y once and compute all that the gradients need of it.
 
     Args:
-        g_y: (T, O).
+        g_y: (T, O), or codes that it is made of.
         side: the rows of P that `keep` saved; None where P is not needed.
         method: of the layer.
         lay: of the tokens.
@@ -305,12 +327,20 @@ def grad_codes(
         return None, None, None, None, None
     key, rotates = given_key(key, g_y.device), method.grad_input.transform == "hadamard"
     # Without P the order of the tokens does not matter.
-    tokens, side = (lay, side) if needs[1] else (whole(len(g_y), False), None)
+    tokens, side = (lay, side) if needs[1] else (whole(g_y.shape[0], False), None)
+    fp8 = rotated.is_fp8 or projected.is_fp8
+    tiling = tilings(g_y.dtype, _few_rows(lay, fp8), fp8)
+    name, own = ("gradients from codes", tiling.coded) if isinstance(g_y, Coded) else ("gradients", tiling.g_y)
     return compressed(
-        "gradients", g_y, tokens, key, rotated, projected, side=side, rotate=rotates, sums=needs[2],
-        history=history or _without_layer(g_y.device),
-        tiling=tilings(g_y.dtype, _few_rows(lay, rotated.is_fp8 or projected.is_fp8))[1],
+        name, g_y, tokens, key, rotated, projected, side=side, rotate=rotates, sums=needs[2],
+        history=history or _without_layer(g_y.device), tiling=own,
     )  # fmt: skip
+
+
+def _reads_itself(method: Method, needs: Needs) -> bool:
+    """Whether the gradients read g_y beside the codes that the kernel makes of it: for an exact g_x, or a sum alone."""
+    rotated = _written(method)[1]
+    return (needs[0] and rotated is NOTHING) or not (needs[0] or needs[1])
 
 
 # Codes of the weights of the step that is accumulated, by layer; None outside of `accumulation`.
@@ -363,7 +393,7 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
     w = _contiguous_rows(w)
 
     def kernel() -> tuple[Tensor, Tensor]:
-        tiling = tilings(w.dtype, False)[2]
+        tiling = tilings(w.dtype, False).w
         return module("quantize_kernels").compress_weight(w, key, output, history, rotates, tiling)  # type: ignore[no-any-return]
 
     def reference() -> tuple[Tensor, Tensor]:
@@ -381,7 +411,7 @@ def _codes_as_stored(
     w, rotates = _contiguous_rows(w), method.grad_input.transform == "hadamard"
     codes, scale, *_ = compressed(
         "weight", w, whole(len(w), False), key, output, rotate=rotates, history=history, quantities=(WEIGHT, X),
-        tiling=tilings(w.dtype, output.is_fp8)[1],
+        tiling=tilings(w.dtype, output.is_fp8).g_y,
     )  # fmt: skip
     assert codes is not None
     assert scale is not None
@@ -392,7 +422,7 @@ def _codes_as_stored(
 
 
 def gradients(
-    g_y: Tensor,
+    g_y: Tensor | Coded,
     w: Tensor | None,
     kept: tuple[Tensor, ...],
     method: Method,
@@ -407,7 +437,7 @@ def gradients(
     """The gradients of a layer.
 
     Args:
-        g_y: (T, O).
+        g_y: (T, O), or codes that it is made of.
         w: (O, I), or (I, O) when `transposed`, any float dtype; needed for g_x only.
         kept: of `keep`.
         method: of the layer.
@@ -422,7 +452,9 @@ def gradients(
     Returns:
         (g_x, g_w, g_b), None where not needed: (T, I) in g_y's dtype, as w in `dtype`, and (O,) in g_y's dtype.
     """
-    g_y, by_rows = _contiguous_rows(g_y), row_scales.applies(method)
+    if isinstance(g_y, Coded) and _reads_itself(method, needs):
+        g_y = _decoded(g_y)
+    g_y, by_rows = g_y if isinstance(g_y, Coded) else _contiguous_rows(g_y), row_scales.applies(method)
     codes, side = kept if needs[1] else (None, None)
     if columns is None:
         columns = w.shape[0 if transposed else 1] if w is not None else codes.shape[0] if codes is not None else 0
@@ -432,11 +464,15 @@ def gradients(
     rot, rot_scale, proj, proj_scale, sums = grad_codes(g_y, side, method, lay, key, history, needs)
     g_x = g_w = g_b = None
     if needs[2]:
-        g_b = g_y.sum(0) if sums is None else sums
+        g_b = sums
+        if sums is None:
+            assert isinstance(g_y, Tensor)
+            g_b = g_y.sum(0)
     if needs[0]:
         assert w is not None
         matrix = w.T if transposed else w
         if rot is None:
+            assert isinstance(g_y, Tensor)
             g_x = g_y @ matrix.to(g_y.dtype)
         else:
             g_x = product(rot, *weight_codes(matrix, method, key, history), rot_scale, g_y.dtype, columns)

@@ -53,7 +53,7 @@ DTYPES = {INT: torch.int8, E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
 class Coded(NamedTuple):
-    """A matrix (T, C) that is given by its codes: f(γ x̂ + β), f(γ x̂), f(x) or x of `saved.Grouped`'s codes of x̂ or x.
+    """A matrix (T, C) that is given by codes of `saved.Grouped`, of x̂ or x: f(γ x̂ + β), f(γ x̂), f(x), x, or g f'(x).
 
     Attributes:
         codes, scale: uint8 (T, groups, bytes) and bfloat16 (T, groups, 1), contiguous, in groups without padding.
@@ -62,6 +62,7 @@ class Coded(NamedTuple):
         name: of f, a key of `FUNCTIONS`.
         bits: 4 or 8.
         dtype: of the matrix.
+        g: (T, C), unit stride along C, of `dtype`: the gradient of f(x), where the matrix is that of x; else None.
     """
 
     codes: Tensor
@@ -72,6 +73,7 @@ class Coded(NamedTuple):
     name: str
     bits: int
     dtype: torch.dtype
+    g: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -95,10 +97,10 @@ class Coded(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def kind(self) -> tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None]:
+    def kind(self) -> tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None, bool]:
         """What a compiled kernel depends on."""
         own = None if self.w is None else self.w.dtype, None if self.b is None else self.b.dtype
-        return self.bits, self.group, self.normed, self.name, self.dtype, *own
+        return self.bits, self.group, self.normed, self.name, self.dtype, *own, self.g is not None
 
 
 def channels_at_once(bits: int, group: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +24,36 @@ def given_key(key: Tensor | None, device: torch.device) -> Tensor:
     return no_key(device) if key is None else key
 
 
-@functools.cache
-def tilings(dtype: torch.dtype, few_rows: bool, fp8: bool = False) -> tuple[Tiling, Tiling, Tiling]:
-    """Block sizes of launches over x, over g_y (or an operand of the forward product) and over w.
+class Tilings(NamedTuple):
+    """Block sizes of launches over x, over g_y (or an operand of the forward product), over codes of it, and over w."""
 
-    Tuned on an H200: there programs over x have long loops, because each draws its rows first,
-    and those over g_y are many, so that the last of them leave few multiprocessors idle. Integers, and all rows, are
-    bound by instructions. `few_rows`: whether fp8 is written and at most half the rows of a tile are kept; `fp8`:
-    whether it is.
+    x: Tiling
+    g_y: Tiling
+    coded: Tiling
+    w: Tiling
+
+
+@functools.cache
+def tilings(dtype: torch.dtype, few_rows: bool, fp8: bool = False) -> Tilings:
+    """Block sizes, tuned on an H200.
+
+    Programs over x have long loops, because each draws its rows first. Integers, and all rows, are bound by
+    instructions, and by them more than others a g_y that is given by codes.
+
+    Args:
+        dtype: of the matrix.
+        few_rows: whether fp8 is written and at most half the rows of a tile are kept.
+        fp8: whether fp8 is written.
     """
+    coded = Tiling(2, 64, 2, 12, 3)
     if dtype == torch.float32:
-        return Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), Tiling(1, 128, 4, 8, 3, programs=2.5)
+        return Tilings(Tiling(2, 128, 4, 4, 2), Tiling(2, 128, 4, 4, 2), coded, Tiling(1, 128, 4, 8, 3, programs=2.5))
     w = Tiling(2, 128, 4, 8, 3, programs=2.5)
     if few_rows:
-        return Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), w
-    return Tiling(4, 64, 4, 12, 3) if fp8 else Tiling(4, 128, 4, 6, 3), Tiling(8, 64, 4, 12, 3), w
+        return Tilings(Tiling(4, 128, 4, 28, 3, programs=2.5), Tiling(8, 64, 4, 4, 3, 8), coded, w)
+    if fp8:
+        return Tilings(Tiling(4, 64, 4, 12, 3), Tiling(4, 128, 4, 12, 3), coded, w)
+    return Tilings(Tiling(2, 128, 4, 12, 3), Tiling(4, 64, 4, 12, 3), coded, w)
 
 
 def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype: torch.dtype, columns: int) -> Tensor:

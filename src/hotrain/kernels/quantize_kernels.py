@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layer_record import BINS, AmaxHistory
 from ..transform.tokens import Layout
-from .activation import roughly
+from .activation import rough_slope, roughly
 from .formats import (
     COPY,
     DTYPES,
@@ -140,11 +140,11 @@ def hadamard16():
 def _decoded(
     codes, step, gamma, beta, row, c0, inside, C, BC: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, MASKED: tl.constexpr,
+    F: tl.constexpr, SLOPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """BC channels from c0 on of the matrix of a `formats.Coded`, float32, of one half of a group; 0 for no token.
 
-    `step` has the tokens' scales.
+    With SLOPED it is f'(x), with which the gradient is multiplied. `step` has the tokens' scales.
     """
     HALF: tl.constexpr = GROUP // 2
     group, c, unit = c0 // GROUP, c0 + tl.arange(0, BC), step.to(tl.float32)[:, None]
@@ -163,7 +163,7 @@ def _decoded(
             v = v * tl.load(gamma + c).to(tl.float32)[None, :]
         if HAS_B:
             v = v + tl.load(beta + c).to(tl.float32)[None, :]
-    v = roughly(v, F)
+    v = rough_slope(v, F) if SLOPED else roughly(v, F)
     if MASKED:
         v = tl.where(inside[:, None], v, 0.0)
     return v
@@ -221,7 +221,7 @@ def _block(
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
     SLOTS: tl.constexpr = TILES * 16
@@ -281,9 +281,17 @@ def _block(
         if BITS != 0:
             # 16 bits are too few for the compiler's pipeline: the next block's scales are loaded here.
             ahead = tl.load(scales + tl.minimum(c0 + BC, C - BC) // GROUPED, mask=inside, other=0)
-            x = _decoded(
-                t, step, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, MASKED
-            ).to(SOURCE)  # fmt: skip
+            if SLOPED:
+                x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+                x = x * _decoded(
+                    gamma, step, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, False, False, False, F, True,
+                    MASKED,
+                )  # fmt: skip
+            else:
+                x = _decoded(
+                    t, step, gamma, beta, row, c0, inside, C, BC, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, False, MASKED
+                )  # fmt: skip
+            x = x.to(SOURCE)
             step = ahead
         elif MASKED:
             x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
@@ -393,7 +401,7 @@ def _compress_kernel(
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     GROUP: tl.constexpr, OVERLAP: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -427,7 +435,7 @@ def _compress_kernel(
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
         SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W,
-        HAS_B, F, FLOAT,
+        HAS_B, F, FLOAT, SLOPED,
     )  # fmt: skip
 
 
@@ -486,7 +494,7 @@ def _correct_kernel(
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     OVERLAP: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
     if OVERLAP:
@@ -527,8 +535,18 @@ def _correct_kernel(
                 total, singles, tile_blocks, dense_rows, chunks,
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
                 FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
-                SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, FLOAT,
+                SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, FLOAT, SLOPED,
             )  # fmt: skip
+
+
+def index_of(lay: Layout, tiling: Tiling, device: torch.device) -> tuple[Tensor, bool]:
+    """The tokens of the blocks that a launch over a layout reads, made once; and whether every slot has one."""
+    return _index(lay, tiling.tiles, tiling.tiles * _places(lay, tiling), device)
+
+
+def _places(lay: Layout, tiling: Tiling) -> int:
+    """Rows of a tile that a block has a place for."""
+    return max(power_of_2(lay.lines.rank), 16 // tiling.tiles)
 
 
 @functools.lru_cache(maxsize=256)
@@ -573,16 +591,17 @@ class _Plan:
     correcting: dict[str, Any]  # the options of the correction
 
 
-Kind = tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None]  # `Coded.kind`
+Kind = tuple[int, int, bool, str, torch.dtype, torch.dtype | None, torch.dtype | None, bool]  # `Coded.kind`
 _FLOATS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 
 
 def _source(kind: Kind | None) -> dict[str, Any]:
     """What a kernel reads: the matrix, or its codes."""
-    bits, group, normed, name, dtype, w, b = kind or (0, 0, False, "", None, None, None)
+    bits, group, normed, name, dtype, w, b, sloped = kind or (0, 0, False, "", None, None, None, False)
     return {
         "BITS": bits, "GROUPED": group, "NORMED": normed, "HAS_W": w is not None,
-        "HAS_B": b is not None, "F": FUNCTIONS[name], "FLOAT": 0 if dtype is None else _FLOATS[dtype],
+        "HAS_B": b is not None, "F": FUNCTIONS[name], "FLOAT": 0 if dtype is None or sloped else _FLOATS[dtype],
+        "SLOPED": sloped,
     }  # fmt: skip
 
 
@@ -596,9 +615,11 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     rank, rows_of = lay.lines.rank, lay.lines
     wide, kept = padded(channels), padded(lay.rows)
-    rankp = max(power_of_2(rank), 16 // tiling.tiles)
+    rankp = _places(lay, tiling)
     bc = min(tiling.channels, max(16, power_of_2(wide)) if kind is None else channels_at_once(*kind[:2]))
-    index, full = _index(lay, tiling.tiles, tiling.tiles * rankp, device)
+    if bc > 64 and channels % bc:  # narrow, or its end is
+        bc //= 2
+    index, full = index_of(lay, tiling, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
     # Loops of nearly equal length.
@@ -696,7 +717,10 @@ def compress(
     if tokens >= 1 << 31:
         raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
     device, dtype = t.device, t.dtype
-    if isinstance(t, Coded):
+    source: tuple[Tensor, Tensor, Tensor]
+    if isinstance(t, Coded) and t.g is not None:
+        matrix, stride, kind, source = t.g, t.g.stride(0), t.kind, (t.scale, t.codes, t.codes)
+    elif isinstance(t, Coded):
         matrix, stride, kind = t.codes, channels, t.kind
         source = (t.scale, matrix if t.w is None else t.w, matrix if t.b is None else t.b)
     else:

@@ -1,0 +1,133 @@
+"""Merging an operator of a compiled graph with its neighbours: calls in its place, and who reads its results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .factors import Product
+from .nodes import CASTS, called, computed, same_order
+
+_aten = torch.ops.aten
+
+
+def merge_all(graph: Graph, by: dict[Any, Any]) -> bool:
+    """Merge every call of these operators by the class beside each, in place; returns whether the graph has changed."""
+    changed = False
+    for packet, merging in by.items():
+        for node in graph.find_nodes(op="call_function", target=packet.default):
+            one = merging(graph, node)
+            one.merge()
+            changed |= one.changed
+    if changed:
+        graph.eliminate_dead_code()
+    return changed
+
+
+class Merging:
+    """An operator that is called again with other arguments in its place."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node, self.changed = graph, node, False
+
+    def call(self, before: Node, target: Any, *args: Any) -> Node:
+        return called(self.graph, before, self.node, target, *args)
+
+    def again(self, before: Node, args: Sequence[Any], target: Any = None) -> Node:
+        """The operator, or another one, with other arguments; its results take the place of the old ones."""
+        made = self.call(before, target or self.node.target, *args)
+        for result in list(self.node.users):
+            part = self.call(before, operator.getitem, made, result.args[1])
+            result.replace_all_uses_with(part)
+            self.graph.erase_node(result)
+        self.graph.erase_node(self.node)
+        self.node, self.changed = made, True
+        return made
+
+    def cast_result(self, place: int) -> None:
+        """Give a result, whose dtype is argument 6, the one that all its readers cast it to, if there is one."""
+        result, args = self.result(place), self.node.args
+        casts = None if result is None else _all_casts(result)
+        if casts:
+            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
+            _drop(self.graph, casts, self.result(place))
+
+    def result(self, place: int) -> Node | None:
+        return next((user for user in self.node.users if user.args[1] == place), None)
+
+    def rows(self, before: Node, t: Node) -> Node:
+        """t as the matrix (R, C) that the operator takes."""
+        shape = self.node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        return t if t.meta["val"].shape == shape else self.call(before, _aten.view.default, t, list(shape))
+
+    def has_its_rows(self, product: Product) -> bool:
+        """Whether the operator's rows are those of a product, which it may see through views."""
+        rows: Any = self.node.args[0]
+        return bool(product.node.meta["val"].shape[-1] == rows.meta["val"].shape[-1])
+
+    def flat(self, before: Node, factor: Node) -> Node:
+        """A factor as the operator takes it: of samples (n,), of channels (1, C); bits as they are."""
+        value = factor.meta["val"]
+        if value.dtype == torch.uint8:
+            return factor
+        return self.call(before, _aten.view.default, factor, [1, -1] if value.dim() == 1 else [-1])
+
+    def replace(self, old: Node, matrix: Node, before: Node) -> None:
+        """Put a result, (R, C), in the place of a tensor of any shape."""
+        shape = list(old.meta["val"].shape)
+        new = (
+            matrix if list(matrix.meta["val"].shape) == shape else self.call(before, _aten.view.default, matrix, shape)
+        )
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+
+def unviewed(node: Any) -> Node:
+    """The tensor that a node is a view of."""
+    while same_order(node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
+def readers_of(node: Node, through: tuple[Any, ...] = CASTS) -> list[Node]:
+    """Users of a tensor, of its views, and of the nodes of those targets: its casts."""
+    found: list[Node] = []
+    for user in node.users:
+        found += readers_of(user, through) if same_order(user) or user.target in through else [user]
+    return found
+
+
+def _all_casts(node: Node) -> list[Node] | None:
+    """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
+    found: list[Node] = []
+    for user in node.users:
+        if same_order(user):
+            more = _all_casts(user)
+            if more is None:
+                return None
+            found += more
+        elif user.target in CASTS:
+            found.append(user)
+        else:
+            return None
+    dtypes = {cast.meta["val"].dtype for cast in found}
+    return found if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
+
+
+def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
+    """Remove casts of a tensor that has their dtype now; views between have it too."""
+    assert source is not None
+    waiting = [source]
+    while waiting:
+        node = waiting.pop()
+        for user in list(node.users):
+            if same_order(user):
+                user.meta["val"] = computed(user)
+                waiting.append(user)
+    for cast in casts:
+        cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
+        graph.erase_node(cast)
