@@ -240,7 +240,7 @@ class Kernels:
 
     def grad_codes(self, s: Inputs, saved: tuple[Tensor, ...], needs: Needs = (True, True, False)) -> object:
         """Quantize g_y for both gradients."""
-        return self.kernels.grad_codes(s.g_y, saved[1], self.method, self.lay, self.key, self.history, needs)
+        return self.kernels.grad_codes(s.g_y, saved, self.method, self.lay, self.key, self.history, needs)
 
     def weight_codes(self, s: Inputs) -> object:
         """Transform and quantize w."""

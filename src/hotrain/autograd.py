@@ -112,10 +112,10 @@ def product(
 
 
 def linear_gradients(
-    g_y: Tensor | kernels.Coded, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout,
-    history: AmaxHistory | None, columns: int, w_dtype: torch.dtype, needs: Needs,
+    g_y: Tensor, w: Tensor | None, packed: Packed, key: Key, config: Config, lay: Layout, history: AmaxHistory | None,
+    columns: int, w_dtype: torch.dtype, needs: Needs,
 ) -> Grads:  # fmt: skip
-    """The gradients of a Linear; kernels take a g_y that is a matrix of codes, too.
+    """The gradients of a Linear.
 
     Args:
         columns: number of input channels; w is needed for g_x only.
@@ -125,16 +125,13 @@ def linear_gradients(
     Returns:
         (g_x, g_w, g_b), None where not needed: (T, columns) in g_y's dtype, as w in `w_dtype`, and (O,).
     """
-    method = config.method
-    matrix = g_y if isinstance(g_y, kernels.Coded) else g_y.reshape(-1, g_y.shape[-1])
+    matrix, method = g_y.reshape(-1, g_y.shape[-1]), config.method
     if config.kernels:
         found: Grads = KERNELS[g_y.device.type].gradients(
             matrix, w, packed, method, lay, key, history, needs,
             transposed=config.transposed, dtype=w_dtype, columns=columns,
         )  # fmt: skip
         return found
-    assert isinstance(g_y, Tensor)
-    assert isinstance(matrix, Tensor)
     g_x = g_w = g_b = None
     word = reference_key(key)
     if needs[0]:

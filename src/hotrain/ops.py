@@ -163,27 +163,53 @@ def _out(grads: Grads, g_y: Tensor, w_dtype: torch.dtype) -> tuple[Tensor, ...]:
     )
 
 
-def _linear_gradients_behind(
-    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, w: Tensor | None, codes: Tensor | None,
-    scale: Tensor | None, key: Tensor | None, history: Tensor, config: str, source: str, w_dtype: torch.dtype,
-    columns: int, needs: list[bool],
+def _grad_codes_behind(
+    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, side: Tensor | None, key: Tensor | None,
+    history: Tensor, config: str, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`_linear_gradients` of what `activation_gradient` makes of g and the codes of an activation function's x."""
+    """The codes that a layer's gradients need of what `activation_gradient` makes of g and the codes of x."""
+    found, (amax, _) = Config.of(config), _layer_with(history)
+    g_y = sloped(g, of_x, scale_of_x, name, form)
+    if g_y is None:  # of other strides than the compiler said
+        made, _ = torch.ops.hotrain.activation_gradient(g.contiguous(), of_x, scale_of_x, name, form, False)
+        g_y = made.view(-1, made.shape[-1])
+    lay, own = found.layout(g.shape[:-1]), (None, side)
+    parts = autograd.KERNELS[g.device.type].grad_codes(g_y, own, found.method, lay, key, amax, needs)
+    return tuple(g.new_empty(0) if part is None else part for part in parts)
+
+
+def _grad_codes_behind_fake(
+    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, side: Tensor | None, key: Tensor | None,
+    history: Tensor, config: str, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    found, tokens = Config.of(config), math.prod(g.shape[:-1])
+    lay, kernels = found.layout(g.shape[:-1]), autograd.KERNELS[g.device.type]
+    shapes = kernels.grad_shapes(g.shape[-1], tokens, lay, found.method, g.dtype, needs)
+    return tuple(g.new_empty(0) if part is None else g.new_empty(part[0], dtype=part[1]) for part in shapes)
+
+
+def _products_of_codes(
+    parts: list[Tensor], w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None,
+    history: Tensor, config: str, source: str, lead: list[int], dtypes: list[torch.dtype], outputs: int, columns: int,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """g_x and g_w of a Linear from what `grad_codes_behind` has returned before the sums."""
     found, (amax, ran) = Config.of(config), _layer_with(history)
     _note(ran, found, "tokens", codes, source, needs)
-    lay, g_y = found.layout(g.shape[:-1]), sloped(g, of_x, scale_of_x, name, form) if found.kernels else None
-    if g_y is None:
-        g_y, _ = torch.ops.hotrain.activation_gradient(g, of_x, scale_of_x, name, form, False)
-    grads = autograd.linear_gradients(g_y, w, (codes, scale), key, found, lay, amax, columns, w_dtype, needs)
-    return _out(grads, g, w_dtype)
+    present = [None if part.dim() == 1 and not part.numel() else part for part in parts]
+    like, lay, kernels = parts[0 if needs[0] else 2], found.layout(tuple(lead)), autograd.KERNELS[parts[0].device.type]
+    own, shape, to = (codes, scale), (outputs, columns), tuple(dtypes)
+    grads = kernels.products([*present, None], w, own, found.method, lay, key, amax, needs, shape, to, found.transposed)
+    return _out(grads, like.new_empty(0, dtype=dtypes[0]), dtypes[1])
 
 
-def _linear_gradients_behind_fake(
-    g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, w: Tensor | None, codes: Tensor | None,
-    scale: Tensor | None, key: Tensor | None, history: Tensor, config: str, source: str, w_dtype: torch.dtype,
-    columns: int, needs: list[bool],
+def _products_of_codes_fake(
+    parts: list[Tensor], w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None,
+    history: Tensor, config: str, source: str, lead: list[int], dtypes: list[torch.dtype], outputs: int, columns: int,
+    needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _gradients_fake(g, w, codes, scale, key, history, config, source, w_dtype, columns, needs)
+    g_y = parts[0].new_empty(*lead, outputs, dtype=dtypes[0])
+    return _gradients_fake(g_y, w, codes, scale, key, history, config, source, dtypes[1], columns, needs)
 
 
 def _linear_gradients(
@@ -228,10 +254,9 @@ def _gradients_fake(
 
 
 _OF_GRADIENTS = (
-    "({}, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, str config, str source, "
-    "ScalarType w_dtype, {}, bool[] needs) -> (Tensor, Tensor, Tensor)"
+    "(Tensor g_y, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, str config, str source, "
+    "ScalarType w_dtype, {} {}, bool[] needs) -> (Tensor, Tensor, Tensor)"
 )
-_OF_ACTIVATION = "Tensor g, Tensor of_x, Tensor scale_of_x, str name, str form"
 for _schema, _run, _fake in (
     ("keep(Tensor x, Tensor? key, Tensor history, str config) -> (Tensor, Tensor)", _keep, _keep_fake),
     (
@@ -246,13 +271,21 @@ for _schema, _run, _fake in (
         _forward,
         _forward_fake,
     ),
-    ("linear_gradients" + _OF_GRADIENTS.format("Tensor g_y", "int columns"), _linear_gradients, _gradients_fake),
+    ("linear_gradients" + _OF_GRADIENTS.format("int", "columns"), _linear_gradients, _gradients_fake),
     (
-        "linear_gradients_behind" + _OF_GRADIENTS.format(_OF_ACTIVATION, "int columns"),
-        _linear_gradients_behind,
-        _linear_gradients_behind_fake,
+        "grad_codes_behind(Tensor g, Tensor of_x, Tensor scale_of_x, str name, str form, Tensor? side, Tensor? key, "
+        "Tensor history, str config, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _grad_codes_behind,
+        _grad_codes_behind_fake,
     ),
-    ("conv2d_gradients" + _OF_GRADIENTS.format("Tensor g_y", "int[] shape"), _conv2d_gradients, _gradients_fake),
+    (
+        "products_of_codes(Tensor[] parts, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, "
+        "str config, str source, int[] lead, ScalarType[] dtypes, int outputs, int columns, bool[] needs) "
+        "-> (Tensor, Tensor, Tensor)",
+        _products_of_codes,
+        _products_of_codes_fake,
+    ),
+    ("conv2d_gradients" + _OF_GRADIENTS.format("int[]", "shape"), _conv2d_gradients, _gradients_fake),
 ):
     _name = _schema.partition("(")[0]
     _lib.define(_schema)

@@ -79,7 +79,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return tuple(None if t is None else module.spoil(t) for t in found)
 
     def grad_codes(
-        g_y: Tensor, side: Tensor, method: hotrain.Method, lay: Any, key: Tensor, history: Any,
+        g_y: Tensor, kept: tuple[Tensor, ...], method: hotrain.Method, lay: Any, key: Tensor, history: Any,
         needs: tuple[bool, bool, bool],
     ) -> object:  # fmt: skip
         return definition(method, lay, key).grad_codes(Inputs(g_y, g_y, g_y), (), needs)

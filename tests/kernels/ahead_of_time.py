@@ -115,7 +115,7 @@ def layers(fp8: bool) -> None:
         of_x = torch.empty(2048, 1, 64, dtype=torch.uint8)
         sloped = Coded(of_x, one, None, None, False, "gelu", 8, torch.bfloat16, g_y)
         for source in (g_y, sloped):
-            dispatch.grad_codes(source, side, method, lay, key, history, (True, True, True))
+            dispatch.grad_codes(source, (kept, side), method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue
         dispatch._weight_codes(w, method, key, history)

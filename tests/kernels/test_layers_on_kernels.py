@@ -280,9 +280,44 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     elif trained:
         kept = torch.ops.hotrain.keep(x, key, words, spec)
     g = torch.randn(2, 50, 48, device=device, dtype=dtype)
-    args = (w, *kept, key, words, spec, "", dtype, 32, [True, trained, True])
-    torch.ops.hotrain.linear_gradients_behind(g, *Grouped(8).keep(g.view(100, 48)), "gelu", "int8", *args)
+    of_x = Grouped(8).keep(g.view(100, 48))
+    needs = [True, trained, True]
+    parts = torch.ops.hotrain.grad_codes_behind(g, *of_x, "gelu", "int8", kept[1], key, words, spec, needs)
+    rest = ("", [2, 50], [dtype, dtype], 48, 32, [True, trained, False])
+    torch.ops.hotrain.products_of_codes(list(parts[:4]), w, *kept, key, words, spec, *rest)
     assert [cache.cache_info().misses for cache in caches] == made
+
+
+@pytest.mark.parametrize("name", ["hq8", "hot", "hot-unbiased", "hot-importance", "hq4", "hla"])
+@pytest.mark.parametrize("number", ["int", "e4m3"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_layer_in_front_of_a_function_reads_its_gradient_as_codes(name, number, trained, device):
+    """The operators return what a compiler is told, and the gradients are those of the function's gradient, to a few
+    steps of the codes; of a method with an exact g_x, which reads g_y itself, nothing is asked."""
+    method = hotrain.preset(name)
+    if number == "e4m3" and name in ("hot", "hq4", "hla"):
+        pytest.skip("in integers, by definition")
+    method = method if name in ("hot", "hq4", "hla") else method.override(number=number)
+    needs = [True, trained, True]
+    if not kernels.reads_codes_alone(method, needs):
+        return
+    ours, words, key = torch.ops.hotrain, AmaxHistory.on(device).words, torch.tensor(3, device=device)
+    spec, check = Config(method, kernels=True).word, ("test_faketensor",)
+    x, w, g = (torch.randn(*size, device=device) for size in ((2, 50, 32), (48, 32), (2, 50, 48)))
+    of_x = Grouped(8).keep(torch.randn(100, 48, device=device))
+    kept = ours.keep(x, key, words, spec) if trained else (None, None)
+    behind = (g, *of_x, "gelu", "int8")
+    want = (ours.activation_gradient(*behind, False)[0], w, *kept, key)
+    want = ours.linear_gradients(*want, AmaxHistory.on(device).words, spec, "", torch.float32, 32, needs)
+    of_codes = (*behind, kept[1], key, words, spec, needs)
+    torch.library.opcheck(ours.grad_codes_behind, of_codes, test_utils=check)
+    *parts, sums = ours.grad_codes_behind(*of_codes)
+    rest = (w, *kept, key, words, spec, "", [2, 50], [torch.float32] * 2, 48, 32, [*needs[:2], False])
+    torch.library.opcheck(ours.products_of_codes, (parts, *rest), test_utils=check)
+    got = (*ours.products_of_codes(parts, *rest)[:2], sums)
+    for one, other in zip(got, want, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).norm() <= 0.02 * other.norm()
 
 
 def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):

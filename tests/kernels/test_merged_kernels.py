@@ -321,8 +321,7 @@ def test_the_gradient_of_an_activation_function_is_read_as_codes(shared: bool, d
     got = step(traced.call, model, x, False)
     ours = torch.ops.hotrain
     counts = [
-        len(traced.calls("backward", op))
-        for op in (ours.linear_gradients_behind.default, ours.activation_gradient.default)
+        len(traced.calls("backward", op)) for op in (ours.products_of_codes.default, ours.activation_gradient.default)
     ]
     assert counts == ([0, 1] if shared else [1, 0])
     assert difference(got, want) < 0.05

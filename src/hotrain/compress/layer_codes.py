@@ -4,7 +4,7 @@ What backward makes of an operator's codes for a layer, and packs again as the l
 gradient of an activation function, where the gradients of a layer are all that reads it:
 
     keep(restore_codes(codes))  ──►   keep_from_codes(codes)
-    linear_gradients(activation_gradient(g, codes))  ──►   linear_gradients_behind(g, codes)
+    linear_gradients(activation_gradient(g, codes))  ──►   products_of_codes(grad_codes_behind(g, codes))
 """
 
 from __future__ import annotations
@@ -15,27 +15,42 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..kernels import reads_codes_alone
+from ..layer import Config
 from . import codes
 from .formats import is_static
 from .merging import Merging, readers_of, unviewed
-from .nodes import is_dense
+from .nodes import CASTS, is_dense
 
 _aten = torch.ops.aten
 
 
 class Behind(Merging):
-    """The gradients of a layer in front of an activation function, whose gradient nothing else reads."""
+    """The gradients of a layer in front of an activation function, whose gradient nothing else reads.
+
+    In two operators, so that the memory of what the first reads is free when the second runs.
+    """
 
     def merge(self) -> None:
         gradient = before_activation(self.node)
-        if gradient is not None:
-            of_layer: Any = self.node.args
-            of_gradient: Any = gradient.args
-            g, *kept, _ = of_gradient
-            wanted = list(of_layer[0].meta["val"].shape)
-            if list(g.meta["val"].shape) != wanted:
-                g = self.call(self.node, _aten.view.default, g, wanted)
-            self.again(self.node, (g, *kept, *of_layer[1:]), torch.ops.hotrain.linear_gradients_behind.default)
+        if gradient is None:
+            return
+        args: Any = self.node.args
+        g_y, w, packed, side, key, history, config, source, w_dtype, columns, needs = args
+        *lead, outputs = g_y.meta["val"].shape
+        g, *of_x, _ = gradient.args
+        g = self.call(self.node, _aten.view.default, g, [*lead, outputs])
+        ours, dtypes = torch.ops.hotrain, [g_y.meta["val"].dtype, w_dtype]
+        made = self.call(self.node, ours.grad_codes_behind.default, g, *of_x, side, key, history, config, needs)
+        *parts, sums = (self.call(self.node, operator.getitem, made, place) for place in range(5))
+        bias = self.result(2)
+        if bias is not None:  # is there already: no operator may return what it is given
+            if bias.meta["val"].dtype != sums.meta["val"].dtype:
+                sums = self.call(self.node, CASTS[0], sums, bias.meta["val"].dtype)
+            bias.replace_all_uses_with(sums)
+            self.graph.erase_node(bias)
+        rest = (w, packed, side, key, history, config, source, lead, dtypes, outputs, columns, [*needs[:2], False])
+        self.again(self.node, (parts, *rest), ours.products_of_codes.default)
 
 
 def before_activation(gradients: Node) -> Node | None:
@@ -46,6 +61,10 @@ def before_activation(gradients: Node) -> Node | None:
     if source is None or source.target is not torch.ops.hotrain.activation_gradient.default or len(source.users) > 1:
         return None
     (g, _, _, name, form, _), alone = source.args, readers_of(g_x, ()) == [gradients]
+    args: Any = gradients.args
+    config, needs = Config.of(args[6]), args[10]
+    if not (config.kernels and reads_codes_alone(config.method, needs)):
+        return None
     dense, columns = all(map(is_dense, (g, g_x, g_y))), {t.meta["val"].shape[-1] for t in (g, g_y)}
     return source if alone and dense and len(columns) == 1 and codes.has_sloped_rows(name, form, *columns) else None
 

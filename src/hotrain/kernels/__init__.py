@@ -14,12 +14,15 @@ from .dispatch import (
     accumulation,
     forward,
     grad_codes,
+    grad_shapes,
     gradients,
     keep,
     kept_shapes,
     next_key,
     prepare,
     prepare_codes,
+    products,
+    reads_codes_alone,
     weight_codes,
 )
 from .formats import Coded, channels_at_once
@@ -29,6 +32,7 @@ from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason,
 
 __all__ = [
     "FUNCTIONS", "Coded", "accumulation", "buffers_reason", "channels_at_once", "conv2d_gradients", "device_key",
-    "disabled", "forward", "grad_codes", "gradients", "has_fp8", "inlines", "keep", "kept_shapes", "next_key", "note",
-    "prepare", "prepare_codes", "reason", "rows_in_memory", "run", "switched_off", "weight_codes",
+    "disabled", "forward", "grad_codes", "grad_shapes", "gradients", "has_fp8", "inlines", "keep", "kept_shapes",
+    "next_key", "note", "prepare", "prepare_codes", "products", "reads_codes_alone", "reason", "rows_in_memory", "run",
+    "switched_off", "weight_codes",
 ]  # fmt: skip
