@@ -190,26 +190,26 @@ def _grad_codes_behind_fake(
 
 def _products_of_codes(
     parts: list[Tensor], w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None,
-    history: Tensor, config: str, source: str, lead: list[int], dtypes: list[torch.dtype], outputs: int, columns: int,
-    needs: list[bool],
+    history: Tensor, config: str, source: str, lead: list[int], dtype: torch.dtype, w_dtype: torch.dtype, outputs: int,
+    columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """g_x and g_w of a Linear from what `grad_codes_behind` has returned before the sums."""
     found, (amax, ran) = Config.of(config), _layer_with(history)
     _note(ran, found, "tokens", codes, source, needs)
     present = [None if part.dim() == 1 and not part.numel() else part for part in parts]
     like, lay, kernels = parts[0 if needs[0] else 2], found.layout(tuple(lead)), autograd.KERNELS[parts[0].device.type]
-    own, shape, to = (codes, scale), (outputs, columns), tuple(dtypes)
+    own, shape, to = (codes, scale), (outputs, columns), (dtype, w_dtype)
     grads = kernels.products([*present, None], w, own, found.method, lay, key, amax, needs, shape, to, found.transposed)
-    return _out(grads, like.new_empty(0, dtype=dtypes[0]), dtypes[1])
+    return _out(grads, like.new_empty(0, dtype=dtype), w_dtype)
 
 
 def _products_of_codes_fake(
     parts: list[Tensor], w: Tensor | None, codes: Tensor | None, scale: Tensor | None, key: Tensor | None,
-    history: Tensor, config: str, source: str, lead: list[int], dtypes: list[torch.dtype], outputs: int, columns: int,
-    needs: list[bool],
+    history: Tensor, config: str, source: str, lead: list[int], dtype: torch.dtype, w_dtype: torch.dtype, outputs: int,
+    columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    g_y = parts[0].new_empty(*lead, outputs, dtype=dtypes[0])
-    return _gradients_fake(g_y, w, codes, scale, key, history, config, source, dtypes[1], columns, needs)
+    g_y = parts[0].new_empty(*lead, outputs, dtype=dtype)
+    return _gradients_fake(g_y, w, codes, scale, key, history, config, source, w_dtype, columns, needs)
 
 
 def _linear_gradients(
@@ -280,8 +280,8 @@ for _schema, _run, _fake in (
     ),
     (
         "products_of_codes(Tensor[] parts, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, "
-        "str config, str source, int[] lead, ScalarType[] dtypes, int outputs, int columns, bool[] needs) "
-        "-> (Tensor, Tensor, Tensor)",
+        "str config, str source, int[] lead, ScalarType dtype, ScalarType w_dtype, int outputs, int columns, "
+        "bool[] needs) -> (Tensor, Tensor, Tensor)",
         _products_of_codes,
         _products_of_codes_fake,
     ),

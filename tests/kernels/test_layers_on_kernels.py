@@ -283,7 +283,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     of_x = Grouped(8).keep(g.view(100, 48))
     needs = [True, trained, True]
     parts = torch.ops.hotrain.grad_codes_behind(g, *of_x, "gelu", "int8", kept[1], key, words, spec, needs)
-    rest = ("", [2, 50], [dtype, dtype], 48, 32, [True, trained, False])
+    rest = ("", [2, 50], dtype, dtype, 48, 32, [True, trained, False])
     torch.ops.hotrain.products_of_codes(list(parts[:4]), w, *kept, key, words, spec, *rest)
     assert [cache.cache_info().misses for cache in caches] == made
 
@@ -312,7 +312,7 @@ def test_a_layer_in_front_of_a_function_reads_its_gradient_as_codes(name, number
     of_codes = (*behind, kept[1], key, words, spec, needs)
     torch.library.opcheck(ours.grad_codes_behind, of_codes, test_utils=check)
     *parts, sums = ours.grad_codes_behind(*of_codes)
-    rest = (w, *kept, key, words, spec, "", [2, 50], [torch.float32] * 2, 48, 32, [*needs[:2], False])
+    rest = (w, *kept, key, words, spec, "", [2, 50], torch.float32, torch.float32, 48, 32, [*needs[:2], False])
     torch.library.opcheck(ours.products_of_codes, (parts, *rest), test_utils=check)
     got = (*ours.products_of_codes(parts, *rest)[:2], sums)
     for one, other in zip(got, want, strict=True):

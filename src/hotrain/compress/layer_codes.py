@@ -40,7 +40,7 @@ class Behind(Merging):
         *lead, outputs = g_y.meta["val"].shape
         g, *of_x, _ = gradient.args
         g = self.call(self.node, _aten.view.default, g, [*lead, outputs])
-        ours, dtypes = torch.ops.hotrain, [g_y.meta["val"].dtype, w_dtype]
+        ours, dtypes = torch.ops.hotrain, (g_y.meta["val"].dtype, w_dtype)
         made = self.call(self.node, ours.grad_codes_behind.default, g, *of_x, side, key, history, config, needs)
         *parts, sums = (self.call(self.node, operator.getitem, made, place) for place in range(5))
         bias = self.result(2)
@@ -49,7 +49,7 @@ class Behind(Merging):
                 sums = self.call(self.node, CASTS[0], sums, bias.meta["val"].dtype)
             bias.replace_all_uses_with(sums)
             self.graph.erase_node(bias)
-        rest = (w, packed, side, key, history, config, source, lead, dtypes, outputs, columns, [*needs[:2], False])
+        rest = (w, packed, side, key, history, config, source, lead, *dtypes, outputs, columns, [*needs[:2], False])
         self.again(self.node, (parts, *rest), ours.products_of_codes.default)
 
 
