@@ -124,6 +124,15 @@ def _conditions(row: dict[str, Any]) -> str:
     return f"{row['device']}{threads}, PyTorch {torch}, commit {_commit(row)}: `{row['command'].strip()}`"
 
 
+def _commands(runs: Iterable[list[dict[str, Any]]]) -> list[str]:
+    """The conditions of runs, and their commands: a line for those that have the same conditions."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        where, _, command = _conditions(run[0]).partition(": `")
+        found.setdefault(where, []).append(f"`{command}")
+    return [f"* {where}: {'; '.join(commands)}" for where, commands in found.items()]
+
+
 COMMANDS = "Devices, versions, commits and commands"
 
 
@@ -279,7 +288,7 @@ def steps(folder: Path = RESULTS) -> str:
         for (subject, variant), (_, rows) in last.items()
         for note in dict.fromkeys(row["note"] for row in rows if row.get("note"))
     ]
-    commands = [f"* {_conditions(run[0])}" for run in runs.values()]
+    commands = _commands(runs.values())
     return "\n\n".join([_markdown(headers, lines), *(["\n".join(notes)] if notes else []), folded(COMMANDS, commands)])
 
 
@@ -318,7 +327,7 @@ def zoo(folder: Path = RESULTS) -> str:
     if not lines:
         return _none_yet("zoo")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
-    commands = [f"* {_conditions(run[0])}" for run in runs.values()]
+    commands = _commands(runs.values())
     table = _markdown(["model", *models.HEADERS, "commit, GPU"], ordered)
     return "\n\n".join([table, *(["\n".join(notes)] if notes else []), folded(COMMANDS, commands)])
 
