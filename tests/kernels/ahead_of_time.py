@@ -17,6 +17,7 @@ import hotrain
 from hotrain.kernels import (
     activation,
     attention,
+    backward,
     batch_norm,
     codes,
     dispatch,
@@ -115,7 +116,7 @@ def layers(fp8: bool) -> None:
         of_x = torch.empty(2048, 1, 64, dtype=torch.uint8)
         sloped = Coded(of_x, one, None, None, False, "gelu", 8, torch.bfloat16, g_y)
         for source in (g_y, sloped):
-            dispatch.grad_codes(source, (kept, side), method, lay, key, history, (True, True, True))
+            backward.grad_codes(source, (kept, side), method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue
         dispatch._weight_codes(w, method, key, history)
@@ -126,7 +127,7 @@ def layers(fp8: bool) -> None:
     method = hotrain.preset("hot-importance", number="e4m3" if fp8 else "int")  # x in int4, rows that are picked
     lay, w = layout((8, 16, 16), 16, 16, 0, "auto", None, True), torch.empty(64, 64, dtype=torch.bfloat16)
     kept = dispatch.keep(x, method, lay, key, history)
-    dispatch.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
+    backward.gradients(g_y, w, kept, method, lay, key, history, (True, True, True), columns=64)
     noise.hashes(key, 4096, 1, 0)
     dropout.mask(key, 4096, 0, 1 << 29)
     logits, of_rows = torch.empty(64, 5001, dtype=torch.bfloat16), torch.empty(64)

@@ -9,22 +9,9 @@ imported when a kernel first runs, so that importing this package needs only tor
 
 from __future__ import annotations
 
+from .backward import grad_codes, grad_shapes, gradients, prepare_codes, products, reads_codes_alone
 from .convolution import conv2d_gradients
-from .dispatch import (
-    accumulation,
-    forward,
-    grad_codes,
-    grad_shapes,
-    gradients,
-    keep,
-    kept_shapes,
-    next_key,
-    prepare,
-    prepare_codes,
-    products,
-    reads_codes_alone,
-    weight_codes,
-)
+from .dispatch import accumulation, forward, keep, kept_shapes, next_key, prepare, weight_codes
 from .formats import Coded, channels_at_once
 from .launch import inlines
 from .operands import device_key
