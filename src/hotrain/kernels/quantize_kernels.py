@@ -617,7 +617,7 @@ def _plan(
     wide, kept = padded(channels), padded(lay.rows)
     rankp = _places(lay, tiling)
     bc = min(tiling.channels, max(16, power_of_2(wide)) if kind is None else channels_at_once(*kind[:2]))
-    if bc > 64 and channels % bc:  # narrow, or its end is
+    if bc > 64 and channels % bc:  # the last block of channels would not be full
         bc //= 2
     index, full = index_of(lay, tiling, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
