@@ -182,9 +182,8 @@ def _grad_codes_behind_fake(
     g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, side: Tensor | None, key: Tensor | None,
     history: Tensor, config: str, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found, tokens = Config.of(config), math.prod(g.shape[:-1])
-    lay, kernels = found.layout(g.shape[:-1]), autograd.KERNELS[g.device.type]
-    shapes = kernels.grad_shapes(g.shape[-1], tokens, lay, found.method, g.dtype, needs)
+    found, kernels = Config.of(config), autograd.KERNELS[g.device.type]
+    shapes = kernels.grad_shapes(g.shape[-1], found.layout(g.shape[:-1]), found.method, g.dtype, needs)
     return tuple(g.new_empty(0) if part is None else g.new_empty(part[0], dtype=part[1]) for part in shapes)
 
 

@@ -79,9 +79,10 @@ def reads_codes_alone(method: Method, needs: Needs) -> bool:
 
 
 def grad_shapes(
-    outputs: int, tokens: int, lay: Layout, method: Method, dtype: torch.dtype, needs: Needs
+    outputs: int, lay: Layout, method: Method, dtype: torch.dtype, needs: Needs
 ) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-    """Shape and dtype of what `grad_codes` returns for a g_y of (tokens, outputs) in `dtype`."""
+    """Shape and dtype of what `grad_codes` returns for a g_y of (T, outputs) in `dtype`."""
+    tokens = lay.samples * lay.tokens
     _, rotated, projected = dispatch._written(method)
     rotated, projected = (o if need else NOTHING for o, need in zip((rotated, projected), needs, strict=False))
     found: list[tuple[tuple[int, ...], torch.dtype] | None] = [None] * 4
