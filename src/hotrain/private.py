@@ -172,7 +172,7 @@ def _top_function_mode() -> Any:
     return _function_at(depth - 1) if depth else None
 
 
-def _without_function_modes(kind: type, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _without_function_modes(kind: type, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     removed: list[Any] = []
     while (depth := _function_depth()) and isinstance(_function_at(depth - 1), kind):
         removed.append(_pop_function())

@@ -28,6 +28,7 @@ from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_gra
 from .operators import REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
+from .pace import IN_EAGER, TIMED, Pace
 from .report import ATTRIBUTE, Buffers
 from .sharing import Origins, traced_number
 
@@ -164,8 +165,11 @@ class Wrapped(Mixin):
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         if buffers.example is None and buffers.root is not None and buffers.root() is self:
             buffers.see(self, args, kwargs)
+        forward = super().forward  # type: ignore[misc]
+        if buffers.pace is not None and IN_EAGER in self.__dict__:
+            forward = buffers.pace.way(buffers, self, forward, args, kwargs)
         if stands:  # a block behind another one: what that one made is known
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return forward(*args, **kwargs)
         if self not in buffers.entered:
             buffers.entered.add(self)
             _leave_modes_to_compiled(self)  # type: ignore[arg-type]
@@ -173,7 +177,7 @@ class Wrapped(Mixin):
         try:  # a checkpoint ends its second forward by an exception
             buffers.waits = buffers.waits or _is_on_gpu(*args, *kwargs.values())
             with Compressed(buffers, standing):
-                return super().forward(*args, **kwargs)  # type: ignore[misc]
+                return forward(*args, **kwargs)
         finally:
             buffers.origins.end(before)
 
@@ -251,12 +255,13 @@ class WrappedFunction(Mixin):
         return operator(input, self.__dict__[_FUNCTION])  # type: ignore[no-any-return]
 
 
-def wrap(model: nn.Module) -> Buffers:
+def wrap(model: nn.Module, keeps_pace: bool = False) -> Buffers:
     """Put the mode around the model and its blocks, in place; returns the records that its forwards write to.
 
-    A model that is wrapped already stays wrapped and gets new records.
+    A model that is wrapped already stays wrapped and gets new records. ``keeps_pace`` is whether blocks may stay exact
+    in eager mode (`pace`).
     """
-    buffers = Buffers()
+    buffers = Buffers(pace=Pace() if keeps_pace else None)
     buffers.root = weakref.ref(model)
     if why := falls_back(FULL):
         buffers.record_full("everything", why)
@@ -279,6 +284,11 @@ def wrap(model: nn.Module) -> Buffers:
         module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
         module.__dict__[ATTRIBUTE] = buffers
+    for module in outer:
+        module.__dict__.pop(IN_EAGER, None)
+        innermost = not any(other in outer for other in module.modules() if other is not module)
+        if keeps_pace and module is not model and innermost:
+            module.__dict__[IN_EAGER] = TIMED
     return buffers
 
 
@@ -287,6 +297,7 @@ def unwrap(model: nn.Module) -> None:
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
             del module.__dict__[ATTRIBUTE]
+            module.__dict__.pop(IN_EAGER, None)
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)

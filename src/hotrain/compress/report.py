@@ -88,6 +88,7 @@ class Buffers:
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
         must_not_lose: whether a compiled graph may keep tensors exact to be as fast as before.
         gains: of the model and some of its layers (`choosing.layers`): ms of a step that they are faster than exact.
+        pace: of a model whose blocks may stay exact in eager mode.
         spare_ms: that a compiled graph may take longer than it is predicted to.
         chosen: operator → its calls in compiled graphs that are kept exact, of how many, in how many graphs.
         unused: formats that were recorded, and that no graph saves in.
@@ -107,6 +108,7 @@ class Buffers:
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     must_not_lose: bool = field(default=False, repr=False, compare=False)
     gains: Callable[[Any, Sequence[Any]], float] | None = field(default=None, repr=False, compare=False)
+    pace: Any = field(default=None, repr=False, compare=False)
     spare_ms: float = field(default=0.0, repr=False, compare=False)
     chosen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)

@@ -175,7 +175,7 @@ def convert(
         module.__dict__[ATTRIBUTE] = state
         report.layers.append((name, state))
     if method.memory == "block":
-        report.buffers = wrap(model)
+        report.buffers = wrap(model, keeps_pace=plan == "speed")
         report.buffers.must_not_lose, report.buffers.gains = plan != "memory", _gains
     else:
         unwrap(model)
