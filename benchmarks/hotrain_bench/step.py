@@ -31,7 +31,7 @@ from hotrain_bench.conditions import Clocks
 from hotrain_bench.tasks import SUBJECTS, Task, build, check, with_checkpoints
 
 BASELINE = "exact+compile"
-WARMUP = 5
+WARMUP = 8  # in eager mode the plan times blocks in the first seven
 BUDGET = 0.5  # fraction of the activations that PyTorch's partitioner saves by default
 REDRAWN = 3  # first steps with other dropout masks, which measure the noise of dropout
 ROUNDOFF = 2.0**-9  # relative error of a number rounded to bf16, at most

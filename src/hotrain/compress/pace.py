@@ -1,18 +1,19 @@
 """Which blocks of a model stay exact in eager mode on a GPU, so that the host keeps pace with it.
 
 A compressed block takes the GPU about as long as an exact one, and the host two to three times as long. Where the host
-takes longer than the GPU, the step takes longer than exact training. So one block of each kind is timed: compressed in
-a second training step, since the first one compiles kernels and plans layers, and exact in a third one; from the host
-and from the GPU, which gets other work first, so that it does not wait for the host in between. From then on as many
-blocks are compressed as the time allows (`choose`). No block runs more often than the user calls it.
+takes longer than the GPU, the step takes longer than exact training. So one block of each kind is timed behind the
+first training step, which compiles kernels and plans layers: compressed in some steps, then exact in as many, from the
+host and from the GPU, which gets other work first, so that it does not wait for the host in between. From then on as
+many blocks are compressed as the time allows (`choose`). No block runs more often than the user calls it.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,8 @@ _WORK_MS = 12.0  # of the GPU before a timed pass: more than the host takes to i
 _SIZE = 4096  # of the matrices of that work
 _LARGEST = 8.0  # times the bytes of a compressed block that an exact one may keep
 _FREE = 0.9  # of the free memory that exact blocks may take
-_PATIENCE = 10  # calls of a block after which nothing is timed any more
+_SAMPLES = 3  # of the time of a block, either way: the first one allocates memory
+_PATIENCE = 20  # calls of a block after which nothing is timed any more
 
 
 # ---- the choice ----
@@ -155,16 +157,25 @@ class Gpu:
 
 @dataclass
 class Timing:
-    """A timed forward and backward of a block."""
+    """A timed forward and backward of a block.
 
-    gpu: Gpu
+    Attributes:
+        gpu: the clock.
+        running: the timing that has begun and not ended, of all blocks.
+        host: ms of forward, and backward, once they have ended.
+        marks: where both begin and end on the GPU.
+        nbytes: kept between them.
+    """
+
+    gpu: Any
+    running: list[Timing]
     host: list[float] = field(default_factory=list)
     marks: list[tuple[Any, Any]] = field(default_factory=list)
     nbytes: int = 0
     began: tuple[Any, float] | None = None
 
     def forward(self, run: Callable[..., Any], x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of the block; x is its argument, behind whose gradient backward ends."""
+        """The result of the block; x is its argument, with whose gradient backward ends."""
         self._begin()
         before = self.gpu.allocated()
         y = run(*args, **kwargs)
@@ -177,22 +188,34 @@ class Timing:
         return y
 
     def _begin(self) -> None:
-        self.gpu.work()
-        self.began = self.gpu.mark(), time.perf_counter()
+        for other in list(self.running):  # of the block behind: its x is this result, whose first hook this is
+            other._end()
+        if not self.complete:
+            self.gpu.work()
+            self.running.append(self)
+            self.began = self.gpu.mark(), time.perf_counter()
 
     def _end(self) -> None:
-        if self.began is not None and not self.complete:
+        if self.began is not None:
             (mark, began), self.began = self.began, None
             self.host.append(1e3 * (time.perf_counter() - began))
             self.marks.append((mark, self.gpu.mark()))
+            self.running.remove(self)
 
     @property
     def complete(self) -> bool:
         return len(self.host) == 2
 
-    def cost(self) -> Cost:
-        forward, backward = (self.gpu.ms(*pair) for pair in self.marks)
-        return Cost((self.host[0], self.host[1]), (forward, backward), self.nbytes)
+
+def cost(timings: Sequence[Timing]) -> Cost:
+    """The medians of several timings of a block."""
+
+    def medians(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
+        forward, backward = zip(*pairs, strict=True)
+        return statistics.median(forward), statistics.median(backward)
+
+    gpu = medians([timing.gpu.ms(*pair) for pair in timing.marks] for timing in timings)
+    return Cost(medians(timing.host for timing in timings), gpu, timings[-1].nbytes)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -205,16 +228,23 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 @dataclass
 class _Blocks:
-    """Blocks of a kind, in the order of their first calls, and their timings."""
+    """Blocks of a kind, in the order of their first calls, and the timings of one of them."""
 
     members: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    compressed: Timing | None = None
-    exact: Timing | None = None
+    timed: weakref.ref[nn.Module] | None = None
+    compressed: list[Timing] = field(default_factory=list)
+    exact: list[Timing] = field(default_factory=list)
     given_up: bool = False
 
     @property
     def complete(self) -> bool:
-        return self.given_up or (self.exact is not None and self.exact.complete)
+        return self.given_up or (len(self.exact) == _SAMPLES and self.exact[-1].complete)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward of it has not ended."""
+        last = (self.exact or self.compressed)[-1:]
+        return bool(last) and not last[0].complete
 
 
 # ---- the blocks of a model ----
@@ -231,6 +261,7 @@ class Pace:
         self.clock = clock
         self.gpu: Any = None
         self.kinds: dict[Any, _Blocks] = {}
+        self.running: list[Timing] = []
         self.calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pace:
@@ -262,20 +293,19 @@ class Pace:
             self._decide(buffers)
             return self.way(buffers, block, run, args, kwargs)
         kind, x = self.kinds.get(key), next((t for t in _tensors((args, kwargs)) if t.requires_grad), None)
-        if kind is None or x is None or kind.given_up:
+        if kind is None or x is None or kind.given_up or kind.complete or kind.waits:
             return run
-        if self.gpu is None:
-            self.gpu = self.clock(first.device)
-        if kind.compressed is None:
-            kind.compressed = Timing(self.gpu)
-            return functools.partial(kind.compressed.forward, run, x)
-        if kind.exact is None and kind.compressed.complete:
-            if self.gpu.free() < _LARGEST * kind.compressed.nbytes:
-                kind.given_up = True
-                return run
-            kind.exact = Timing(self.gpu)
-            return functools.partial(kind.exact.forward, functools.partial(without_own_modes, run), x)
-        return run
+        kind.timed = kind.timed or weakref.ref(block)
+        if kind.timed() is not block:
+            return run
+        self.gpu = self.gpu or self.clock(first.device)
+        exact = len(kind.compressed) == _SAMPLES
+        if exact and self.gpu.free() < _LARGEST * kind.compressed[-1].nbytes:
+            kind.given_up = True
+            return run
+        timing = Timing(self.gpu, self.running)
+        (kind.exact if exact else kind.compressed).append(timing)
+        return functools.partial(timing.forward, functools.partial(without_own_modes, run) if exact else run, x)
 
     @staticmethod
     def _times(device: torch.device) -> bool:
@@ -287,10 +317,7 @@ class Pace:
             if not kind.complete:
                 kind.given_up = True
         timed = {key: kind for key, kind in self.kinds.items() if not kind.given_up}
-        found = [
-            Kind(len(kind.members), kind.exact.cost(), kind.compressed.cost())  # type: ignore[union-attr]
-            for kind in timed.values()
-        ]
+        found = [Kind(len(kind.members), cost(kind.exact), cost(kind.compressed)) for kind in timed.values()]
         own = choose(found, _FREE * self.gpu.free()) if found else []
         counts = list(agreed(f"blocks in eager mode {list(timed)}", own))
         chosen = dict(zip(timed, counts, strict=True))
