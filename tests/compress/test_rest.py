@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
+from hotrain import autograd, kernels
 from hotrain.compress import eager
 from hotrain.compress.formats import GROUPED
 from hotrain.compress.interpose import Compressed
@@ -585,3 +586,26 @@ def test_a_compiled_model_has_no_hooks() -> None:
     for got, w in zip(gradients(compiled), want, strict=True):
         assert (got - w).norm() <= 0.15 * w.norm()
     assert not any("(saved)" in what for what in buffers.formats)
+
+
+def test_on_a_gpu_codes_are_packed_and_unpacked_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas are twenty passes over a tensor in eager mode; the launches are counted, their references run."""
+    launched: list[str] = []
+
+    class Kernels:
+        def buffers_reason(self, device: torch.device, dtype: torch.dtype) -> None:
+            pass
+
+        def run(self, name: str, reference: Callable[[], Any], *args: Any) -> Any:
+            launched.append(name)
+            return reference()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernels, name)
+
+    monkeypatch.setitem(autograd.KERNELS, "cpu", Kernels())
+    x = rand(*X)
+    with Compressed(Buffers()):
+        y = torch.erf(x + 0)
+    y.sum().backward()
+    assert launched == ["codes.pack", "codes.unpack"], launched

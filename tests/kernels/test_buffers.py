@@ -14,7 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hotrain import autograd
+from hotrain import autograd, kernels
+from hotrain.compress import rematerialize
+from hotrain.compress.codes import pack
+from hotrain.compress.formats import GROUPED
 from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS, activation, batch_norm, gated, rows_in_memory
@@ -204,6 +207,20 @@ def test_views_are_read_as_they_lie_or_copied(name: str, device: torch.device) -
     x = memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
     for bits, whole in ((4, True), (8, False)):
         check_keep(x, bits, whole)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_eager_mode_packs_any_layout_by_a_kernel(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The formula in plain PyTorch reads and writes the tensor some twenty times.
+    x = VIEWS[name][0]().to(device)
+    want = GROUPED["int8"].keep(x.contiguous())
+    monkeypatch.setitem(autograd.KERNELS, device.type, kernels)
+    monkeypatch.setattr(rematerialize, "keep", None)
+    codes, scale = pack(x, "int8")
+    assert torch.equal(scale, want[1])
+    assert (codes.view(torch.int8).int() - want[0].view(torch.int8).int()).abs().max() <= 1  # halfway between two codes
 
 
 # ---- restore ----

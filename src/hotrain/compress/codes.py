@@ -14,7 +14,7 @@ from ..kernels import FUNCTIONS, Coded, channels_at_once, rows_in_memory
 from ..saved import group_size
 from . import rematerialize
 from .formats import GROUPED
-from .launcher import launch, opaque, operator_for, supported, supported_in_eager
+from .launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from .rematerialize import Activated, Codes, Normed, Product, Recipe
 
 _LEAST_AT_ONCE = 16  # channels of a row of codes that a layer's kernel reads
@@ -30,8 +30,11 @@ def has_kernel(form: str, columns: int) -> bool:
 
 def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`."""
-    if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])) and rows_in_memory(t) is not None:
-        return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
+    if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])):
+        if rows_in_memory(t) is not None:
+            return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
+        if is_eager(t):  # a copy and a kernel in place of the formula's twenty passes
+            return _keep_codes(t.contiguous(), form)
     return rematerialize.keep(GROUPED[form], t)
 
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..private import fakes, saved_tensor_hooks, version_of
-from . import rules
+from . import codes, rules
 from .formats import packer
 from .rules import SMALL, Rule
 
@@ -144,7 +144,7 @@ class _Saved:
         self.version, self.shape = version_of(t), t.shape
         self.parts: tuple[Any, ...] = (t,)
         if self.form:
-            pack, self.restore = packer(t, self.form)
+            pack, self.restore = packer(t, self.form, codes.pack, codes.unpack)
             self.parts = pack(t)
         if outer is not None:
             self.parts = tuple(outer[0](part) for part in self.parts)

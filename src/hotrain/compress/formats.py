@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,17 @@ FORMATS = {operator: form for rule in rules.RULES for operator, form in rule.for
 _COLUMNS = 16  # the least elements of a row that is quantized in groups
 
 
-def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., Tensor]]:
+def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
+    return GROUPED[form].keep(t)
+
+
+def _restore(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return GROUPED[form].restore(kept, shape, dtype)
+
+
+def packer(
+    value: Tensor, form: str, keep: Callable[..., Any] = _keep, restore: Callable[..., Tensor] = _restore
+) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[..., Tensor]]:
     """Functions that pack a tensor and unpack it, for functions without an operator of hotrain's.
 
     Args:
@@ -36,6 +46,8 @@ def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, .
         form: "int8", "bfloat16" (the error is relative to each element, and none becomes zero), "sign" (one byte per
             element), "shape" (the unpacked tensor has undefined values), "bits" (of booleans) or "rows" (a contiguous
             tensor itself, as a matrix).
+        keep: (rows, form) → codes and scales; by the formula, or `codes.pack`, by a kernel.
+        restore: (form, codes and scales, shape, dtype) → the rows again; `codes.unpack`.
 
     Returns:
         A function from the tensor to its codes, and one from the codes to the tensor.
@@ -60,11 +72,11 @@ def packer(value: Tensor, form: str) -> tuple[Callable[[Tensor], tuple[Tensor, .
 
     def pack(t: Tensor) -> tuple[Tensor, ...]:
         rows = layout.of(t)
-        return tuple(part.view(*rows.shape[:-1], *part.shape[1:]) for part in GROUPED[form].keep(rows))
+        return tuple(part.view(*rows.shape[:-1], *part.shape[1:]) for part in keep(rows, form))
 
     def unpack(*codes: Tensor) -> Tensor:
         flat = [part.flatten(0, -3) for part in codes]
-        rows = GROUPED[form].restore(flat, (flat[0].shape[0], columns), dtype).contiguous()
+        rows = restore(form, flat, (flat[0].shape[0], columns), dtype).contiguous()
         return layout.back(rows.view(*codes[0].shape[:-2], columns))
 
     return pack, unpack
