@@ -176,11 +176,11 @@ class Timing:
 
     def forward(self, run: Callable[..., Any], x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """The result of the block; x is its argument, with whose gradient backward ends."""
+        before = self.gpu.allocated()  # which takes the host as long as a block
         self._begin()
-        before = self.gpu.allocated()
         y = run(*args, **kwargs)
-        self.nbytes = self.gpu.allocated() - before
         self._end()
+        self.nbytes = self.gpu.allocated() - before
         result = next((t for t in _tensors(y) if t.grad_fn is not None and t is not x), None)
         if result is not None:
             result.register_hook(lambda _: self._begin())
