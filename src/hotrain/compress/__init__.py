@@ -10,6 +10,7 @@ report                    records of what is saved in which format, and of what 
 checkpointing, offload    activation checkpointing of blocks, and offloading to the host's memory, switched on by class
 sharing, rematerialize    activation sharing: a layer's input is dequantized in backward from its producer's tensors
 eager                     saved-tensor hooks for functions without an operator of their own
+pace                      which blocks stay exact in eager mode, where the host would hold up the GPU
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
 nodes                     values, views and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured

@@ -78,7 +78,8 @@ def convert(
         forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None
             is the method's own, which is exact in all presets.
         plan: ``"speed"`` keeps those layers exact that would be slower on a GPU, measured at their first forward there
-            (`hotrain.planning`); ``"graphs"`` measures without launch overhead, for models that run as CUDA graphs
+            (`hotrain.planning`), and in eager mode as many blocks as would be, timed in the first training steps
+            (`hotrain.compress.pace`); ``"graphs"`` measures without launch overhead, for models that run as CUDA graphs
             (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts all layers. Without a GPU all are
             converted. A `Point` of `hotrain.frontier` has its own method and plan, recomputes blocks or offloads; it
             takes no other argument, and undoes what was converted before.
