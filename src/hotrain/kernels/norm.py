@@ -336,8 +336,8 @@ def gradient(
     rows, columns = g.shape
     dtypes = g.dtype, r.dtype, dtype, copy, None if w is None else w.dtype, None if other is None else other.dtype
     plan = _gradients(g.device, rows, columns, dtypes, centered, _kind(factor), _span(factor, rows), times)
-    g_x = g.new_empty(rows, columns, dtype=dtype)
-    twin = g.new_empty((rows, columns) if copy is not None else (0,), dtype=copy or dtype)
+    g_x = g.new_empty(rows, columns, dtype=dtype)  # a tuple of sizes takes longer
+    twin = g.new_empty(0, dtype=dtype) if copy is None else g.new_empty(rows, columns, dtype=copy)
     parts = g.new_empty(plan.numbers[2], 2, columns, dtype=torch.float32)  # one for each program
     given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
     plan.run(*given, g_x, twin, parts)
