@@ -32,6 +32,7 @@ from .base import (
     Handlers,
     Scope,
     custom_op,
+    direct,
     is_channels_last,
     is_large,
     uncompressed,
@@ -191,9 +192,11 @@ class Curve(torch.autograd.Function):
 # ---- registration ----
 
 _slope = without_autocast(Slope.apply)
-slope = custom_op("slope(Tensor x, str name) -> Tensor", _slope)
+slope = custom_op("slope(Tensor x, str name) -> Tensor", _slope, direct(Slope))
 curve = custom_op(
-    "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)", without_autocast(Curve.apply)
+    "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Curve.apply),
+    direct(Curve),
 )
 # For modules whose function Dynamo passes to no mode (`interpose.WrappedFunction`): the mode replaces these.
 custom_op("function(Tensor x, str name) -> Tensor", lambda x, name: ACTIVATIONS[name].f(x))

@@ -36,7 +36,7 @@ from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .base import Handlers, Scope, custom_op, is_large, uncompressed, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, with_codes, without_autocast
 
 _aten = torch.ops.aten
 _numbers = itertools.count()
@@ -155,17 +155,21 @@ def _run(
 ) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
     """One forward: output, log-sum-exp per row, [lengths, seed, offset], [longest]."""
     if kind == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
         return out, lse, [None] * 4, [None] * 2
     if kind == "efficient":
-        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention.default(
             q, k, v, bias, True, dropout, causal, scale=scale
         )
         return out, lse, [None, None, seed, offset], [None] * 2
     if kind == "flash":
-        found = _aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+        found = _aten._scaled_dot_product_flash_attention.default(q, k, v, dropout, causal, False, scale=scale)
     else:
-        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, causal, False, scale=scale)
+        found = _aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, bias, True, dropout, causal, False, scale=scale
+        )
     out, lse, ends_q, ends_k, max_q, max_k, seed, offset, _ = found
     return out, lse, [ends_q, ends_k, seed, offset], [max_q, max_k]
 
@@ -202,20 +206,20 @@ def _gradients(
         out, seed, offset = dropped
     g_mask = None
     if kind == "flash":
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward.default(
             g, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, offset, scale=scale
         )
     elif kind == "cudnn":
-        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward.default(
             g, q, k, v, out, lse, seed, offset, bias, ends_q, ends_k, max_q, max_k, dropout, causal, scale=scale
         )
     elif kind == "efficient":
         needs = [True, True, True, wants_mask]
-        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
+        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward.default(
             g, q, k, v, bias, out, lse, seed, offset, dropout, needs, causal, scale=scale
         )
     else:
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     return g_q, g_k, g_v, g_mask if wants_mask and g_mask is not None else g.new_empty(0)
@@ -331,6 +335,7 @@ attention = custom_op(
     "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
     "str qk_form, str vo_form) -> (Tensor, Tensor, Tensor)",
     without_autocast(Attention.apply),
+    direct(Attention),
 )
 
 

@@ -19,7 +19,18 @@ from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
 from ..rematerialize import in_place_of
-from .base import Handlers, Scope, custom_op, is_large, lower, pair, wants_gradient, with_codes, without_autocast
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    direct,
+    is_large,
+    lower,
+    pair,
+    wants_gradient,
+    with_codes,
+    without_autocast,
+)
 from .factor import Given, input_of, keep_input, listed, materialize, own, shared
 
 
@@ -77,11 +88,13 @@ class Conv2d(torch.autograd.Function):
 linear = custom_op(
     "kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Linear.apply), lower),
+    listed(direct(Linear)),
 )
 conv2d = custom_op(
     "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
     "Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Conv2d.apply), lower),
+    listed(direct(Conv2d)),
 )
 
 
