@@ -168,7 +168,7 @@ def _packs(
     block = power_of_2(half)
     each = max(1, 2048 // block)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
-    return Plan(_pack_kernel, cdiv(place[0], each), constants, place)
+    return Plan(_pack_kernel, cdiv(place[0], each), constants, place, given=1)
 
 
 # ---- unpack ----
@@ -356,7 +356,8 @@ def _makes(
     for place, (normed, name, bits, w, b) in (("", first), ("2", second or first)):
         constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed, f"BITS{place}": bits}
         constants |= {f"HAS_W{place}": w is not None, f"HAS_B{place}": b is not None}
-    return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups))
+    given = 4 if second is None else 8  # the first one twice, or both
+    return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups), given=given)
 
 
 # ---- functions that save their input ----
@@ -428,7 +429,7 @@ def _activates(
         "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "F": FUNCTIONS[name],
         "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(2 * half * segments),
     }  # fmt: skip
-    return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups))
+    return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups), given=2)
 
 
 @triton.jit
@@ -503,4 +504,4 @@ def _gradients(
         "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "GROUPS": groups, "F": FUNCTIONS[name], "SUMS": sums,
         "WIDE": is_wide(2 * half * groups * rows),
     }  # fmt: skip
-    return Plan(_gradient_kernel, lanes * groups, constants, (rows, blocks, lanes))
+    return Plan(_gradient_kernel, lanes * groups, constants, (rows, blocks, lanes), given=3)

@@ -57,9 +57,13 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def _is_fake(t: Tensor | None) -> bool:
+    return type(t) is not Tensor and fakes.include(t)
+
+
 def aligned(*tensors: Tensor | None) -> bool | tuple[bool, ...]:
     """Which tensors are aligned to 16 bytes, as Triton's wide loads require; True where all are. For a `case`."""
-    if fakes.include(tensors[0]):
+    if _is_fake(tensors[0]):
         return True  # the case of a node is not used: its graph finds out
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([n % 16 == 0 for n in addresses])
@@ -116,7 +120,7 @@ def launch(
         The compiled kernel; None of a node and in the interpreter.
     """
     device, grid = args[0].device, programs if isinstance(programs, tuple) else (programs,)
-    if fakes.include(args[0]):
+    if _is_fake(args[0]):
         wrap_triton(kernel)[grid](*args, **constants, **options)
         return None
     if not is_current(device):
@@ -145,7 +149,8 @@ class Plan:
         kernel, programs, constants: of `launch`.
         numbers: the kernel's parameters behind the tensors.
         warps: per program.
-        compiled: by alignment of the tensors.
+        given: how many of the first tensors are given; the others are new, or given before, and so aligned as these.
+        compiled: by alignment of the given tensors.
     """
 
     kernel: Any
@@ -153,6 +158,7 @@ class Plan:
     constants: dict[str, Any]
     numbers: tuple[Any, ...] = ()
     warps: int = 4
+    given: int | None = None
     compiled: dict[bool | tuple[bool, ...], Compiled] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -163,9 +169,9 @@ class Plan:
 
     def run(self, *tensors: Tensor) -> None:
         """Launch the kernel; of the tensors, their alignment alone may differ between calls."""
-        case, device = aligned(*tensors), tensors[0].device
+        case, device = aligned(*tensors[: self.given]), tensors[0].device
         found = self.compiled.get(case)
-        if found is not None and is_current(device) and not fakes.include(tensors[0]):  # as `launch` does again
+        if found is not None and is_current(device) and not _is_fake(tensors[0]):  # as `launch` does again
             run, function, metadata, rest = found
             stream = _current_stream()(device.index)
             run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *rest)

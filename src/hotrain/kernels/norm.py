@@ -69,7 +69,7 @@ def _packs(device: torch.device, rows: int, columns: int, dtypes: Any, centered:
         "HALF": columns // 2, "BLOCK": block, "ROWS": each, "HAS_MEAN": centered, "BY_ROW": by_row,
         "WIDE": is_wide(rows * columns),
     }  # fmt: skip
-    return Plan(_pack_kernel, cdiv(rows, each), constants, (rows,), warps)
+    return Plan(_pack_kernel, cdiv(rows, each), constants, (rows,), warps, given=3)
 
 
 def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,8 @@ def _gradients(
         "HAS_COPY": copy is not None, **_of_factor(factor),
         "CENTERED": centered, "WIDE": is_wide(rows * columns), "STAGES": 1 if block == 512 else 3,
     }  # fmt: skip
-    return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps)
+    given = 5 if other is None and factor is None else 7
+    return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps, given)
 
 
 def gradient(

@@ -50,8 +50,8 @@ def custom_op(
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` of an autograd function for `custom_op`'s ``eager``: without the search for tensors of `torch.func`, which
-    takes a third of the call. Operators are left to PyTorch under its transforms (`differentiates`)."""
+    """`apply` of an autograd function for `custom_op`'s ``eager``, without the search for tensors of `torch.func`, which
+    takes a third of the call: under its transforms no operator runs (`differentiates`)."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
