@@ -97,7 +97,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return differentiates() and current_checkpoint() == self.checkpoint
+        return current_checkpoint() == self.checkpoint and differentiates()
 
 
 # ---- module classes ----

@@ -145,13 +145,20 @@ class Rows:
         if lies is None:
             x = x.contiguous()
             lies = x.shape[:-1].numel(), x.numel()
-        columns = x.shape[-1]
-        rows, groups = x.numel() // columns, columns // group
-        self.x, self.half = x, group // 2
-        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
-        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
-        self.place = rows * groups, lies[0] * groups, lies[1]  # segments, run, stride
-        self.wide = is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * lies[1])
+        device, self.x, self.half = x.device, x, group // 2
+        rows, groups, self.place, self.wide = _facts(x.numel(), x.shape[-1], group, lies)
+        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=device)
+        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _facts(
+    entries: int, columns: int, group: int, lies: tuple[int, int]
+) -> tuple[int, int, tuple[int, int, int], bool]:
+    """Rows and groups of a matrix that lies so, (segments, run, stride), and whether its offsets exceed 31 bits."""
+    rows, groups = entries // columns, columns // group
+    wide = is_wide(entries if lies[0] * columns >= entries else rows // lies[0] * lies[1])
+    return rows, groups, (rows * groups, lies[0] * groups, lies[1]), wide
 
 
 def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend
 from ...autograd import once
 from ...casting import autocast
 from ...kernels import rows_in_memory
-from ...private import constant_in_graphs, dispatch_modes, no_dispatch_modes
+from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
 from ...saved import group_size
 from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
@@ -272,7 +272,7 @@ def _unpack_four(
     if bits is None:
         return reference()
     found = launch(kept[0].device, "attention.unpack", reference, kept, bits, dtype)
-    return [t.view(tuple(shape)) for t, shape in zip(found, shapes, strict=True)]
+    return [t.view(*shape) for t, shape in zip(found, shapes, strict=True)]
 
 
 # ---- autograd function ----
@@ -345,10 +345,10 @@ def _attention(
 ) -> Tensor | None:  # fmt: skip
     if not is_large(query) or not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    q, k, v = map(autocast, (query, key, value))
-    mask = attn_mask
-    if mask is not None and mask.is_floating_point():
-        mask = autocast(mask)
+    q, k, v, mask = query, key, value, attn_mask
+    if torch.compiler.is_compiling() or any_autocast():
+        q, k, v = map(autocast, (q, k, v))
+        mask = autocast(mask) if mask is not None and mask.is_floating_point() else mask
     kind = backend(q, k, v, mask, dropout_p, is_causal)
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
         scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")

@@ -50,8 +50,8 @@ def custom_op(
 
 
 def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`apply` of an autograd function for `custom_op`'s ``eager``, without the search for tensors of `torch.func`, which
-    takes a third of the call: under its transforms no operator runs (`differentiates`)."""
+    """`apply` of an autograd function for `custom_op`'s ``eager``, without the search for tensors of `torch.func`, a
+    third of the call: under its transforms no operator runs (`differentiates`)."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -206,6 +206,7 @@ def note_norm(
 
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
     """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
-    ctx.mark_non_differentiable(*codes)
+    if codes:
+        ctx.mark_non_differentiable(*codes)
     ctx.set_materialize_grads(False)
     return codes

@@ -46,13 +46,11 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, *kept = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])
-        g_x = (g @ w).view(*ctx.shape) if ctx.needs_input_grad[0] else None
-        g_w = g_b = None
-        if ctx.needs_input_grad[1]:
-            g_w = g.T @ input_of(ctx, kept)
-        if ctx.needs_input_grad[2]:
-            g_b = g.sum(0)
+        g_x = (g @ w).view(*ctx.shape) if needs_x else None
+        g_w = g.T @ input_of(ctx, kept) if needs_w else None
+        g_b = g.sum(0) if needs_b else None
         return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
 
 

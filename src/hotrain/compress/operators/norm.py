@@ -199,14 +199,14 @@ def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _norm_backward(
     g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, other: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a norm over rows (R, C); arguments and results as the kernel's."""
+    """The gradients of a norm over rows (R, C); arguments and results as the kernel's, r of any shape."""
     dtype, centered, copy, *factor = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         lifted = wide(g)
         normal = GROUPED[KERNEL_FORMAT].restore((codes, scale), g.shape, lifted.dtype)
         kind = "layer" if centered else "rms"
-        g_x, (g_b, g_w) = _gradients(lifted, normal, w, r[:, None], kind, 1, (True, True, True))
+        g_x, (g_b, g_w) = _gradients(lifted, normal, w, r.reshape(-1, 1), kind, 1, (True, True, True))
         assert g_x is not None
         assert g_b is not None
         assert g_w is not None
@@ -259,13 +259,14 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, dtype, b_dtype = ctx.facts
-        needs, w_dtype = ctx.needs_input_grad, None if w is None else w.dtype
+        needs, w_dtype = ctx.needs_input_grad, b_dtype if w is None else w.dtype
         if _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             run = operator_for(g_y, "norm_backward")
-            g_x, sums, _ = run(rows, *kept, r.reshape(-1), w, None, dtype, kind == "layer", None, None, 1.0)
-            if run is _norm_backward and w_dtype == b_dtype:
-                sums = sums.to(w_dtype)  # both at once
+            flat = r if run is _norm_backward else r.reshape(-1)
+            g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, kind == "layer", None, None, 1.0)
+            if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
+                sums = as_dtype(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = wide(g_y), kind != "group"
