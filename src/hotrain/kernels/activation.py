@@ -190,15 +190,16 @@ def bits(x: Tensor, name: str, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """
     eighth = x.numel() // 8
     y, packed = x if in_place else torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
-    _plan(_bits_kernel, x.device, x.dtype, eighth, 1, "F", FUNCTIONS[name]).run(x, y, packed)
+    _plan("bits", x.device, x.dtype, eighth, 1, "F", FUNCTIONS[name]).run(x, y, packed)
     return y, packed
 
 
 @functools.cache
 def _plan(
-    kernel: Any, device: torch.device, dtype: torch.dtype, eighth: int, given: int, constant: str = "", value: float = 0
+    name: str, device: torch.device, dtype: torch.dtype, eighth: int, given: int, constant: str = "", value: float = 0
 ) -> Plan:
-    """Of a kernel here, with its own constant if it has one."""
+    """Of one of the three kernels, by name since Triton's take long to hash; with its own constant if it has one."""
+    kernel = {"bits": _bits_kernel, "gradient": _bits_gradient_kernel, "flags": _flags_kernel}[name]
     constants: dict[str, Any] = {constant: value} if constant else {}
     constants |= {"BLOCK": _FLAT, "WIDE": is_wide(8 * eighth)}
     return Plan(kernel, cdiv(eighth, _FLAT), constants, (eighth,), given=given)
@@ -220,7 +221,7 @@ def _bits_gradient_kernel(g, bits, g_x, eighth, FACTOR: tl.constexpr, BLOCK: tl.
 def bits_gradient(g: Tensor, bits: Tensor, factor: float = 1.0) -> Tensor:
     """g factor where the bits of `bits` are set, 0 elsewhere; g is contiguous."""
     eighth, g_x = bits.numel(), torch.empty_like(g)
-    _plan(_bits_gradient_kernel, g.device, g.dtype, eighth, 2, "FACTOR", factor).run(g, bits, g_x)
+    _plan("gradient", g.device, g.dtype, eighth, 2, "FACTOR", factor).run(g, bits, g_x)
     return g_x
 
 
@@ -238,5 +239,5 @@ def flags(t: Tensor) -> Tensor:
     """The bits of a bool tensor, as `saved.Bits`: uint8 (elements/8,); t is contiguous, of a multiple of 8 elements."""
     eighth = t.numel() // 8
     packed = torch.empty(eighth, dtype=torch.uint8, device=t.device)
-    _plan(_flags_kernel, t.device, torch.uint8, eighth, 1).run(t.view(torch.uint8), packed)
+    _plan("flags", t.device, torch.uint8, eighth, 1).run(t.view(torch.uint8), packed)
     return packed

@@ -64,7 +64,7 @@ class Conv2d(torch.autograd.Function):
         ctx.save_for_backward(w, *kept)
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
-        y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+        y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
         return y, *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
@@ -77,7 +77,7 @@ class Conv2d(torch.autograd.Function):
             x = in_place_of(ctx.source, x)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
-        g_x, g_w, g_b = torch.ops.aten.convolution_backward(
+        g_x, g_w, g_b = torch.ops.aten.convolution_backward.default(
             g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
         return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
