@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply, slope_of
-from .launch import Plan, block_of, cdiv, is_wide, multiprocessors, power_of_2
+from .launch import Plan, block_of, cdiv, in_groups, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
 
@@ -146,19 +146,10 @@ class Rows:
             x = x.contiguous()
             lies = x.shape[:-1].numel(), x.numel()
         device, self.x, self.half = x.device, x, group // 2
-        rows, groups, self.place, self.wide = _facts(x.numel(), x.shape[-1], group, lies)
+        rows, groups, self.place, reach = in_groups(x.numel(), x.shape[-1], group, *lies)
+        self.wide = is_wide(reach)
         self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=device)
         self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _facts(
-    entries: int, columns: int, group: int, lies: tuple[int, int]
-) -> tuple[int, int, tuple[int, int, int], bool]:
-    """Rows and groups of a matrix that lies so, (segments, run, stride), and whether its offsets exceed 31 bits."""
-    rows, groups = entries // columns, columns // group
-    wide = is_wide(entries if lies[0] * columns >= entries else rows // lies[0] * lies[1])
-    return rows, groups, (rows * groups, lies[0] * groups, lies[1]), wide
 
 
 def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:

@@ -74,6 +74,20 @@ def is_wide(entries: int) -> bool:
     return entries >= 1 << 30
 
 
+@functools.lru_cache(maxsize=1024)
+def in_groups(
+    entries: int, columns: int, group: int, run: int, stride: int
+) -> tuple[int, int, tuple[int, int, int], int]:
+    """A tensor of such `support.rows_in_memory` in groups along its rows.
+
+    Returns:
+        Rows, groups in each, (all groups, contiguous ones, the stride to the next of these), and how far they reach.
+    """
+    rows, groups = entries // columns, columns // group
+    reach = entries if run * columns >= entries else rows // run * stride
+    return rows, groups, (rows * groups, run * groups, stride), reach
+
+
 @functools.cache
 def _current_stream() -> Any:
     """Triton's function from a device's index to its current stream; `torch.cuda.current_stream` is slower."""

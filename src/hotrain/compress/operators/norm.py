@@ -230,9 +230,8 @@ class Norm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         shape, dtype, eager = x.shape, x.dtype, is_eager(x)
         ctx.facts = kind, dims, form, shape, dtype, None if b is None else b.dtype
-        compiled = not eager and x.is_contiguous()
-        of_one_dtype = compiled and all(t is None or t.dtype == dtype for t in (w, b))
-        if of_one_dtype and _has_kernel(x, kind, dims, form, dtype):
+        compiled = not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
+        if compiled and all(t is None or t.dtype == dtype for t in (w, b)):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and dtype != torch.float32
             flags = kind == "layer", cast, False
