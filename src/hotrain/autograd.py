@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .draws import Draws
 from .geometry import channels_last, laid_as, patches, patches_transposed
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
-from .private import any_autocast, is_view
+from .private import any_autocast, dispatch_modes, is_view
 from .saved import Format
 from .transform.tokens import Layout, project
 
@@ -39,8 +39,7 @@ Packed = tuple[Tensor | None, Tensor | None]  # codes, and their scale or what t
 KERNELS: dict[str, Any] = {"cuda": kernels}  # type of device → `hotrain.kernels`; nothing where the reference runs
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """How backward rematerializes a layer's input, so that the layer saves nothing of it.
 
     Attributes:
@@ -314,6 +313,8 @@ def not_a_view(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
     if not is_view(y):
         return y
+    if type(y) is Tensor and not dispatch_modes():
+        return y.data  # as fast as a detached view, and none
     found = torch.ops.aten._unsafe_view.default(y, y.shape)
     if type(found) is Tensor and found.stride() != y.stride():  # of one image, which is in channels-last by its strides
         found.as_strided_(y.shape, y.stride())

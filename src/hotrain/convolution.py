@@ -254,7 +254,7 @@ def product_for_weight(g_y: Tensor, x: Tensor, shape: Sequence[int], geometry: G
     pads = geometry.equal_pads
     x = geometry.pad(x) if pads is None else x
     w = g_y.new_empty(1).expand(tuple(shape))  # only its shape is used
-    grads = torch.ops.aten.convolution_backward(
+    grads = torch.ops.aten.convolution_backward.default(
         g_y, x, w, None, geometry.stride, pads or (0, 0), geometry.dilation, False, (0, 0), geometry.groups,
         [False, True, False],
     )  # fmt: skip

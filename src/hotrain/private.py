@@ -116,9 +116,11 @@ def _innermost_hooks() -> tuple[Any, bool]:
 
 @constant_in_graphs
 def _current_checkpoint() -> int:
-    hooks, _ = _innermost_hooks()
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
-    return id(hooks[0]) if hooks is not None and name.startswith("_checkpoint_hook.") else 0
+    hooks = None if _top_hooks is None or _hooks_enabled is None else _top_hooks(True)
+    if hooks is None:
+        return 0
+    name = getattr(hooks[0], "__qualname__", "")  # a functools.partial has none
+    return id(hooks[0]) if name.startswith("_checkpoint_hook.") else 0
 
 
 class SavedTensorHooks(NamedTuple):

@@ -66,7 +66,7 @@ def unpack(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch
         return spec.restore(kept, shape, dtype).reshape(-1, columns)
 
     rows: Tensor = launch(kept[0].device, "codes.unpack", reference, *kept, spec.bits, dtype)
-    return rows.view(tuple(shape))
+    return rows.view(*shape)
 
 
 # ---- by a recipe: from the codes of the operator before ----
@@ -127,7 +127,7 @@ def whole(recipe: str, tensors: Sequence[Tensor | None], shape: Sequence[int], d
     """`rematerialize.make` for a consumer that reads the tensor from memory: a product, a convolution, a kernel."""
     first = tensors[0]
     # γ and β of a norm over several axes are a matrix.
-    in_a_row = all(t is None or t.dim() != 2 for t in tensors)
+    in_a_row = len(tensors) == 2 or all(t is None or t.dim() != 2 for t in tensors)
     if first is None or not in_a_row or not supported(first.device, dtype) or factors_of(recipe) is None:
         return rematerialize.make(recipe, tensors, shape, dtype)
     run = operator_for(first, "restore_codes")
@@ -189,8 +189,11 @@ def _restore_codes(given: Sequence[Tensor | None], recipe: str, shape: Sequence[
         factors.append((*mine, normed, name, bits))
         at += 4 if normed else 2
     rows: Tensor = launch(first.device, "codes.make", reference, factors, dtype)
-    # Sizes one by one: of a `torch.Size` it takes PyTorch longer.
-    return rows.view(channels_last_shape(shape)).movedim(-1, 1) if rematerialize.is_image(recipe) else rows.view(*shape)
+    if rematerialize.is_image(recipe):
+        return rows.view(*channels_last_shape(shape)).movedim(-1, 1)
+    if len(shape) == 2 and rows.shape[1] == shape[1]:
+        return rows
+    return rows.view(*shape)  # sizes one by one: of a `torch.Size` it takes PyTorch longer
 
 
 def channels_last_shape(shape: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ from . import eager
 from .graph import KEY
 from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
-from .operators import REGISTRY
+from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
 from .operators.norm import ComposedRMSNorm, is_composed
 from .pace import IN_EAGER, TIMED, Pace
@@ -55,11 +55,12 @@ class Compressed(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_compiling()
-        if not compiling and func in self.buffers.passing:  # nearly every call
-            return func(*args, **kwargs)
         if compiling and func is Tensor.unflatten:  # Python, whose `super()` Dynamo cannot trace under a mode
             func = torch.unflatten
         handler = REGISTRY.get(func)
+        without_rule = not compiling and func in self.buffers.passing
+        if without_rule and (handler is None or func in OF_GRAPHS):  # nearly every call
+            return func(*args, **kwargs)
         wanted = torch.is_grad_enabled() and kwargs.get("out") is None
         if handler is not None and wanted and self._may_compress():
             if self.nested and not compiling:
@@ -68,11 +69,11 @@ class Compressed(Mode):
                 y = handler(self._traced_scope() if compiling else self.scope, *args, **kwargs)
             if y is not None:
                 return y
-        if compiling or not wanted:
+        if without_rule or compiling or not wanted:
             return func(*args, **kwargs)
         rule = eager.rule_of(self.buffers.looked_at, func, args, kwargs)
         if rule is None:
-            if handler is None and eager.passes(self.buffers.looked_at, func):
+            if eager.passes(self.buffers.looked_at, func):
                 self.buffers.passing.add(func)
             return func(*args, **kwargs)
         if not self._may_compress():
@@ -97,7 +98,7 @@ class Compressed(Mode):
 
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
-        return differentiates() and current_checkpoint() == self.checkpoint
+        return current_checkpoint() == self.checkpoint and differentiates()
 
 
 # ---- module classes ----

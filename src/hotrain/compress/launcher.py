@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,16 @@ _lib = torch.library.Library("hotrain", "FRAGMENT")
 _implementations: dict[str, Callable[..., Any]] = {}  # opaque operator → its Python function
 
 
+@functools.cache
+def _kind(device: torch.device) -> str:
+    """Its type, which PyTorch writes as a new string each time."""
+    return device.type
+
+
 @constant_in_graphs
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run on this device, for tensors of this dtype."""
-    kernels = autograd.KERNELS.get(device.type)
+    kernels = autograd.KERNELS.get(_kind(device))
     return kernels is not None and kernels.buffers_reason(device, dtype) is None
 
 
@@ -40,7 +47,7 @@ def launch(device: torch.device, name: str, reference: Callable[[], Any], *args:
 
     The reference runs where there are no kernels, or where this one does not compile.
     """
-    kernels = autograd.KERNELS.get(device.type)
+    kernels = autograd.KERNELS.get(_kind(device))
     return reference() if kernels is None else kernels.run(name, reference, *args)
 
 

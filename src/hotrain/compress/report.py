@@ -78,7 +78,7 @@ class Buffers:
         full: operator → why its tensors are kept in full precision.
         origins: tensors of the forward that runs whose producer's saved tensors can be shared.
         looked_at: functions without an operator of which `eager` knows what they save.
-        passing: functions with neither an operator nor a rule.
+        passing: functions without a rule, of which nothing is left to look at.
         uncut: whether the model was traced, and `compiled` has seen no graph of it.
         waits: whether the model ran in eager mode on a GPU.
         name: identity of the model in a graph's metadata.

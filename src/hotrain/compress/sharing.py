@@ -211,10 +211,9 @@ class Origins:
                 if found is None and known[0] is t and known[1] == _traced_writes():
                     found = origin
         else:
-            for known, origin in self.recent:
+            for (known, version), origin in self.recent:
                 # Entries made under Dynamo are skipped: their tensors may have been written to since.
-                is_same = isinstance(known[0], weakref.ref) and known[0]() is t
-                if is_same and version_of(t) == known[1]:
+                if isinstance(known, weakref.ref) and known() is t and version_of(t) == version:
                     found = origin
                     break
         return found if found is not None and found.by_heads == by_heads else None

@@ -11,12 +11,15 @@ Functions that save their input are in `codes`.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import INTERPRETED, aligned, cdiv, is_wide, launch
+from .launch import INTERPRETED, Plan, cdiv, is_wide
 from .support import FUNCTIONS
 
 _FLAT = 1024  # bytes of bits that a program makes or reads
@@ -187,10 +190,19 @@ def bits(x: Tensor, name: str, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """
     eighth = x.numel() // 8
     y, packed = x if in_place else torch.empty_like(x), torch.empty(eighth, dtype=torch.uint8, device=x.device)
-    constants = {"F": FUNCTIONS[name], "BLOCK": _FLAT, "WIDE": is_wide(x.numel())}
-    case = (x.device, x.dtype, eighth, name, aligned(x, y, packed))
-    launch(_bits_kernel, cdiv(eighth, _FLAT), case, (x, y, packed, eighth), constants, num_warps=4)
+    _plan("bits", x.device, x.dtype, eighth, 1, "F", FUNCTIONS[name]).run(x, y, packed)
     return y, packed
+
+
+@functools.cache
+def _plan(
+    name: str, device: torch.device, dtype: torch.dtype, eighth: int, given: int, constant: str = "", value: float = 0
+) -> Plan:
+    """Of one of the three kernels, by name since Triton's take long to hash; with its own constant if it has one."""
+    kernel = {"bits": _bits_kernel, "gradient": _bits_gradient_kernel, "flags": _flags_kernel}[name]
+    constants: dict[str, Any] = {constant: value} if constant else {}
+    constants |= {"BLOCK": _FLAT, "WIDE": is_wide(8 * eighth)}
+    return Plan(kernel, cdiv(eighth, _FLAT), constants, (eighth,), given=given)
 
 
 @triton.jit
@@ -209,9 +221,7 @@ def _bits_gradient_kernel(g, bits, g_x, eighth, FACTOR: tl.constexpr, BLOCK: tl.
 def bits_gradient(g: Tensor, bits: Tensor, factor: float = 1.0) -> Tensor:
     """g factor where the bits of `bits` are set, 0 elsewhere; g is contiguous."""
     eighth, g_x = bits.numel(), torch.empty_like(g)
-    case = (g.device, g.dtype, eighth, factor, aligned(g, bits, g_x))
-    constants = {"FACTOR": factor, "BLOCK": _FLAT, "WIDE": is_wide(g.numel())}
-    launch(_bits_gradient_kernel, cdiv(eighth, _FLAT), case, (g, bits, g_x, eighth), constants, num_warps=4)
+    _plan("gradient", g.device, g.dtype, eighth, 2, "FACTOR", factor).run(g, bits, g_x)
     return g_x
 
 
@@ -229,7 +239,5 @@ def flags(t: Tensor) -> Tensor:
     """The bits of a bool tensor, as `saved.Bits`: uint8 (elements/8,); t is contiguous, of a multiple of 8 elements."""
     eighth = t.numel() // 8
     packed = torch.empty(eighth, dtype=torch.uint8, device=t.device)
-    case, t = (t.device, eighth, aligned(t, packed)), t.view(torch.uint8)
-    constants = {"BLOCK": _FLAT, "WIDE": is_wide(t.numel())}
-    launch(_flags_kernel, cdiv(eighth, _FLAT), case, (t, packed, eighth), constants, num_warps=4)
+    _plan("flags", t.device, torch.uint8, eighth, 1).run(t.view(torch.uint8), packed)
     return packed

@@ -59,7 +59,8 @@ def _packs(
     block, each, warps = tile_of(half)
     blocks = cdiv(max(place[0] for place in places), each)
     constants = {"BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
-    return Plan(_pack_kernel, 4 * blocks, constants, (*(word for place in places for word in place), blocks), warps)
+    numbers = (*(word for place in places for word in place), blocks)
+    return Plan(_pack_kernel, 4 * blocks, constants, numbers, warps, given=4)
 
 
 @triton.jit
@@ -101,5 +102,5 @@ def _unpacks(
         "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each,
         "WIDE": is_wide(2 * half * max(numbers)),
     }  # fmt: skip
-    given = (*numbers, *numbers[-1:] * (4 - len(numbers)), blocks)
-    return Plan(_unpack_kernel, len(numbers) * blocks, constants, given, warps)
+    words = (*numbers, *numbers[-1:] * (4 - len(numbers)), blocks)
+    return Plan(_unpack_kernel, len(numbers) * blocks, constants, words, warps, given=8)

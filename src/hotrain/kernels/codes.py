@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import apply, slope_of
-from .launch import Plan, block_of, cdiv, is_wide, multiprocessors, power_of_2
+from .launch import Plan, block_of, cdiv, in_groups, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
 
@@ -145,13 +145,11 @@ class Rows:
         if lies is None:
             x = x.contiguous()
             lies = x.shape[:-1].numel(), x.numel()
-        columns = x.shape[-1]
-        rows, groups = x.numel() // columns, columns // group
-        self.x, self.half = x, group // 2
-        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
-        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
-        self.place = rows * groups, lies[0] * groups, lies[1]  # segments, run, stride
-        self.wide = is_wide(x.numel() if lies[0] * columns >= x.numel() else rows // lies[0] * lies[1])
+        device, self.x, self.half = x.device, x, group // 2
+        rows, groups, self.place, reach = in_groups(x.numel(), x.shape[-1], group, *lies)
+        self.wide = is_wide(reach)
+        self.codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=device)
+        self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=device)
 
 
 def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
@@ -168,7 +166,7 @@ def _packs(
     block = power_of_2(half)
     each = max(1, 2048 // block)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
-    return Plan(_pack_kernel, cdiv(place[0], each), constants, place)
+    return Plan(_pack_kernel, cdiv(place[0], each), constants, place, given=1)
 
 
 # ---- unpack ----
@@ -356,7 +354,8 @@ def _makes(
     for place, (normed, name, bits, w, b) in (("", first), ("2", second or first)):
         constants |= {f"F{place}": FUNCTIONS[name], f"NORMED{place}": normed, f"BITS{place}": bits}
         constants |= {f"HAS_W{place}": w is not None, f"HAS_B{place}": b is not None}
-    return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups))
+    given = 4 if second is None else 8  # the first one twice, or both
+    return Plan(_make_kernel, cdiv(rows * groups, each), constants, (rows * groups, groups), given=given)
 
 
 # ---- functions that save their input ----
@@ -428,7 +427,7 @@ def _activates(
         "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "F": FUNCTIONS[name],
         "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(2 * half * segments),
     }  # fmt: skip
-    return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups))
+    return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups), given=2)
 
 
 @triton.jit
@@ -503,4 +502,4 @@ def _gradients(
         "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "GROUPS": groups, "F": FUNCTIONS[name], "SUMS": sums,
         "WIDE": is_wide(2 * half * groups * rows),
     }  # fmt: skip
-    return Plan(_gradient_kernel, lanes * groups, constants, (rows, blocks, lanes))
+    return Plan(_gradient_kernel, lanes * groups, constants, (rows, blocks, lanes), given=3)

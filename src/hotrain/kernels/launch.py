@@ -8,9 +8,10 @@ dtypes, strides, alignments and flags) pays for it once.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from ..private import fakes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# By case: a compiled kernel's launcher, its handle on the device, its metadata, and the values of its constants.
-_compiled: dict[Hashable, tuple[Any, int, Any, tuple[Any, ...]]] = {}
+# A compiled kernel's launcher, its handle on the device, its metadata, and the values of its constants.
+Compiled = tuple[Any, int, Any, tuple[Any, ...]]
+_compiled: dict[Hashable, Compiled] = {}  # by case
 
 
 def cdiv(a: int, b: int) -> int:
@@ -55,19 +57,35 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def _is_fake(t: Tensor | None) -> bool:
+    return type(t) is not Tensor and fakes.include(t)
+
+
 def aligned(*tensors: Tensor | None) -> bool | tuple[bool, ...]:
     """Which tensors are aligned to 16 bytes, as Triton's wide loads require; True where all are. For a `case`."""
-    if fakes.include(tensors[0]):
+    if _is_fake(tensors[0]):
         return True  # the case of a node is not used: its graph finds out
-    bits = 0
-    for t in tensors:
-        bits |= 0 if t is None else t.data_ptr()
-    return bits % 16 == 0 or tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([n % 16 == 0 for n in addresses])
 
 
 def is_wide(entries: int) -> bool:
     """Whether offsets exceed 31 bits."""
     return entries >= 1 << 30
+
+
+@functools.lru_cache(maxsize=1024)
+def in_groups(
+    entries: int, columns: int, group: int, run: int, stride: int
+) -> tuple[int, int, tuple[int, int, int], int]:
+    """A tensor of such `support.rows_in_memory` in groups along its rows.
+
+    Returns:
+        Rows, groups in each, (all groups, contiguous ones, the stride to the next of these), and how far they reach.
+    """
+    rows, groups = entries // columns, columns // group
+    reach = entries if run * columns >= entries else rows // run * stride
+    return rows, groups, (rows * groups, run * groups, stride), reach
 
 
 @functools.cache
@@ -85,7 +103,13 @@ def inlines(device: torch.device) -> bool:
 
 def is_current(device: torch.device) -> bool:
     """Whether Triton launches there: it does on the current device."""
-    return device.type != "cuda" or device.index == torch.accelerator.current_device_index()
+    index = _index_on_gpu(device)
+    return index is None or index == torch.accelerator.current_device_index()
+
+
+@functools.cache
+def _index_on_gpu(device: torch.device) -> int | None:
+    return device.index if device.type == "cuda" else None
 
 
 def launch(
@@ -95,7 +119,7 @@ def launch(
     args: tuple[Any, ...],
     constants: dict[str, Any],
     **options: Any,
-) -> None:
+) -> Compiled | None:
     """Launch a kernel; of a graph that is traced, it becomes a node (`compress.kernel_nodes`).
 
     Args:
@@ -105,11 +129,14 @@ def launch(
         args: its first parameters in order, a tensor first.
         constants: its other parameters by name.
         **options: Triton's (num_warps, …).
+
+    Returns:
+        The compiled kernel; None of a node and in the interpreter.
     """
     device, grid = args[0].device, programs if isinstance(programs, tuple) else (programs,)
-    if fakes.include(args[0]):
+    if _is_fake(args[0]):
         wrap_triton(kernel)[grid](*args, **constants, **options)
-        return
+        return None
     if not is_current(device):
         with torch.cuda.device(device):
             return launch(kernel, programs, case, args, constants, **options)
@@ -119,11 +146,13 @@ def launch(
         run, function, metadata, rest = found
         # What Triton's `compiled[grid]` calls, without its hooks for Triton's own profiler.
         run(*(*grid, 1, 1)[:3], _current_stream()(device.index), function, metadata, None, None, None, *args, *rest)
-        return
+        return found
     compiled = kernel[grid](*args, **constants, **options)
-    if not INTERPRETED:
-        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest
+    if INTERPRETED:
+        return None
+    rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    found = _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +163,8 @@ class Plan:
         kernel, programs, constants: of `launch`.
         numbers: the kernel's parameters behind the tensors.
         warps: per program.
+        given: how many of the first tensors are given; the others are new, or given before, and so aligned as these.
+        compiled: by alignment of the given tensors.
     """
 
     kernel: Any
@@ -141,8 +172,25 @@ class Plan:
     constants: dict[str, Any]
     numbers: tuple[Any, ...] = ()
     warps: int = 4
+    given: int | None = None
+    compiled: dict[bool | tuple[bool, ...], Compiled] = field(default_factory=dict, repr=False)
+
+    @functools.cached_property
+    def grid(self) -> tuple[int, int, int]:
+        """Of three axes."""
+        programs = self.programs
+        return (*programs, 1) if isinstance(programs, tuple) else (programs, 1, 1)
 
     def run(self, *tensors: Tensor) -> None:
         """Launch the kernel; of the tensors, their alignment alone may differ between calls."""
-        case, args = (self, aligned(*tensors)), (*tensors, *self.numbers)
-        launch(self.kernel, self.programs, case, args, self.constants, num_warps=self.warps)
+        case, device = aligned(*tensors[: self.given]), tensors[0].device
+        found = self.compiled.get(case)
+        if found is not None and is_current(device) and not _is_fake(tensors[0]):  # as `launch` does again
+            run, function, metadata, rest = found
+            stream = _current_stream()(device.index)
+            run(*self.grid, stream, function, metadata, None, None, None, *tensors, *self.numbers, *rest)
+            return
+        args = (*tensors, *self.numbers)
+        found = launch(self.kernel, self.programs, (self, case), args, self.constants, num_warps=self.warps)
+        if found is not None:
+            self.compiled[case] = found

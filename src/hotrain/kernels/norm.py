@@ -69,7 +69,7 @@ def _packs(device: torch.device, rows: int, columns: int, dtypes: Any, centered:
         "HALF": columns // 2, "BLOCK": block, "ROWS": each, "HAS_MEAN": centered, "BY_ROW": by_row,
         "WIDE": is_wide(rows * columns),
     }  # fmt: skip
-    return Plan(_pack_kernel, cdiv(rows, each), constants, (rows,), warps)
+    return Plan(_pack_kernel, cdiv(rows, each), constants, (rows,), warps, given=3)
 
 
 def pack(x: Tensor, mean: Tensor | None, r: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,8 @@ def _gradients(
         "HAS_COPY": copy is not None, **_of_factor(factor),
         "CENTERED": centered, "WIDE": is_wide(rows * columns), "STAGES": 1 if block == 512 else 3,
     }  # fmt: skip
-    return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps)
+    given = 5 if other is None and factor is None else 7
+    return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps, given)
 
 
 def gradient(
@@ -336,8 +337,8 @@ def gradient(
     rows, columns = g.shape
     dtypes = g.dtype, r.dtype, dtype, copy, None if w is None else w.dtype, None if other is None else other.dtype
     plan = _gradients(g.device, rows, columns, dtypes, centered, _kind(factor), _span(factor, rows), times)
-    g_x = g.new_empty(rows, columns, dtype=dtype)
-    twin = g.new_empty((rows, columns) if copy is not None else (0,), dtype=copy or dtype)
+    g_x = g.new_empty(rows, columns, dtype=dtype)  # a tuple of sizes takes longer
+    twin = g.new_empty(0, dtype=dtype) if copy is None else g.new_empty(rows, columns, dtype=copy)
     parts = g.new_empty(plan.numbers[2], 2, columns, dtype=torch.float32)  # one for each program
     given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
     plan.run(*given, g_x, twin, parts)

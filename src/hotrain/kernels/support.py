@@ -125,7 +125,12 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
 
 def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels of saved activations do not run on a device, as a clause; None where they do."""
-    return _off_or_unsupported(device) or _unsupported_dtype(dtype)
+    return _SWITCHED_OFF if switched_off() else _unsupported_buffers(device, dtype)
+
+
+@functools.cache
+def _unsupported_buffers(device: torch.device, dtype: torch.dtype) -> str | None:
+    return unsupported_device(device) or _unsupported_dtype(dtype)
 
 
 def switched_off() -> bool:
@@ -176,14 +181,18 @@ def or_reference(name: str, kernel: Callable[..., Any], reference: Callable[[], 
     try:
         return kernel(*args)
     except _compiler_errors() as error:
-        _broken.add(name)
-        warnings.warn(
-            f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
-            "replaces it, slower.",
-            stacklevel=4,
-        )
+        _note_broken(name, error)
         return reference()
+
+
+def _note_broken(name: str, error: Exception) -> None:
+    _broken.add(name)
+    warnings.warn(
+        f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
+        f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
+        "replaces it, slower.",
+        stacklevel=5,
+    )
 
 
 # --- kernels of compressed activations, launched by `compress.launcher`
@@ -204,7 +213,13 @@ def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
         reference: computes the same in plain PyTorch.
         *args: of the function.
     """
-    return or_reference(name, _kernel(name), reference, *args)
+    if name in _broken:  # `or_reference`, without another call
+        return reference()
+    try:
+        return _kernel(name)(*args)
+    except _compiler_errors() as error:
+        _note_broken(name, error)
+        return reference()
 
 
 def rows_in_memory(t: Tensor) -> tuple[int, int] | None:

@@ -134,7 +134,8 @@ class LayerState:
         if not isinstance(x, Tensor):
             functional.check_input(self, x, channels, -1)
         w = module.weight
-        if not (differentiated and (x.requires_grad or w.requires_grad)):
+        needs_x, trained = x.requires_grad, w.requires_grad
+        if not (differentiated and (needs_x or trained)):
             functional.check_input(self, x, channels, -1 if place is None else -3)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
@@ -146,7 +147,7 @@ class LayerState:
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
         cast = autocast_to(device.type) if any_autocast() else None
-        seen = (x.shape, x.dtype, device, x.layout, x.requires_grad, w.requires_grad, cast, place, off)
+        seen = (x.shape, x.dtype, device, x.layout, needs_x, trained, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
             functional.check_input(self, x, channels, -1 if place is None else -3)

@@ -29,6 +29,8 @@ _HALF16 = 0.5 + 2.0**-17  # int16 noise is centred on −½: this brings (noise 
 
 def wide(t: Tensor) -> Tensor:
     """t in the dtype of the computation before rounding: float32, or float64 if it is."""
+    if t.dtype in (torch.float32, torch.float64):
+        return t
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 

@@ -34,6 +34,7 @@ _OPERATORS = (
     *(interpolate, cross_entropy, head, product, linear, views),
 )
 REGISTRY: Handlers = {function: handler for each in _OPERATORS for function, handler in each.HANDLERS.items()}
+OF_GRAPHS = frozenset(batch_norm.SUMS)  # those whose handler leaves every call in eager mode as it is
 
 
 def share_inputs(op: Callable[..., Tensor]) -> None:

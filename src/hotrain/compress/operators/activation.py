@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...private import is_view
@@ -32,6 +31,7 @@ from .base import (
     Handlers,
     Scope,
     custom_op,
+    direct,
     is_channels_last,
     is_large,
     uncompressed,
@@ -128,7 +128,7 @@ class Slope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, in_place: bool = False) -> Tensor:
         kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
-        supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
+        supports = supported(x.device, x.dtype)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class Curve(torch.autograd.Function):
         ctx.activation, ctx.form, ctx.image = name, form, image
         ordered = x.movedim(1, -1) if image else x
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
-        supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype) and name in FUNCTIONS
+        supports = name in FUNCTIONS and supported(x.device, x.dtype)
         eager = supports and is_eager(x)
         ctx.kernels = eager or (supports and GROUPED[form].bits == 8)
         if ctx.kernels and not eager and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):
@@ -191,9 +191,11 @@ class Curve(torch.autograd.Function):
 # ---- registration ----
 
 _slope = without_autocast(Slope.apply)
-slope = custom_op("slope(Tensor x, str name) -> Tensor", _slope)
+slope = custom_op("slope(Tensor x, str name) -> Tensor", _slope, direct(Slope))
 curve = custom_op(
-    "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)", without_autocast(Curve.apply)
+    "curve(Tensor x, str name, str form, bool image) -> (Tensor, Tensor, Tensor)",
+    without_autocast(Curve.apply),
+    direct(Curve),
 )
 # For modules whose function Dynamo passes to no mode (`interpose.WrappedFunction`): the mode replaces these.
 custom_op("function(Tensor x, str name) -> Tensor", lambda x, name: ACTIVATIONS[name].f(x))

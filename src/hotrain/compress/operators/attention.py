@@ -30,13 +30,13 @@ from torch.nn.attention import SDPBackend
 from ...autograd import once
 from ...casting import autocast
 from ...kernels import rows_in_memory
-from ...private import constant_in_graphs, dispatch_modes, no_dispatch_modes
+from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
 from ...saved import group_size
 from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import launch, opaque, operator_for, supported, supported_in_eager
-from .base import Handlers, Scope, custom_op, is_large, uncompressed, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, with_codes, without_autocast
 
 _aten = torch.ops.aten
 _numbers = itertools.count()
@@ -155,17 +155,21 @@ def _run(
 ) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
     """One forward: output, log-sum-exp per row, [lengths, seed, offset], [longest]."""
     if kind == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
         return out, lse, [None] * 4, [None] * 2
     if kind == "efficient":
-        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention.default(
             q, k, v, bias, True, dropout, causal, scale=scale
         )
         return out, lse, [None, None, seed, offset], [None] * 2
     if kind == "flash":
-        found = _aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)
+        found = _aten._scaled_dot_product_flash_attention.default(q, k, v, dropout, causal, False, scale=scale)
     else:
-        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, dropout, causal, False, scale=scale)
+        found = _aten._scaled_dot_product_cudnn_attention.default(
+            q, k, v, bias, True, dropout, causal, False, scale=scale
+        )
     out, lse, ends_q, ends_k, max_q, max_k, seed, offset, _ = found
     return out, lse, [ends_q, ends_k, seed, offset], [max_q, max_k]
 
@@ -202,20 +206,20 @@ def _gradients(
         out, seed, offset = dropped
     g_mask = None
     if kind == "flash":
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward.default(
             g, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, offset, scale=scale
         )
     elif kind == "cudnn":
-        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward.default(
             g, q, k, v, out, lse, seed, offset, bias, ends_q, ends_k, max_q, max_k, dropout, causal, scale=scale
         )
     elif kind == "efficient":
         needs = [True, True, True, wants_mask]
-        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward(
+        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward.default(
             g, q, k, v, bias, out, lse, seed, offset, dropout, needs, causal, scale=scale
         )
     else:
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     return g_q, g_k, g_v, g_mask if wants_mask and g_mask is not None else g.new_empty(0)
@@ -268,7 +272,7 @@ def _unpack_four(
     if bits is None:
         return reference()
     found = launch(kept[0].device, "attention.unpack", reference, kept, bits, dtype)
-    return [t.view(tuple(shape)) for t, shape in zip(found, shapes, strict=True)]
+    return [t.view(*shape) for t, shape in zip(found, shapes, strict=True)]
 
 
 # ---- autograd function ----
@@ -331,6 +335,7 @@ attention = custom_op(
     "kept_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float scale, str kind, "
     "str qk_form, str vo_form) -> (Tensor, Tensor, Tensor)",
     without_autocast(Attention.apply),
+    direct(Attention),
 )
 
 
@@ -340,10 +345,10 @@ def _attention(
 ) -> Tensor | None:  # fmt: skip
     if not is_large(query) or not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    q, k, v = map(autocast, (query, key, value))
-    mask = attn_mask
-    if mask is not None and mask.is_floating_point():
-        mask = autocast(mask)
+    q, k, v, mask = query, key, value, attn_mask
+    if torch.compiler.is_compiling() or any_autocast():
+        q, k, v = map(autocast, (q, k, v))
+        mask = autocast(mask) if mask is not None and mask.is_floating_point() else mask
     kind = backend(q, k, v, mask, dropout_p, is_causal)
     if kind is None or (q.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa):
         scope.buffers.record_full("scaled_dot_product_attention", "no fused kernel runs it here")

@@ -23,12 +23,15 @@ _lib = torch.library.Library("hotrain", "FRAGMENT")
 # ---- registration with PyTorch ----
 
 
-def custom_op(schema: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+def custom_op(
+    schema: str, implementation: Callable[..., Any], eager: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Register a custom operator, into which AOTAutograd traces: Inductor fuses packing and unpacking with the rest.
 
     Args:
         schema: of the operator; its format arguments (``form``) are names of `formats.GROUPED` or recipes.
         implementation: calls the autograd function, with tensors cast as autocast casts them for PyTorch's operator.
+        eager: the same in eager mode outside of autocast; None for the implementation.
 
     Returns:
         A function that calls it: under Dynamo as an operator, so that a graph has one node for it.
@@ -39,9 +42,18 @@ def custom_op(schema: str, implementation: Callable[..., Any]) -> Callable[..., 
     traced = getattr(torch.ops.hotrain, name)
 
     def call(*args: Any) -> Any:
-        return (traced if torch.compiler.is_compiling() else implementation)(*args)
+        if torch.compiler.is_compiling():
+            return traced(*args)
+        return implementation(*args) if eager is None or any_autocast() else eager(*args)
 
     return call
+
+
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` of an autograd function for `custom_op`'s ``eager``, without the search for tensors of `torch.func`, a
+    third of the call: under its transforms no operator runs (`differentiates`)."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def without_autocast(
@@ -115,7 +127,14 @@ def is_large(t: Any) -> bool:
 
 def wants_gradient(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether one of them requires a gradient."""
-    return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+    if x.requires_grad:
+        return True
+    return any(p is not None and p.requires_grad for p in parameters)
+
+
+def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in that dtype: `Tensor.to` takes longer to find out that it has it."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def is_channels_last(t: Tensor) -> bool:
@@ -187,6 +206,7 @@ def note_norm(
 
 def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
     """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
-    ctx.mark_non_differentiable(*codes)
+    if codes:
+        ctx.mark_non_differentiable(*codes)
     ctx.set_materialize_grads(False)
     return codes

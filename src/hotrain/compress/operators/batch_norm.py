@@ -29,7 +29,18 @@ from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
-from .base import Handlers, Scope, custom_op, is_large, note_norm, wants_gradient, with_codes, without_autocast, written
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    direct,
+    is_large,
+    note_norm,
+    wants_gradient,
+    with_codes,
+    without_autocast,
+    written,
+)
 from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
@@ -255,6 +266,7 @@ batch_norm = custom_op(
     "batch_norm(Tensor x, Tensor? w, Tensor? b, float eps, str form, Tensor(a!)? running_mean, "
     "Tensor(b!)? running_var, float momentum) -> (Tensor, Tensor, Tensor)",
     without_autocast(BatchNorm.apply),
+    direct(BatchNorm),
 )
 normalized = custom_op(
     "normalized(Tensor x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name) "
@@ -348,7 +360,6 @@ def _same_layout(x: Tensor, other: Tensor) -> bool:
     return x.dtype == other.dtype and other.is_contiguous(memory_format=torch.channels_last)
 
 
-HANDLERS: Handlers = {
-    F.batch_norm: _batch_norm,
-    **{func: _sum(func) for func in (torch.add, Tensor.add, Tensor.add_, operator.add, operator.iadd)},
-}
+# Compiled alone: in eager mode no batch norm waits for a shortcut.
+SUMS: Handlers = {func: _sum(func) for func in (torch.add, Tensor.add, Tensor.add_, operator.add, operator.iadd)}
+HANDLERS: Handlers = {F.batch_norm: _batch_norm, **SUMS}

@@ -17,7 +17,7 @@ from ...saved import as_it_was, memory_order
 from ..formats import BITS
 from ..launcher import is_eager, launch, opaque, supported_in_eager
 from ..rematerialize import restore
-from .base import Handlers, Scope, custom_op, is_large, written
+from .base import Handlers, Scope, custom_op, direct, is_large, written
 
 _STREAM = 0
 
@@ -86,7 +86,7 @@ def _packed(mask: Tensor, x: Tensor) -> Tensor:
     return launch(x.device, "activation.flags", lambda: BITS.keep(mask)[0], mask)  # type: ignore[no-any-return]
 
 
-dropout = custom_op("kept_dropout(Tensor x, float p) -> Tensor", Dropout.apply)
+dropout = custom_op("kept_dropout(Tensor x, float p) -> Tensor", Dropout.apply, direct(Dropout))
 
 
 def _dropout(

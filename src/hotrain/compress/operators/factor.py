@@ -7,6 +7,8 @@ that the next operator can share them.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch import Tensor
 from ...saved import memory_order
 from .. import codes, rematerialize
 from ..formats import GROUPED
-from ..rematerialize import in_place_of, is_recipe, make, source
+from ..launcher import is_eager
+from ..rematerialize import in_place_of, is_in_order, is_recipe, make, source
 from .base import Scope, is_large
 
 Kept = tuple[Tensor | None, ...]
@@ -54,16 +57,26 @@ def marked(t: Tensor, form: str) -> tuple[Tensor, int | None]:
 
 def keep_input(ctx: Any, x: Tensor, form: str, given: Given, image: bool = False) -> tuple[Tensor, Kept]:
     """x `marked`, and what is saved of it for g_w, w being the second argument; `input_of` needs this `ctx`."""
-    ctx.form, ctx.shape, ctx.dtype = form if ctx.needs_input_grad[1] else "", x.shape, x.dtype
-    kept = pack(x.movedim(1, -1) if image else x, ctx.form, given)
-    x, ctx.source = marked(x, ctx.form)
+    form = form if ctx.needs_input_grad[1] else ""
+    ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
+    kept = pack(x.movedim(1, -1) if image else x, form, given)
+    x, ctx.source = marked(x, form)
     return x, kept
 
 
 def input_of(ctx: Any, kept: Sequence[Tensor]) -> Tensor:
     """The x of `keep_input` again, as a matrix (T, C)."""
-    x = kept[0] if ctx.form == "exact" else materialize(tuple(kept), ctx.form, ctx.shape, ctx.dtype)
-    return in_place_of(ctx.source, x).reshape(-1, ctx.shape[-1])
+    form, shape = ctx.form, ctx.shape
+    if ctx.source is None and form != "exact" and is_eager(kept[0]) and is_in_order(form):  # type: ignore[arg-type]
+        return materialize(tuple(kept), form, _matrix(shape), ctx.dtype)
+    x = kept[0] if form == "exact" else materialize(tuple(kept), form, shape, ctx.dtype)
+    return in_place_of(ctx.source, x).reshape(-1, shape[-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _matrix(shape: torch.Size) -> tuple[int, int]:
+    """The shape of a tensor's rows."""
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def listed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:

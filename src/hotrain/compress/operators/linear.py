@@ -19,7 +19,18 @@ from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
 from ..rematerialize import in_place_of
-from .base import Handlers, Scope, custom_op, is_large, lower, pair, wants_gradient, with_codes, without_autocast
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    direct,
+    is_large,
+    lower,
+    pair,
+    wants_gradient,
+    with_codes,
+    without_autocast,
+)
 from .factor import Given, input_of, keep_input, listed, materialize, own, shared
 
 
@@ -35,13 +46,11 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, *kept = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])
-        g_x = (g @ w).view(*ctx.shape) if ctx.needs_input_grad[0] else None
-        g_w = g_b = None
-        if ctx.needs_input_grad[1]:
-            g_w = g.T @ input_of(ctx, kept)
-        if ctx.needs_input_grad[2]:
-            g_b = g.sum(0)
+        g_x = (g @ w).view(*ctx.shape) if needs_x else None
+        g_w = g.T @ input_of(ctx, kept) if needs_w else None
+        g_b = g.sum(0) if needs_b else None
         return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
 
 
@@ -55,7 +64,7 @@ class Conv2d(torch.autograd.Function):
         ctx.save_for_backward(w, *kept)
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
-        y = torch.ops.aten.convolution(x, w, b, stride, padding, dilation, False, [0, 0], groups)
+        y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
         return y, *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
@@ -68,7 +77,7 @@ class Conv2d(torch.autograd.Function):
             x = in_place_of(ctx.source, x)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
-        g_x, g_w, g_b = torch.ops.aten.convolution_backward(
+        g_x, g_w, g_b = torch.ops.aten.convolution_backward.default(
             g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
         return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
@@ -77,11 +86,13 @@ class Conv2d(torch.autograd.Function):
 linear = custom_op(
     "kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Linear.apply), lower),
+    listed(direct(Linear)),
 )
 conv2d = custom_op(
     "kept_conv2d(Tensor x, Tensor w, Tensor? b, int[] stride, int[] padding, int[] dilation, int groups, str form, "
     "Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Conv2d.apply), lower),
+    listed(direct(Conv2d)),
 )
 
 

@@ -19,14 +19,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import autograd
+from ...autograd import once
 from ...private import differentiates, memory_format_of
 from ...quantize.integer import wide
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, custom_op, float32, is_large, note_norm, wants_gradient, with_codes, without_autocast
+from .base import (
+    Handlers,
+    Scope,
+    as_dtype,
+    custom_op,
+    direct,
+    float32,
+    is_large,
+    note_norm,
+    wants_gradient,
+    with_codes,
+    without_autocast,
+)
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -187,14 +199,14 @@ def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _norm_backward(
     g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, other: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a norm over rows (R, C); arguments and results as the kernel's."""
+    """The gradients of a norm over rows (R, C); arguments and results as the kernel's, r of any shape."""
     dtype, centered, copy, *factor = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         lifted = wide(g)
         normal = GROUPED[KERNEL_FORMAT].restore((codes, scale), g.shape, lifted.dtype)
         kind = "layer" if centered else "rms"
-        g_x, (g_b, g_w) = _gradients(lifted, normal, w, r[:, None], kind, 1, (True, True, True))
+        g_x, (g_b, g_w) = _gradients(lifted, normal, w, r.reshape(-1, 1), kind, 1, (True, True, True))
         assert g_x is not None
         assert g_b is not None
         assert g_w is not None
@@ -216,28 +228,26 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
     ) -> tuple[Tensor, ...]:
-        ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.dtype = kind, dims, form, x.shape, x.dtype
-        ctx.b_dtype = None if b is None else b.dtype
-        has_kernels = x.device.type in autograd.KERNELS
-        compiled = has_kernels and not is_eager(x) and x.is_contiguous()
-        of_one_dtype = compiled and all(t is None or t.dtype == x.dtype for t in (w, b))
-        if of_one_dtype and _has_kernel(x, kind, dims, form, x.dtype):
+        shape, dtype, eager = x.shape, x.dtype, is_eager(x)
+        ctx.facts = kind, dims, form, shape, dtype, None if b is None else b.dtype
+        compiled = not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
+        if compiled and all(t is None or t.dtype == dtype for t in (w, b)):
             # Compiled, one kernel: a compiler reads x again to pack it.
-            cast = kind == "rms_cast" and x.dtype != torch.float32
+            cast = kind == "rms_cast" and dtype != torch.float32
             flags = kind == "layer", cast, False
-            args = (x.view(-1, x.shape[-1]), None, w, b, eps, x.dtype, x.dtype, *flags, None, None, 1.0)
+            args = (x.view(-1, shape[-1]), None, w, b, eps, dtype, dtype, *flags, None, None, 1.0)
             _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(w, r, codes, scale)
-            return y.view(x.shape), *with_codes(ctx, codes, scale)
+            return y.view(shape), *with_codes(ctx, codes, scale)
         y, mean, r = _forward(x, w, b, kind, dims, eps)
 
         def normalized() -> Tensor:
-            lifted = wide(x) if kind != "group" else wide(x).reshape(x.shape[0], dims, -1)
-            return ((lifted if mean is None else lifted - mean) * r).view(x.shape)
+            lifted = wide(x) if kind != "group" else wide(x).reshape(shape[0], dims, -1)
+            return ((lifted if mean is None else lifted - mean) * r).view(shape)
 
         if kind == "group":
             codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
-        elif dims > 1 or not has_kernels:
+        elif dims > 1 or not eager:
             codes, scale = GROUPED[form].keep(normalized())
         else:
             codes, scale = pack_normalized(x, mean, r, form, normalized)
@@ -247,22 +257,26 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept = ctx.saved_tensors
-        kind, dims, form, shape, needs = ctx.kind, ctx.dims, ctx.form, ctx.shape, ctx.needs_input_grad[:3]
-        if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, ctx.dtype):
+        kind, dims, form, shape, dtype, b_dtype = ctx.facts
+        needs, w_dtype = ctx.needs_input_grad, b_dtype if w is None else w.dtype
+        if _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
-            args = (rows, *kept, r.reshape(-1), w, None, ctx.dtype, kind == "layer", None, None, 1.0)
-            g_x, sums, _ = operator_for(g_y, "norm_backward")(*args)
+            run = operator_for(g_y, "norm_backward")
+            flat = r if run is _norm_backward else r.reshape(-1)
+            g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, kind == "layer", None, None, 1.0)
+            if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
+                sums = as_dtype(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = wide(g_y), kind != "group"
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
             g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
-            g_x.to(ctx.dtype) if needs[0] else None,
-            g_w.to(w.dtype) if needs[1] else None,
-            g_b.to(ctx.b_dtype) if needs[2] else None,
+            as_dtype(g_x, dtype) if needs[0] else None,
+            as_dtype(g_w, w_dtype) if needs[1] else None,
+            as_dtype(g_b, b_dtype) if needs[2] else None,
         )
-        return *autograd.once(f"{kind} norm", grads, g_y, w), *[None] * 4
+        return *once(f"{kind} norm", grads, g_y, w), *[None] * 4
 
 
 # ---- registration ----
@@ -277,6 +291,7 @@ def _cast(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *args: Any) 
 norm = custom_op(
     "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)",
     without_autocast(Norm.apply, _cast),
+    direct(Norm),
 )
 
 
@@ -291,6 +306,8 @@ def _replaced(
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
+    if len(shape) == 1:  # nearly every call
+        return input.dim() > 0 and bool(input.shape[-1] == shape[0])
     return 0 < len(shape) <= input.dim() and input.shape[-len(shape) :] == torch.Size(shape)
 
 

@@ -59,7 +59,7 @@ class MaxPool2d(torch.autograd.Function):
         ctx.shape, ctx.dtype, ctx.layout = x.shape, x.dtype, _layout(x)
 
         def reference() -> tuple[Tensor, Tensor]:
-            y, index = _aten.max_pool2d_with_indices(x, kernel, stride, padding, [1, 1], ceil)
+            y, index = _aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil)
             top, left = _corners(y, stride, padding)
             places = (index // x.shape[-1] - top) * kernel[1] + (index % x.shape[-1] - left)
             return y, places.to(torch.uint8)
@@ -82,7 +82,8 @@ class MaxPool2d(torch.autograd.Function):
             index = (wide // kernel[1] + top) * ctx.shape[-1] + wide % kernel[1] + left
             index = index.contiguous(memory_format=ctx.layout)
             like = _stand_in(ctx, g_y)
-            return _aten.max_pool2d_with_indices_backward(g_y, like, kernel, stride, padding, [1, 1], ceil, index)  # type: ignore[no-any-return]
+            args = (g_y, like, kernel, stride, padding, [1, 1], ceil, index)
+            return _aten.max_pool2d_with_indices_backward.default(*args)  # type: ignore[no-any-return]
 
         differentiable = torch.is_grad_enabled()  # the kernel is not
         if differentiable or not _has_kernel(ctx, g_y):
@@ -98,11 +99,11 @@ class AvgPool2d(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         ctx.args = [list(arg) if isinstance(arg, Sequence) else arg for arg in args]
         ctx.shape, ctx.dtype, ctx.layout = x.shape, x.dtype, _layout(x)
-        return _aten.avg_pool2d(x, *ctx.args)
+        return _aten.avg_pool2d.default(x, *ctx.args)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        return _aten.avg_pool2d_backward(g_y, _stand_in(ctx, g_y), *ctx.args), *[None] * 6
+        return _aten.avg_pool2d_backward.default(g_y, _stand_in(ctx, g_y), *ctx.args), *[None] * 6
 
 
 max_pool2d = custom_op(

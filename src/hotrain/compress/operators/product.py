@@ -22,7 +22,7 @@ from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of
 from . import gated
-from .base import Handlers, Scope, custom_op, lower, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, lower, with_codes, without_autocast
 from .factor import Given, Kept, forms_of, listed, marked, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
@@ -80,6 +80,7 @@ def _unpack_ordered(
 product = custom_op(
     "product(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given, Tensor?[] b_given) -> (Tensor, Tensor[])",
     listed(Product.apply),
+    listed(direct(Product)),
 )
 
 
@@ -147,6 +148,7 @@ def _is_transposed(t: Tensor, form: str) -> bool:
 matmul = custom_op(
     "kept_matmul(Tensor a, Tensor b, str a_form, str b_form, Tensor?[] a_given) -> Tensor",
     without_autocast(Matmul.apply, lower),
+    direct(Matmul),
 )
 
 

@@ -15,7 +15,7 @@ from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, keep, source
-from .base import Handlers, Scope, custom_op, float32, is_large, uncompressed, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, with_codes, without_autocast
 
 
 class Softmax(torch.autograd.Function):
@@ -45,6 +45,7 @@ class Softmax(torch.autograd.Function):
 softmax = custom_op(
     "kept_softmax(Tensor x, int dim, str form) -> (Tensor, Tensor, Tensor)",
     without_autocast(Softmax.apply, partial(float32, "softmax.int")),
+    direct(Softmax),
 )
 
 

@@ -34,8 +34,9 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
 
     def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         known = scope.origins.of(input)
-        retyped = isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype)
-        if known is None or not rematerialize.is_in_order(known.recipe) or retyped:
+        if known is None or not rematerialize.is_in_order(known.recipe):
+            return None
+        if isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype):
             return None
         y = func(input, *args, **kwargs)
         if y is not input:
