@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
 from ...private import is_view
@@ -128,7 +129,7 @@ class Slope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, in_place: bool = False) -> Tensor:
         kind, ctx.activation, ctx.order = ACTIVATIONS[name], name, memory_order(x)
-        supports = supported(x.device, x.dtype)
+        supports = x.device.type in autograd.KERNELS and supported(x.device, x.dtype)
         ordered = x.permute(ctx.order)  # the codes have this order
 
         def reference() -> tuple[Tensor, Tensor]:
@@ -163,7 +164,7 @@ class Curve(torch.autograd.Function):
         ctx.activation, ctx.form, ctx.image = name, form, image
         ordered = x.movedim(1, -1) if image else x
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
-        supports = name in FUNCTIONS and supported(x.device, x.dtype)
+        supports = x.device.type in autograd.KERNELS and name in FUNCTIONS and supported(x.device, x.dtype)
         eager = supports and is_eager(x)
         ctx.kernels = eager or (supports and GROUPED[form].bits == 8)
         if ctx.kernels and not eager and ordered.is_contiguous() and has_kernel(form, int(ordered.shape[-1])):

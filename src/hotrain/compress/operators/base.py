@@ -132,11 +132,6 @@ def wants_gradient(x: Tensor, *parameters: Tensor | None) -> bool:
     return any(p is not None and p.requires_grad for p in parameters)
 
 
-def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in that dtype: `Tensor.to` takes longer to find out that it has it."""
-    return t if t.dtype == dtype else t.to(dtype)
-
-
 def is_channels_last(t: Tensor) -> bool:
     """Whether the memory layout is channels-last."""
     return t.dim() == 4 and memory_order(t)[-1] == 1

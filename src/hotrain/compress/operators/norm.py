@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ... import autograd
 from ...autograd import once
 from ...private import differentiates, memory_format_of
 from ...quantize.integer import wide
@@ -29,7 +30,6 @@ from ..report import ATTRIBUTE, Buffers
 from .base import (
     Handlers,
     Scope,
-    as_dtype,
     custom_op,
     direct,
     float32,
@@ -221,6 +221,11 @@ def _norm_backward(
 # ---- autograd function ----
 
 
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in that dtype: `Tensor.to` takes longer to find out that it has it."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 class Norm(torch.autograd.Function):
     """Returns y, and codes and scales of x̂."""
 
@@ -228,9 +233,10 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float, form: str
     ) -> tuple[Tensor, ...]:
-        shape, dtype, eager = x.shape, x.dtype, is_eager(x)
+        shape, dtype, has_kernels = x.shape, x.dtype, x.device.type in autograd.KERNELS
+        eager = has_kernels and is_eager(x)
         ctx.facts = kind, dims, form, shape, dtype, None if b is None else b.dtype
-        compiled = not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
+        compiled = has_kernels and not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
         if compiled and all(t is None or t.dtype == dtype for t in (w, b)):
             # Compiled, one kernel: a compiler reads x again to pack it.
             cast = kind == "rms_cast" and dtype != torch.float32
@@ -259,22 +265,22 @@ class Norm(torch.autograd.Function):
         w, r, *kept = ctx.saved_tensors
         kind, dims, form, shape, dtype, b_dtype = ctx.facts
         needs, w_dtype = ctx.needs_input_grad, b_dtype if w is None else w.dtype
-        if _has_kernel(g_y, kind, dims, form, dtype):
+        if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             run = operator_for(g_y, "norm_backward")
             flat = r if run is _norm_backward else r.reshape(-1)
             g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, kind == "layer", None, None, 1.0)
             if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
-                sums = as_dtype(sums, w_dtype)  # both at once
+                sums = _as(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = wide(g_y), kind != "group"
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
             g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
-            as_dtype(g_x, dtype) if needs[0] else None,
-            as_dtype(g_w, w_dtype) if needs[1] else None,
-            as_dtype(g_b, b_dtype) if needs[2] else None,
+            _as(g_x, dtype) if needs[0] else None,
+            _as(g_w, w_dtype) if needs[1] else None,
+            _as(g_b, b_dtype) if needs[2] else None,
         )
         return *once(f"{kind} norm", grads, g_y, w), *[None] * 4
 
