@@ -102,6 +102,9 @@ class Clock:
     def work(self) -> None:
         self.worked += 1
 
+    def close(self) -> None:
+        assert self.worked > 0
+
     def mark(self) -> int:
         return self.worked
 
@@ -251,6 +254,26 @@ def test_blocks_whose_input_has_no_gradient_are_not_the_ones_that_are_timed(on_c
     for _ in range(STEPS + 1):
         _step(model)
     assert sum(kind.count for kind in seen[0]) == BLOCKS
+
+
+@pytest.mark.gpu
+def test_the_work_of_the_gpu_draws_nothing():
+    before = torch.cuda.get_rng_state()
+    pace.Gpu(torch.device("cuda", 0)).work()
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_no_hook_stays_on_a_parameter(on_clock):
+    """The input of a block may be one: a learned query."""
+    seen, _ = on_clock
+    model = Model()
+    query = nn.Parameter(torch.randn(8, TOKENS, WIDTH))
+    model.first = nn.Identity()
+    hotrain.convert(model, "hq8", plan="speed", filter_fn=lambda module, name: "blocks" in name)
+    for _ in range(STEPS + 1):
+        model(query).square().mean().backward()
+    assert seen, "the other blocks are timed"
+    assert not query._backward_hooks
 
 
 @pytest.mark.gpu

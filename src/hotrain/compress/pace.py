@@ -121,7 +121,8 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.a = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16)
+        own = torch.Generator(device).manual_seed(0)  # the user's draws stay what they are
+        self.a = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16, generator=own)
         self.b = torch.empty_like(self.a)
         roofs = Roofs.of(device)
         once = 2e3 * _SIZE**3 / (5e14 if roofs is None else roofs.product)
@@ -132,6 +133,10 @@ class Gpu:
         with torch.no_grad():
             for _ in range(self.times):
                 torch.mm(self.a, self.a, out=self.b)
+
+    def close(self) -> None:
+        """Free the matrices: who keeps a tensor of a timed step keeps its hooks."""
+        del self.a, self.b
 
     def mark(self) -> Any:
         """A point of time in the current stream."""
@@ -292,7 +297,7 @@ class Pace:
         if calls > _PATIENCE or all(kind.complete for kind in self.kinds.values()):
             self._decide(buffers)
             return self.way(buffers, block, run, args, kwargs)
-        kind, x = self.kinds.get(key), next((t for t in _tensors((args, kwargs)) if t.requires_grad), None)
+        kind, x = self.kinds.get(key), next((t for t in _tensors((args, kwargs)) if t.grad_fn is not None), None)
         if kind is None or x is None or kind.given_up or kind.complete or kind.waits:
             return run
         kind.timed = kind.timed or weakref.ref(block)
@@ -340,6 +345,8 @@ class Pace:
                 f"faster so: the blocks take {now:.1f} ms/step exact and, as the host issues them, {then:.1f} ms "
                 "compressed; hotrain.compile and plan='memory' compress them",
             )
+        if self.gpu is not None:
+            self.gpu.close()
         self.gpu, self.kinds = None, {}
 
 
