@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..audit.saved_bytes import saved_bytes, tensors
+from ..audit.saved_bytes import saved_bytes
 from ..budget import by_gain
 from ..casting import autocast_to
 from ..compiling import mode_of
 from ..compress.checkpointing import blocks
+from ..compress.report import tensors
 from ..files import parse_json, read_text, write_text
 from ..functional import as_method
 from ..method import Method

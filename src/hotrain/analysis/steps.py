@@ -20,11 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..audit.saved_bytes import SavedBytes, bytes_inside, saved_bytes, sum_of_results, tensors
+from ..audit.saved_bytes import SavedBytes, bytes_inside, saved_bytes, sum_of_results
 from ..audit.unchanged import as_found
 from ..compress.checkpointing import Recomputed, blocks, keep_all, recompute
 from ..compress.interpose import Wrapped
 from ..compress.offload import Offloaded
+from ..compress.report import tensors
 from ..conversion import convert, revert
 from ..nn.state import layer_states
 from ..plans import Point

@@ -9,12 +9,11 @@ name of their own: they do not grow with the batch.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..compress.report import tensors
 from ..nn.state import layer_states
 from ..private import compiled_part, node_number
 from ..tables import bytes_text, table
@@ -255,21 +255,6 @@ def _storages(tensor: Tensor) -> list[tuple[int, int]]:
         return _storages(tensor._indices()) + _storages(tensor._values())
     storage = tensor.untyped_storage()
     return [(StorageWeakRef(storage).cdata, storage.nbytes())]
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested mappings, sequences, sets and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name))
 
 
 def _cuda_device(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

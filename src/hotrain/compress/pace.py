@@ -13,7 +13,7 @@ import functools
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..planning import Roofs, agreed
 from ..private import saved_tensor_hooks
 from .mode_stack import without_own_modes
+from .report import tensors
 
 IN_EAGER = "_hotrain_in_eager"  # of a block: one of
 TIMED, EXACT, COMPRESSED = "timed", "exact", "compressed"
@@ -186,7 +187,7 @@ class Timing:
         y = run(*args, **kwargs)
         self._end()
         self.nbytes = self.gpu.allocated() - before
-        result = next((t for t in _tensors(y) if t.grad_fn is not None and t is not x), None)
+        result = next((t for t in tensors(y) if t.grad_fn is not None and t is not x), None)
         if result is not None:
             result.register_hook(lambda _: self._begin())
             x.register_hook(lambda _: self._end())
@@ -221,14 +222,6 @@ def cost(timings: Sequence[Timing]) -> Cost:
 
     gpu = medians([timing.gpu.ms(*pair) for pair in timing.marks] for timing in timings)
     return Cost(medians(timing.host for timing in timings), gpu, timings[-1].nbytes)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | tuple | list):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(part)
 
 
 @dataclass
@@ -285,7 +278,7 @@ class Pace:
         return functools.partial(without_own_modes, run) if chosen == EXACT else run
 
     def _timed(self, buffers: Any, block: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        first = next(_tensors((args, kwargs)), None)
+        first = next(tensors((args, kwargs)), None)
         hooks, allowed = saved_tensor_hooks.innermost()
         if first is None or type(first) is not Tensor or not self._times(first.device) or hooks or not allowed:
             return run
@@ -297,7 +290,7 @@ class Pace:
         if calls > _PATIENCE or all(kind.complete for kind in self.kinds.values()):
             self._decide(buffers)
             return self.way(buffers, block, run, args, kwargs)
-        kind, x = self.kinds.get(key), next((t for t in _tensors((args, kwargs)) if t.grad_fn is not None), None)
+        kind, x = self.kinds.get(key), next((t for t in tensors((args, kwargs)) if t.grad_fn is not None), None)
         if kind is None or x is None or kind.given_up or kind.complete or kind.waits:
             return run
         kind.timed = kind.timed or weakref.ref(block)
@@ -352,4 +345,4 @@ class Pace:
 
 def _kind(block: nn.Module, args: Any, kwargs: Any) -> Any:
     parameters = tuple((tuple(p.shape), str(p.dtype), p.requires_grad) for p in block.parameters())
-    return type(block).__qualname__, parameters, tuple(tuple(t.shape) for t in _tensors((args, kwargs)))
+    return type(block).__qualname__, parameters, tuple(tuple(t.shape) for t in tensors((args, kwargs)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -36,6 +36,21 @@ def map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
         return tree
     made = (map_tensors(change, value) for value in tree)
     return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested mappings, sequences, sets and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from tensors(getattr(value, each.name))
 
 
 @dataclass(frozen=True)

@@ -181,18 +181,14 @@ def or_reference(name: str, kernel: Callable[..., Any], reference: Callable[[], 
     try:
         return kernel(*args)
     except _compiler_errors() as error:
-        _note_broken(name, error)
+        _broken.add(name)
+        warnings.warn(
+            f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
+            "replaces it, slower.",
+            stacklevel=4,
+        )
         return reference()
-
-
-def _note_broken(name: str, error: Exception) -> None:
-    _broken.add(name)
-    warnings.warn(
-        f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
-        f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}); the reference in plain PyTorch "
-        "replaces it, slower.",
-        stacklevel=5,
-    )
 
 
 # --- kernels of compressed activations, launched by `compress.launcher`
@@ -213,13 +209,7 @@ def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
         reference: computes the same in plain PyTorch.
         *args: of the function.
     """
-    if name in _broken:  # `or_reference`, without another call
-        return reference()
-    try:
-        return _kernel(name)(*args)
-    except _compiler_errors() as error:
-        _note_broken(name, error)
-        return reference()
+    return or_reference(name, _kernel(name), reference, *args)
 
 
 def rows_in_memory(t: Tensor) -> tuple[int, int] | None:
