@@ -174,17 +174,39 @@ def _grad_codes_behind(
         made, _ = torch.ops.hotrain.activation_gradient(g.contiguous(), of_x, scale_of_x, name, form, False)
         g_y = made.view(-1, made.shape[-1])
     lay, own = found.layout(g.shape[:-1]), (None, side)
-    parts = autograd.KERNELS[g.device.type].grad_codes(g_y, own, found.method, lay, key, amax, needs)
-    return tuple(g.new_empty(0) if part is None else part for part in parts)
+    codes = autograd.KERNELS[g.device.type].grad_codes(g_y, own, found.method, lay, key, amax, needs)
+    return tuple(g.new_empty(0) if part is None else part for part in codes)
+
+
+def _grad_codes_of_parts(
+    parts: list[Tensor], side: Tensor | None, key: Tensor | None, history: Tensor, config: str, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """The codes that a layer's gradients need of a g_y of three parts, each (*lead, O/3), side by side."""
+    found, (amax, _), first = Config.of(config), _layer_with(history), parts[0]
+    q, k, v = (part.reshape(-1, part.shape[-1]).contiguous() for part in parts)
+    lay, kernels = found.layout(first.shape[:-1]), autograd.KERNELS[first.device.type]
+    codes = kernels.grad_codes(kernels.Joined((q, k, v)), (None, side), found.method, lay, key, amax, needs)
+    return tuple(first.new_empty(0) if part is None else part for part in codes)
+
+
+def _grad_codes_of_parts_fake(
+    parts: list[Tensor], side: Tensor | None, key: Tensor | None, history: Tensor, config: str, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    joined = parts[0].new_empty(*parts[0].shape[:-1], len(parts) * parts[0].shape[-1])
+    return _shapes_of_codes(joined, config, needs)
 
 
 def _grad_codes_behind_fake(
     g: Tensor, of_x: Tensor, scale_of_x: Tensor, name: str, form: str, side: Tensor | None, key: Tensor | None,
     history: Tensor, config: str, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found, kernels = Config.of(config), autograd.KERNELS[g.device.type]
-    shapes = kernels.grad_shapes(g.shape[-1], found.layout(g.shape[:-1]), found.method, g.dtype, needs)
-    return tuple(g.new_empty(0) if part is None else g.new_empty(part[0], dtype=part[1]) for part in shapes)
+    return _shapes_of_codes(g, config, needs)
+
+
+def _shapes_of_codes(g_y: Tensor, config: str, needs: list[bool]) -> tuple[Tensor, ...]:
+    found, kernels = Config.of(config), autograd.KERNELS[g_y.device.type]
+    shapes = kernels.grad_shapes(g_y.shape[-1], found.layout(g_y.shape[:-1]), found.method, g_y.dtype, needs)
+    return tuple(g_y.new_empty(0) if part is None else g_y.new_empty(part[0], dtype=part[1]) for part in shapes)
 
 
 def _products_of_codes(
@@ -192,7 +214,7 @@ def _products_of_codes(
     history: Tensor, config: str, source: str, lead: list[int], dtype: torch.dtype, w_dtype: torch.dtype, outputs: int,
     columns: int, needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """g_x and g_w of a Linear from what `grad_codes_behind` has returned before the sums."""
+    """g_x and g_w of a Linear from what `grad_codes_behind`, or `_of_parts`, has returned before the sums."""
     found, (amax, ran) = Config.of(config), _layer_with(history)
     _note(ran, found, "tokens", codes, source, needs)
     present = [None if part.dim() == 1 and not part.numel() else part for part in parts]
@@ -276,6 +298,12 @@ for _schema, _run, _fake in (
         "Tensor history, str config, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _grad_codes_behind,
         _grad_codes_behind_fake,
+    ),
+    (
+        "grad_codes_of_parts(Tensor[] parts, Tensor? side, Tensor? key, Tensor history, str config, bool[] needs) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _grad_codes_of_parts,
+        _grad_codes_of_parts_fake,
     ),
     (
         "products_of_codes(Tensor[] parts, Tensor? w, Tensor? codes, Tensor? scale, Tensor? key, Tensor history, "

@@ -33,7 +33,7 @@ from hotrain.kernels import (
     pooling,
     quantize_kernels,
 )
-from hotrain.kernels.formats import Coded
+from hotrain.kernels.formats import Coded, Joined
 from hotrain.transform.tokens import layout
 
 TYPES = {
@@ -115,7 +115,7 @@ def layers(fp8: bool) -> None:
         dispatch.keep(coded, method, lay, key, history)
         of_x = torch.empty(2048, 1, 64, dtype=torch.uint8)
         sloped = Coded(of_x, one, None, None, False, "gelu", 8, torch.bfloat16, g_y)
-        for source in (g_y, sloped):
+        for source in (g_y, sloped, Joined((g_y, g_y, g_y))):
             backward.grad_codes(source, (kept, side), method, lay, key, history, (True, True, True))
         if method.grad_input.bits is None:
             continue

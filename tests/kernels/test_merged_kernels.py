@@ -327,6 +327,47 @@ def test_the_gradient_of_an_activation_function_is_read_as_codes(shared: bool, d
     assert difference(got, want) < 0.05
 
 
+class Attention(nn.Module):
+    """With q, k and v of one layer, in the orders that libraries have them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, (samples, tokens, width) = self.qkv(self.norm(x)), x.shape
+        if self.kind in ("stack", "scaled"):  # timm
+            q, k, v = qkv.reshape(samples, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        elif self.kind == "split":  # GPT-2
+            q, k, v = (t.view(samples, tokens, 4, width // 4).transpose(1, 2) for t in qkv.split(width, 2))
+        else:  # GPT-NeoX
+            q, k, v = qkv.view(samples, tokens, 4, 3, width // 4).permute(3, 0, 2, 1, 4).unbind(0)
+        if self.kind == "scaled":
+            q = q * 0.5
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("kind", "merged"), [("stack", True), ("split", True), ("by head", False), ("scaled", False)])
+def test_the_gradients_of_q_k_and_v_are_read_where_they_are(kind: str, merged: bool, device: torch.device) -> None:
+    """They are not written side by side for the layer that made them. In another order in memory they are no parts of
+    a row, and what a formula makes is in no memory yet: the compiler writes it side by side at once."""
+    torch.manual_seed(0)
+    model, x = Attention(kind).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    want = step(model, model, x, False)
+    hotrain.convert(model, "hq8", plan="memory")
+    traced = Traced(model)
+    got = step(traced.call, model, x, False)
+    ours, aten = torch.ops.hotrain, torch.ops.aten
+    calls, *joins = (
+        len(traced.calls("backward", target))
+        for target in (ours.grad_codes_of_parts.default, aten.cat.default, aten.stack.default)
+    )
+    assert calls == merged
+    assert sum(joins) == (not merged)
+    assert difference(got, want) < 0.05
+
+
 def test_the_report_names_no_format_that_did_not_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept exact is said to be, and where all of it is, its format is gone."""
     model, x = models(False, device)

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from .factors import Product
 from .formats import is_static
-from .layer_codes import Behind, Keep
+from .layer_codes import Gradients, Keep
 from .merging import Merging, merge_all, readers_of, unviewed
 from .nodes import CASTS, FLOATS, bytes_of, is_alias, is_dense, is_pointwise, same_order, value_of
 
@@ -40,7 +40,7 @@ def fuse(graph: Graph) -> bool:
     """Merge in place; returns whether the graph has changed."""
     ours = torch.ops.hotrain
     sums = {ours.norm_forward: _Forward, ours.norm_backward: _Backward, ours.activation_gradient: _Activation}
-    changed = merge_all(graph, sums | {ours.keep: Keep, ours.linear_gradients: Behind})
+    changed = merge_all(graph, sums | {ours.keep: Keep, ours.linear_gradients: Gradients})
     # Behind them: casts that are gone do not read a convolution any more.
     return merge_all(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 

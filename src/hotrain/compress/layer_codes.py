@@ -1,15 +1,19 @@
 """Merges the operators of converted layers with those beside them whose codes they read.
 
 What backward makes of an operator's codes for a layer, and packs again as the layer does, is not made. Nor is the
-gradient of an activation function, where the gradients of a layer are all that reads it:
+gradient of an activation function, or one that puts those of q, k and v side by side, where the gradients of a layer
+are all that reads it:
 
     keep(restore_codes(codes))  ──►   keep_from_codes(codes)
     linear_gradients(activation_gradient(g, codes))  ──►   products_of_codes(grad_codes_behind(g, codes))
+    linear_gradients(stack(q, k, v))  ──►   products_of_codes(grad_codes_of_parts(q, k, v))
 """
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,28 +24,44 @@ from ..layer import Config
 from . import codes
 from .formats import is_static
 from .merging import Merging, readers_of, unviewed
-from .nodes import CASTS, is_dense
+from .nodes import CASTS, MOVES, is_dense
 
 _aten = torch.ops.aten
+_LEAST_OF_PART = 64  # channels that each is a multiple of: a block of the quantize kernel lies in one part
 
 
-class Behind(Merging):
-    """The gradients of a layer in front of an activation function, whose gradient nothing else reads.
+class Gradients(Merging):
+    """The gradients of a layer whose g_y is made for them alone: of an activation function, or of q, k and v.
 
     In two operators, so that the memory of what the first reads is free when the second runs.
     """
 
     def merge(self) -> None:
+        g_y: Any = self.node.args[0]
+        *lead, outputs = g_y.meta["val"].shape
         gradient = before_activation(self.node)
-        if gradient is None:
+        if gradient is not None:
+            g, *of_x, _ = gradient.args
+            rows = self.call(self.node, _aten.view.default, g, [*lead, outputs])
+            self._of_codes(torch.ops.hotrain.grad_codes_behind.default, (rows, *of_x))
             return
+        joined = parts_of(self.node)
+        if joined is not None:
+            sources, order = joined
+            shape: list[int] = [*lead, outputs // len(sources)]
+            parts: list[Node] = []
+            for source in sources:
+                part = source if order is None else self.call(self.node, _aten.permute.default, source, order)
+                parts.append(self.call(self.node, _aten.view.default, part, shape))
+            self._of_codes(torch.ops.hotrain.grad_codes_of_parts.default, (parts,))
+
+    def _of_codes(self, operator_of_codes: Any, sources: Sequence[Any]) -> None:
+        """Read g_y by an operator that makes its codes of what it is made of, and multiply these."""
         args: Any = self.node.args
         g_y, w, packed, side, key, history, config, source, w_dtype, columns, needs = args
         *lead, outputs = g_y.meta["val"].shape
-        g, *of_x, _ = gradient.args
-        g = self.call(self.node, _aten.view.default, g, [*lead, outputs])
-        ours, dtypes = torch.ops.hotrain, (g_y.meta["val"].dtype, w_dtype)
-        made = self.call(self.node, ours.grad_codes_behind.default, g, *of_x, side, key, history, config, needs)
+        dtypes = (g_y.meta["val"].dtype, w_dtype)
+        made = self.call(self.node, operator_of_codes, *sources, side, key, history, config, needs)
         *parts, sums = (self.call(self.node, operator.getitem, made, place) for place in range(5))
         bias = self.result(2)
         if bias is not None:  # is there already: no operator may return what it is given
@@ -50,7 +70,7 @@ class Behind(Merging):
             bias.replace_all_uses_with(sums)
             self.graph.erase_node(bias)
         rest = (w, packed, side, key, history, config, source, lead, *dtypes, outputs, columns, [*needs[:2], False])
-        self.again(self.node, (parts, *rest), ours.products_of_codes.default)
+        self.again(self.node, (parts, *rest), torch.ops.hotrain.products_of_codes.default)
 
 
 def before_activation(gradients: Node) -> Node | None:
@@ -67,6 +87,72 @@ def before_activation(gradients: Node) -> Node | None:
         return None
     dense, columns = all(map(is_dense, (g, g_x, g_y))), {t.meta["val"].shape[-1] for t in (g, g_y)}
     return source if alone and dense and len(columns) == 1 and codes.has_sloped_rows(name, form, *columns) else None
+
+
+def parts_of(gradients: Node) -> tuple[list[Node], list[int] | None] | None:
+    """What a layer's g_y puts side by side for its gradients alone, and the permutation of each before; else None.
+
+    Three gradients of an operator of its own, as attention's: what a formula makes, the compiler writes side by side.
+    """
+    args: Any = gradients.args
+    g_y, config, needs = args[0], Config.of(args[6]), args[10]
+    if not (config.kernels and reads_codes_alone(config.method, needs) and is_dense(g_y)):
+        return None
+    columns = g_y.meta["val"].shape[-1] // 3
+    joined, order = unviewed(g_y), None
+    if joined.target is _aten.cat.default:
+        sources, beside = _arguments(joined), joined.meta["val"].shape[-1] == 3 * columns
+        fits = beside and _place(joined) == joined.meta["val"].dim() - 1
+    else:
+        moved: Any = joined.args[0] if joined.target is _aten.clone.default else None
+        stack = _stacked(moved.args[0]) if moved is not None and moved.target is _aten.permute.default else None
+        if stack is None:
+            return None
+        sizes, order, (joined, sources, place) = moved.meta["val"].shape, list(moved.args[1]), stack
+        at = order.index(place)
+        fits = math.prod(sizes[at + 1 :]) == columns
+        order = [axis - (axis > place) for axis in order if axis != place]
+    alone = readers_of(joined, (_aten.permute.default, _aten.clone.default)) == [gradients]
+    if not (fits and alone and len(sources) == 3 and columns % _LEAST_OF_PART == 0):
+        return None
+    return (sources, order) if all(_is_part(source, order, columns) for source in sources) else None
+
+
+def _stacked(node: Node) -> tuple[Node, list[Node], int] | None:
+    """What puts tensors behind one another along an axis of their own, the tensors, and that axis."""
+    if node.target is _aten.stack.default:
+        return node, _arguments(node), _place(node)
+    whole = unviewed(node)  # as PyTorch decomposes it
+    if whole.target is _aten.cat.default and _place(whole) == 0:
+        sources = _arguments(whole)
+        if list(node.meta["val"].shape) == [len(sources), *sources[0].meta["val"].shape]:
+            return whole, sources, 0
+    return None
+
+
+def _arguments(node: Node) -> list[Node]:
+    return list(node.args[0])  # type: ignore[arg-type]
+
+
+def _place(node: Node) -> int:
+    """The axis of a `cat` or `stack`."""
+    place: Any = node.args[1] if len(node.args) > 1 else 0
+    return int(place) % node.meta["val"].dim()
+
+
+def _is_part(source: Node, order: list[int] | None, columns: int) -> bool:
+    """Whether the memory of an operator's result, in that order of its axes, has rows of so many columns."""
+    value = source.meta["val"]
+    part = value if order is None else value.permute(order)
+    rows = part.is_contiguous() and (order is not None or part.shape[-1] == columns)
+    return rows and _origin(source).target is operator.getitem
+
+
+def _origin(node: Node) -> Node:
+    """What a node is a view of, in any order."""
+    while node.target in MOVES:
+        (node,) = node.all_input_nodes
+    return node
 
 
 class Keep(Merging):

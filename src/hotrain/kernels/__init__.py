@@ -12,14 +12,14 @@ from __future__ import annotations
 from .backward import grad_codes, grad_shapes, gradients, prepare_codes, products, reads_codes_alone
 from .convolution import conv2d_gradients
 from .dispatch import accumulation, forward, keep, kept_shapes, next_key, prepare, weight_codes
-from .formats import Coded, channels_at_once
+from .formats import Coded, Joined, channels_at_once
 from .launch import inlines
 from .operands import device_key
 from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason, rows_in_memory, run, switched_off
 
 __all__ = [
-    "FUNCTIONS", "Coded", "accumulation", "buffers_reason", "channels_at_once", "conv2d_gradients", "device_key",
-    "disabled", "forward", "grad_codes", "grad_shapes", "gradients", "has_fp8", "inlines", "keep", "kept_shapes",
-    "next_key", "note", "prepare", "prepare_codes", "products", "reads_codes_alone", "reason", "rows_in_memory", "run",
-    "switched_off", "weight_codes",
+    "FUNCTIONS", "Coded", "Joined", "accumulation", "buffers_reason", "channels_at_once", "conv2d_gradients",
+    "device_key", "disabled", "forward", "grad_codes", "grad_shapes", "gradients", "has_fp8", "inlines", "keep",
+    "kept_shapes", "next_key", "note", "prepare", "prepare_codes", "products", "reads_codes_alone", "reason",
+    "rows_in_memory", "run", "switched_off", "weight_codes",
 ]  # fmt: skip

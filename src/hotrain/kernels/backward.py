@@ -12,7 +12,7 @@ from ..method import Method
 from ..transform.tokens import Layout
 from . import dispatch, row_scales
 from .dispatch import Grads, Needs
-from .formats import COPY, DTYPES, NOTHING, Coded, padded, whole
+from .formats import COPY, DTYPES, NOTHING, Coded, Joined, padded, whole
 from .operands import given_key, product, tilings
 from .support import module, unsupported_device
 
@@ -32,7 +32,7 @@ def prepare_codes(lay: Layout, dtype: torch.dtype, device: torch.device, trained
 
 
 def grad_codes(
-    g_y: Tensor | Coded,
+    g_y: Tensor | Coded | Joined,
     kept: tuple[Tensor | None, ...],
     method: Method,
     lay: Layout,
@@ -43,7 +43,7 @@ def grad_codes(
     """Read g_y once and compute all that the gradients need of it.
 
     Args:
-        g_y: (T, O), or codes that it is made of.
+        g_y: (T, O), or codes that it is made of, or its parts.
         kept: of `keep`, for the rows of P, where the weight requires a gradient.
         method: of the layer.
         lay: of the tokens.
@@ -67,6 +67,8 @@ def grad_codes(
     fp8 = rotated.is_fp8 or projected.is_fp8
     tiling = tilings(g_y.dtype, dispatch._few_rows(lay, fp8), fp8)
     name, own = ("gradients from codes", tiling.coded) if isinstance(g_y, Coded) else ("gradients", tiling.g_y)
+    if isinstance(g_y, Joined):
+        name += " of parts"
     return dispatch.compressed(
         name, g_y, tokens, key, rotated, projected, side=side, rotate=rotates, sums=needs[2],
         history=history or dispatch._without_layer(g_y.device), tiling=own,

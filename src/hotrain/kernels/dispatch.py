@@ -29,6 +29,7 @@ from .formats import (
     ROTATED,
     WEIGHT,
     Coded,
+    Joined,
     Output,
     X,
     padded,
@@ -143,7 +144,7 @@ def _contiguous_rows(t: Tensor) -> Tensor:
 
 def compressed(
     name: str,
-    t: Tensor | Coded,
+    t: Tensor | Coded | Joined,
     lay: Layout,
     key: Tensor,
     *outputs: Output,
@@ -157,7 +158,7 @@ def compressed(
 
     Args:
         name: of the call, for the warning where the kernel does not compile.
-        t: (T, C), or its codes.
+        t: (T, C), or its codes, or its parts.
         lay: of the tokens.
         key: of the draws.
         *outputs: formats of t H, and of P t.
@@ -185,8 +186,10 @@ def compressed(
     return or_reference(name, kernel, reference)
 
 
-def _decoded(t: Tensor | Coded) -> Tensor:
-    """The matrix, made of its codes."""
+def _decoded(t: Tensor | Coded | Joined) -> Tensor:
+    """The matrix, made of its codes, or of its parts."""
+    if isinstance(t, Joined):
+        return torch.cat(t.parts, 1)
     if not isinstance(t, Coded):
         return t
     if t.g is not None:

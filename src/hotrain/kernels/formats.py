@@ -103,6 +103,29 @@ class Coded(NamedTuple):
         return self.bits, self.group, self.normed, self.name, self.dtype, *own, self.g is not None
 
 
+class Joined(NamedTuple):
+    """A matrix (T, C) whose columns are those of three, side by side: the gradients of q, k and v of one layer.
+
+    Attributes:
+        parts: (T, C/3) each, contiguous, of one dtype.
+    """
+
+    parts: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        tokens, channels = self.parts[0].shape
+        return tokens, 3 * channels
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+
 def channels_at_once(bits: int, group: int) -> int:
     """The largest power of two of neighbours that the half of a group (of 4 bits), or a group (of 8), is made of."""
     run = group // 2 if bits == 4 else group

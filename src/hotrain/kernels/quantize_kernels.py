@@ -45,6 +45,7 @@ from .formats import (
     ROTATED,
     WEIGHT,
     Coded,
+    Joined,
     Output,
     Tiling,
     channels_at_once,
@@ -221,9 +222,12 @@ def _block(
     LINE: tl.constexpr,
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones."""
+    """Block b of tokens by LOOP chunks of BC channels from chunk `first` on. Blocks of tiles precede dense ones.
+
+    With PART the matrix is three of so many channels side by side: t, steps and gamma.
+    """
     SLOTS: tl.constexpr = TILES * 16
     ROWS: tl.constexpr = TILES * RANKP
     QUARTER: tl.constexpr = 0.25 if ROTATE else 1.0
@@ -293,6 +297,11 @@ def _block(
                 )  # fmt: skip
             x = x.to(SOURCE)
             step = ahead
+        elif PART != 0:
+            part = c0 // PART
+            own = tl.where(part == 0, t, tl.where(part == 1, steps, gamma))
+            at = own + row[:, None] * stride + (c0 - part * PART + tl.arange(0, BC))[None, :]
+            x = tl.load(at, mask=inside[:, None], other=0.0) if MASKED else tl.load(at)
         elif MASKED:
             x = tl.load(t + row[:, None] * stride + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
         else:
@@ -401,7 +410,7 @@ def _compress_kernel(
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     GROUP: tl.constexpr, OVERLAP: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
@@ -435,7 +444,7 @@ def _compress_kernel(
         ROT, ROTATE, ROT_LIMIT, ROT_EACH, ROT_NOISE, PROJ, PROJ_LIMIT, PROJ_EACH, PROJ_NOISE, PROJ_STREAM, ROT_STREAM,
         MEASURE, WRITE, SUMS, EVEN, FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, DRAW,
         SAMPLED, CYCLE, STREAM, SQUARE, LINE, BC, LOOP, STAGES, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W,
-        HAS_B, F, FLOAT, SLOPED,
+        HAS_B, F, FLOAT, SLOPED, PART,
     )  # fmt: skip
 
 
@@ -494,7 +503,7 @@ def _correct_kernel(
     BC: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr, ROT_FLOAT: tl.constexpr,
     OVERLAP: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, NORMED: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr,
+    F: tl.constexpr, FLOAT: tl.constexpr, SLOPED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and the column sums; write codes again where a predicted scale was wrong. Integers are NONE."""
     if OVERLAP:
@@ -536,6 +545,7 @@ def _correct_kernel(
                 ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
                 FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
                 SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, FLOAT, SLOPED,
+                PART,
             )  # fmt: skip
 
 
@@ -610,8 +620,8 @@ _plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
 
 
 def _plan(
-    tokens: int, channels: int, stride: int, kind: Kind | None, lay: Layout, rotated: Output, projected: Output,
-    rotate: bool, sums: bool, draw: bool, tiling: Tiling, device: torch.device,
+    tokens: int, channels: int, stride: int, kind: Kind | None, part: int, lay: Layout, rotated: Output,
+    projected: Output, rotate: bool, sums: bool, draw: bool, tiling: Tiling, device: torch.device,
 ) -> _Plan:  # fmt: skip
     rank, rows_of = lay.lines.rank, lay.lines
     wide, kept = padded(channels), padded(lay.rows)
@@ -619,6 +629,8 @@ def _plan(
     bc = min(tiling.channels, max(16, power_of_2(wide)) if kind is None else channels_at_once(*kind[:2]))
     if bc > 64 and channels % bc:  # the last block of channels would not be full
         bc //= 2
+    if part:
+        bc = min(bc, part & -part)
     index, full = index_of(lay, tiling, device)
     total, singles = lay.samples * lay.tiles, lay.samples * lay.dense
     tile_blocks, blocks, chunks = cdiv(total, tiling.tiles), len(index), cdiv(wide, bc)
@@ -634,7 +646,7 @@ def _plan(
         "DERIVED": derived, "WIDE": max(tokens, 16) * max(wide, stride) >= 1 << 31 or wide * kept >= 1 << 31,
         "TILES": tiling.tiles, "RANK": rank, "RANKP": rankp, "GAIN": rows_of.gain, **of_layout(lay), "BC": bc,
         "LOOP": loop, "STAGES": tiling.stages, "UPCAST": INTERPRETED, "ROT_FLOAT": rotated.dtype is not None,
-        "OVERLAP": overlaps(device), **_source(kind),
+        "OVERLAP": overlaps(device), **_source(kind), "PART": part,
     }  # fmt: skip
     fp8 = rotated.is_fp8 or projected.is_fp8
 
@@ -672,7 +684,7 @@ def _plan(
 
 
 def compress(
-    t: Tensor | Coded,
+    t: Tensor | Coded | Joined,
     lay: Layout,
     rows: Tensor | None,
     key: Tensor,
@@ -690,7 +702,7 @@ def compress(
     """Codes of t H and of P t, transposed, with their scales, and the column sums of t.
 
     Args:
-        t: (T, C), unit stride along C, tokens as in `lay`, or its codes.
+        t: (T, C), unit stride along C, tokens as in `lay`, or its codes, or its three parts.
         lay: of the tokens.
         rows: the natural indices of the rows of P, uint8, (samples·tiles, rank), needed for P: read, or drawn and
             written with `draw`.
@@ -716,19 +728,24 @@ def compress(
     tokens, channels = t.shape
     if tokens >= 1 << 31:
         raise ValueError(f"hotrain.kernels: {tokens} tokens; the kernels' indices reach 2³¹ − 1. Split the batch.")
-    device, dtype = t.device, t.dtype
+    device, dtype, part = t.device, t.dtype, 0
     source: tuple[Tensor, Tensor, Tensor]
-    if isinstance(t, Coded) and t.g is not None:
+    if isinstance(t, Joined):
+        matrix, *others = t.parts
+        part = stride = matrix.shape[1]
+        kind, source = None, (others[0], others[1], matrix)
+    elif isinstance(t, Coded) and t.g is not None:
         matrix, stride, kind, source = t.g, t.g.stride(0), t.kind, (t.scale, t.codes, t.codes)
     elif isinstance(t, Coded):
         matrix, stride, kind = t.codes, channels, t.kind
         source = (t.scale, matrix if t.w is None else t.w, matrix if t.b is None else t.b)
     else:
         matrix, stride, kind, source = t, t.stride(0), None, (t, t, t)
-    case = (id(lay), tokens, channels, stride, kind or dtype, rotated, projected, rotate, sums, draw, tiling, device)
+    kinds = kind or dtype, part
+    case = (id(lay), tokens, channels, stride, kinds, rotated, projected, rotate, sums, draw, tiling, device)
     found = _plans.get(case)
     if found is None:
-        plan = _plan(tokens, channels, stride, kind, lay, rotated, projected, rotate, sums, draw, tiling, device)
+        plan = _plan(tokens, channels, stride, kind, part, lay, rotated, projected, rotate, sums, draw, tiling, device)
         _plans[case] = found = plan, lay  # keeps the layout alive, so that its id is not reused
     plan = found[0]
     rot = proj = None
