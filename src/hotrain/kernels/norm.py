@@ -29,6 +29,14 @@ _TILE = 512  # elements of a half of a tile of `forward`
 _SUMMED_TILE = 256  # of `gradient`, whose sums of channels stay in registers
 
 
+def _of_gradient(block: int) -> tuple[int, int, int, int]:
+    """Rows of a tile of `gradient`, warps, loads in flight, programs of a multiprocessor, by the columns of a half.
+
+    Few warps for a row: its two sums wait for all of them.
+    """
+    return max(1, _SUMMED_TILE // block), max(1, block // 512), 1 if block >= 512 else 2, 8 if block >= 512 else 12
+
+
 @triton.jit
 def _pack_kernel(
     x, mean, r, codes, scale, rows,
@@ -294,6 +302,23 @@ def _gradient_kernel(
     tl.store(left + 3 * HALF, tl.sum(n_h, axis=0), mask=there)
 
 
+@triton.jit
+def _sums_kernel(parts, to, rows, columns, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (column < columns)[None, :]
+    total = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        total += tl.load(parts + row[:, None] * columns + column[None, :], mask=(row < rows)[:, None] & there, other=0)
+    tl.store(to + column, tl.sum(total, axis=0), mask=column < columns)
+
+
+@functools.cache
+def _sums(device: torch.device, rows: int, columns: int) -> Plan:
+    constants = {"BLOCK": 256, "COLUMNS": 16}
+    return Plan(_sums_kernel, cdiv(columns, 16), constants, (rows, columns))
+
+
 @functools.cache
 def _gradients(
     device: torch.device, rows: int, columns: int, dtypes: tuple[torch.dtype | None, ...], centered: bool,
@@ -302,13 +327,13 @@ def _gradients(
     """Of `gradient`; the dtypes are None where there is no tensor."""
     *_, copy, w, other = dtypes
     block = power_of_2(columns // 2)
-    each, warps = max(1, _SUMMED_TILE // block), max(2, block // 256)
+    each, warps, stages, programs = _of_gradient(block)
     blocks = cdiv(rows, each)
-    programs = min(blocks, (8 if block <= 512 else 4) * multiprocessors(device))
+    programs = min(blocks, programs * multiprocessors(device))
     constants = {
         "HALF": columns // 2, "BLOCK": block, "ROWS": each, "HAS_W": w is not None, "HAS_OTHER": other is not None,
         "HAS_COPY": copy is not None, **_of_factor(factor),
-        "CENTERED": centered, "WIDE": is_wide(rows * columns), "STAGES": 1 if block == 512 else 3,
+        "CENTERED": centered, "WIDE": is_wide(rows * columns), "STAGES": stages,
     }  # fmt: skip
     given = 5 if other is None and factor is None else 7
     return Plan(_gradient_kernel, programs, constants, (rows, blocks, programs, span, times), warps, given)
@@ -342,4 +367,6 @@ def gradient(
     parts = g.new_empty(plan.numbers[2], 2, columns, dtype=torch.float32)  # one for each program
     given = (g, codes, scale, r, r if w is None else w, g if other is None else other, r if factor is None else factor)
     plan.run(*given, g_x, twin, parts)
-    return g_x, parts.sum(0), twin
+    sums = g.new_empty(2, columns, dtype=torch.float32)
+    _sums(g.device, plan.numbers[2], 2 * columns).run(parts, sums)
+    return g_x, sums, twin
