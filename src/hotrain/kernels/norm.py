@@ -30,11 +30,10 @@ _SUMMED_TILE = 256  # of `gradient`, whose sums of channels stay in registers
 
 
 def _of_gradient(block: int) -> tuple[int, int, int, int]:
-    """Rows of a tile of `gradient`, warps, loads in flight, programs of a multiprocessor, by the columns of a half.
-
-    Few warps for a row: its two sums wait for all of them.
-    """
-    return max(1, _SUMMED_TILE // block), max(1, block // 512), 1 if block >= 512 else 2, 8 if block >= 512 else 12
+    """Rows of a tile of `gradient`, warps, loads in flight, programs of a multiprocessor, by the columns of a half."""
+    if block <= 256:
+        return _SUMMED_TILE // block, 1, 2, 16
+    return 1, block // 256, 3 if block > 1024 else 1, 8 if block == 512 else 4
 
 
 @triton.jit
@@ -315,7 +314,7 @@ def _sums_kernel(parts, to, rows, columns, BLOCK: tl.constexpr, COLUMNS: tl.cons
 
 @functools.cache
 def _sums(device: torch.device, rows: int, columns: int) -> Plan:
-    constants = {"BLOCK": 256, "COLUMNS": 16}
+    constants = {"BLOCK": 512, "COLUMNS": 16}
     return Plan(_sums_kernel, cdiv(columns, 16), constants, (rows, columns))
 
 
