@@ -321,6 +321,34 @@ def test_a_layer_in_front_of_a_function_reads_its_gradient_as_codes(name, number
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
+@pytest.mark.parametrize("name", ["hq8", "hot", "hot-unbiased", "hot-importance", "hq4"])
+@pytest.mark.parametrize("number", ["int", "e4m3"])
+@pytest.mark.parametrize("tokens", [64, 50], ids=["whole blocks", "a block with empty slots"])
+def test_a_layer_reads_a_gradient_of_three_parts(name, number, tokens, device):
+    """Bit for bit what it computes of the parts side by side, in both calls of an amax history: the first writes its
+    codes again. Parts in another order in memory are read as well."""
+    method = hotrain.preset(name)
+    if number == "e4m3" and name in ("hot", "hq4"):
+        pytest.skip("in integers, by definition")
+    method = method if name in ("hot", "hq4") else method.override(number=number)
+    ours, key, needs = torch.ops.hotrain, torch.tensor(3, device=device), [True, True, True]
+    spec = Config(method, kernels=True).word
+    x, w = torch.randn(2, tokens, 32, device=device), torch.randn(192, 32, device=device)
+    joined = torch.randn(2, tokens, 192, device=device) * torch.tensor(
+        [1.0, 8.0, 0.1], device=device
+    ).repeat_interleave(64)
+    kept = ours.keep(x, key, AmaxHistory.on(device).words, spec)
+    rest = ("", [2, tokens], torch.float32, torch.float32, 192, 32, [True, True, False])
+    one, other = AmaxHistory.on(device).words, AmaxHistory.on(device).words
+    for parts in ([part.contiguous() for part in joined.chunk(3, 2)], list(joined.chunk(3, 2))):
+        want = ours.linear_gradients(joined, w, *kept, key, one, spec, "", torch.float32, 32, needs)
+        args = (parts, kept[1], key, other, spec, needs)
+        *codes, sums = ours.grad_codes_of_parts(*args)
+        got = (*ours.products_of_codes(codes, w, *kept, key, other, spec, *rest)[:2], sums)
+        assert all(map(torch.equal, got, want))
+        torch.library.opcheck(ours.grad_codes_of_parts, args, test_utils=("test_faketensor",))
+
+
 def test_what_no_kernel_supports_stays_exact_on_a_gpu_unless_memory_is_asked_for(device, monkeypatch):
     """The definition in plain PyTorch was 1.25 to 3.9 times slower than exact on an H200: nothing to measure."""
     from hotrain import planning

@@ -174,12 +174,12 @@ def _beside(norm: Node, roofs: Roofs) -> float:
 
 
 def _behind(graph: Graph, roofs: Roofs) -> float:
-    """ms by which layers' gradients are faster where their g_y is not written and read.
+    """ms by which layers' gradients are faster where they read the gradient of an activation function as codes.
 
-    Its codes are made at once, of the gradient of an activation function, or of its parts.
+    It is not written and not read.
     """
     layers = graph.find_nodes(op="call_function", target=torch.ops.hotrain.linear_gradients.default)
-    found = [node for node in layers if layer_codes.before_activation(node) or layer_codes.parts_of(node)]
+    found = [node for node in map(layer_codes.before_activation, layers) if node is not None]
     return 1e3 * _UNREAD * sum(2 * bytes_of(node.args[0]) for node in found) / roofs.copy
 
 
