@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import drawings
+import floors
 import formats_table
 import front
 import low_rank
@@ -332,6 +333,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "targets": records.targets,
     "gpu-layers": records.gpu_layers,
     "floor": records.floor,
+    "floors": floors.table,
     "kernels": records.kernels,
     "step-targets": records.step_targets,
     "steps": records.steps,

@@ -187,7 +187,7 @@ def _latest_runs(rows: list[dict[str, Any]]) -> list[tuple[list[dict[str, Any]],
     return found
 
 
-def _of_bench(kind: str, folder: Path) -> list[dict[str, Any]]:
+def _of_bench(kind: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The records of one ``hotrain bench`` verb, without those of ``--tiny``, which measure nothing."""
     return [row for row in measurements(folder) if row.get("bench") == kind and not row.get("tiny")]
 
@@ -791,12 +791,23 @@ class Bounds:
         return self.times["bf16"] / took
 
 
-def floor(folder: Path = RESULTS) -> str:
-    """Operations and bytes of the latest run of layers over the rates that the run of ops of its commit measured."""
+@dataclass(frozen=True)
+class Roofs:
+    """What a GPU does at most: bytes a µs of a copy, operations a µs of products in fp8 (of the square of 8192, and of
+    the fastest of the layers) and in bf16 (of the fastest layer)."""
+
+    copy: float
+    square: float
+    fp8: float
+    bf16: float
+
+
+def _bounds(folder: Path) -> tuple[list[dict[str, Any]], Roofs, dict[str, list[Bounds]]] | None:
+    """The latest run of layers whose commit has a run of ops: its rows, the roofs, and the bounds of the layers."""
     rates = {_commit(rows[0]): rows for rows in _by_run(_of_bench("ops", folder)).values()}
     runs = [rows for rows in _by_run(_of_bench("layers", folder)).values() if _commit(rows[0]) in rates]
     if not runs:
-        return _none_yet("layers")
+        return None
     rows, (name, overrides) = runs[-1], parse_method(FLOOR_METHOD)
     method = hotrain.preset(name).override(**overrides)
     ceilings = {row["subject"]: row for row in rates[_commit(rows[0])] if row["variant"] == "ceiling"}
@@ -809,7 +820,24 @@ def floor(folder: Path = RESULTS) -> str:
             bounds = Bounds(shape, shape.layout(method).rows, copy, times)
             models.setdefault(shape.subject.partition("/")[0], []).append(bounds)
     every = [bounds for each in models.values() for bounds in each]
-    fastest = max(bounds.operations / bounds.products for bounds in every)
+    fp8 = max(bounds.operations / bounds.products for bounds in every)
+    bf16 = max(4.0 * b.shape.tokens * b.shape.outputs * b.shape.inputs / b.times["bf16"] for b in every)
+    return rows, Roofs(copy, square, fp8, bf16), models
+
+
+def roofs(folder: Path = RESULTS) -> tuple[dict[str, Any], Roofs] | None:
+    """A row of the run that measured them, and what it measured; None without such a run."""
+    found = _bounds(folder)
+    return None if found is None else (found[0][0], found[1])
+
+
+def floor(folder: Path = RESULTS) -> str:
+    """Operations and bytes of the latest run of layers over the rates that the run of ops of its commit measured."""
+    found = _bounds(folder)
+    if found is None:
+        return _none_yet("layers")
+    rows, measured, models = found
+    copy, square, fastest = measured.copy, measured.square, measured.fp8
     lines, sums = [], []
     for model, each in models.items():
         for b in each:
@@ -884,6 +912,14 @@ class StepTarget:
     reserved: float | None = None
     variant: str = models.HOTRAIN
     baseline: str = models.EXACT
+
+    def times(self, folder: Path = RESULTS) -> tuple[float, float] | None:
+        """ms of the baseline and of the variant, in the latest run that timed both."""
+        for rows in reversed(list(_by_run(_of_bench("step", folder)).values())):
+            base, ms = (_step_mean(rows, self.subject, variant) for variant in (self.baseline, self.variant))
+            if base is not None and ms is not None:
+                return base, ms
+        return None
 
     def cells(self, runs: list[list[dict[str, Any]]]) -> list[str]:
         """Of the latest run that timed both."""

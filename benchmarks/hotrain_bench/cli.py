@@ -1,4 +1,5 @@
-"""``hotrain bench layers``, ``step``, ``zoo``, ``ops``: times on this machine, with baselines from the same run."""
+"""``hotrain bench layers``, ``step``, ``zoo``, ``ops``: times on this machine, with baselines from the same run; and
+``floors``, what a step computes and moves at least."""
 
 from __future__ import annotations
 
@@ -264,3 +265,31 @@ def ops(
         for row in done
     ]
     _show(["work", "variant", "µs", "TB/s", "TFLOP/s", "ceiling", "share"], lines, done, tiny, json)
+
+
+@app.command("floors", cls=Command, epilog="Example: hotrain bench floors vit_base_patch16_224/b128")
+def floors(
+    subjects: Annotated[
+        list[str] | None, typer.Argument(help="As of step; default: its own.", show_default=False)
+    ] = None,
+    tiny: TinyOption = False,
+    commit: CommitOption = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """What the exact training step of a model computes and moves at least, counted without a GPU."""
+    from hotrain_bench import floors as library
+    from hotrain_bench.conditions import device_named
+    from hotrain_bench.tasks import SUBJECTS, check
+
+    names = subjects or SUBJECTS
+    for name in names:
+        check(name)
+    where = device_named("cpu")
+    done = list(_record(library.run(names, tiny), where, commit, out))
+    lines = []
+    for row in done:
+        operations = sum(count * each for each, _, count in row["products"])
+        moved = (row[field] / 2**30 for field in ("forward_bytes", "backward_bytes", "optimizer_bytes"))
+        lines.append([row["subject"], f"{operations / 1e12:.2f}", *(f"{each:.2f}" for each in moved)])
+    _show(["subject", "TFLOP", "forward GiB", "backward GiB", "optimizer GiB"], lines, done, tiny, json)
