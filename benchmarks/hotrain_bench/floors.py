@@ -31,11 +31,12 @@ _ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
+_CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
 _STATISTICS = (_aten.native_batch_norm, _aten.native_batch_norm_backward, _aten._native_batch_norm_legit)
 _GATHERS = (_aten.embedding, _aten.index, _aten.index_select)
 _DRAWS = (_aten.bernoulli_, _aten.bernoulli, _aten.rand_like, _aten.native_dropout)
 _OPTIMIZER_BYTES = 28
-"""Of fused AdamW in float32, for each parameter: reads it, its gradient and two moments, writes all but the gradient."""
+"""Of fused AdamW in float32, for a parameter: reads it, its gradient and two moments, writes all but the gradient."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Counting(TorchDispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], result: Any) -> None:
         inputs = [self._of(t) for t in given]
-        packet, place = func._overloadpacket, max((s.made + s.by_product for s in inputs), default=0)
+        packet, place = func._overloadpacket, max([0, *(s.made + s.by_product for s in inputs)])
         if all(any(_number(t) == _number(other) for other in given) for t in made) and not func._schema.is_mutable:
             return  # a view
         if packet in _DRAWS:
@@ -189,6 +190,11 @@ def _nbytes(t: Tensor) -> int:
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet = func._overloadpacket
+    if packet in _CONVOLUTIONS:  # of groups the registry counts too many in backward
+        backward = packet is _aten.convolution_backward
+        y, w = (args[0], args[2]) if backward else (result, args[1])
+        wanted = sum(args[-1][:2]) if backward else 1
+        return int(2 * wanted * y.numel() * w.numel() // w.shape[0])
     if packet not in _ATTENTION:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     backward = packet is _ATTENTION[1]
