@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import floors
 import records
 
-T, I, H, O = 256, 64, 128, 32  # noqa: E741
+T, I, H, O = 256, 64, 128, 32
 
 
 def counted(forward: object, parameters: list[Tensor]) -> Counting:
@@ -96,8 +96,7 @@ def test_models_without_a_gpu(subject: str, layers: dict[tuple[int, int, int], i
 
 
 def test_the_floor_of_a_record() -> None:
-    """One layer of 1024 rows, 512 outputs and 256 inputs, whose products are bound by operations: backward's take half of
-    the time in fp8, and packing its bytes."""
+    """Of one layer: the products of backward, bound by operations, take half of the time in fp8, and packing its bytes."""
     t, o, i = 1024, 512, 256
     once = 2 * t * o * i
     roofs = records.Roofs(copy=1e6, square=0.0, fp8=2e3, bf16=1e3)  # bytes and operations a µs
