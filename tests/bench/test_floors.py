@@ -96,7 +96,7 @@ def test_models_without_a_gpu(subject: str, layers: dict[tuple[int, int, int], i
 
 
 def test_the_floor_of_a_record() -> None:
-    """Of one layer: the products of backward, bound by operations, take half of the time in fp8, and packing its bytes."""
+    """Of one layer: the products of backward, bound by operations, take half in fp8, and packing its bytes."""
     t, o, i = 1024, 512, 256
     once = 2 * t * o * i
     roofs = records.Roofs(copy=1e6, square=0.0, fp8=2e3, bf16=1e3)  # bytes and operations a µs
