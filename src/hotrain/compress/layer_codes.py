@@ -27,7 +27,7 @@ from .merging import Merging, readers_of, unviewed
 from .nodes import CASTS, MOVES, is_dense
 
 _aten = torch.ops.aten
-_LEAST_OF_PART = 64  # channels that each is a multiple of: a block of the quantize kernel lies in one part
+_LEAST_OF_PART = 64  # channels that each is a multiple of: a block of the quantize kernel is within one
 
 
 class Gradients(Merging):
