@@ -113,7 +113,8 @@ def parts_of(gradients: Node) -> tuple[list[Node], list[int] | None] | None:
         fits = math.prod(sizes[at + 1 :]) == columns
         order = [axis - (axis > place) for axis in order if axis != place]
     alone = readers_of(joined, (_aten.permute.default, _aten.clone.default)) == [gradients]
-    if not (fits and alone and len(sources) == 3 and columns % _LEAST_OF_PART == 0):
+    same = all(source.meta["val"].dtype == g_y.meta["val"].dtype for source in sources)  # `cat` would promote them
+    if not (fits and alone and same and len(sources) == 3 and columns % _LEAST_OF_PART == 0):
         return None
     return (sources, order) if all(_is_part(source, order, columns) for source in sources) else None
 
