@@ -42,6 +42,24 @@ def test_a_question_is_measured_once_and_apart_for_graphs(monkeypatch):
     assert asked == [False, True]
 
 
+def test_rounds_that_other_work_slows_down_do_not_count(monkeypatch):
+    """Another process takes the GPU for most rounds, of one work or of both: until each has its fastest time twice."""
+    quiet = {7: (1.0, 9.0), 11: (8.0, 2.0), 19: (1.01, 5.0), 23: (7.0, 2.02)}
+    times = [t for n in range(40) for t in quiet.get(n, (5.0 + n, 6.0 + n))]
+    monkeypatch.setattr(planning, "timed", lambda work, count: times.pop(0))
+    assert planning.fastest([lambda: None, lambda: None]) == (1.0, 2.0)
+    assert len(times) == 2 * (40 - 24)
+
+
+def test_works_are_timed_a_few_times_where_the_times_agree_and_not_forever_where_they_do_not(monkeypatch):
+    monkeypatch.setattr(planning, "timed", lambda work, count: work())
+    calls = []
+    assert planning.fastest([lambda: calls.append(0) or 1.0]) == (1.0,)
+    assert len(calls) == 5
+    falling = iter(0.5**n for n in range(40))
+    assert planning.fastest([lambda: next(falling)], rounds=7) == (0.5**6,)
+
+
 @pytest.mark.parametrize(("host", "stays"), [(0.5, False), (0.6, True)])
 def test_a_layer_stays_exact_where_the_host_would_be_the_limit(monkeypatch, host, stays):
     """Faster alone, but at more than half of exact's time to issue."""

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..planning import Roofs, agreed, captured, timed
+from ..planning import Roofs, agreed, captured, fastest
 from ..private import no_dispatch_modes
 from .nodes import bytes_of
 
 _EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
 _OF_STATISTICS = 0.56  # that their sums over an image's pixels reach: ResNet-50 and DenseNet-121, on an H200
 _OF_ERF = 0.66  # that GELU and its derivative reach: ViT-B, DeiT-S, ConvNeXt-T and Swin-T, on an H200
-_REPEATS = 5
 _CALLS = 4  # in one CUDA graph, so that its launch counts little
 _MOST_COPIED = 1 << 27  # bytes read, and written: larger copies take proportionally longer, or wait for other work
 
@@ -161,11 +160,9 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
             for work in works:
                 work()
             own, copy = (captured(work) for work in works)
-            pairs = [(timed(own), timed(copy) if nbytes else 0.0) for _ in range(_REPEATS)]
+            own_ms, copy_ms = fastest((own, copy)) if nbytes else (*fastest((own,)), 0.0)
     except RuntimeError:  # out of memory, or an operator that does not run alone: training goes on without it
         return None
     finally:
         torch.cuda.set_rng_state(state, device)
-    # The fastest: whatever else the device does can only slow them down.
-    own_ms, copy_ms = (min(times) / _CALLS for times in zip(*pairs, strict=True))
-    return own_ms, copy_ms * max(nbytes // 2, 1) / half
+    return own_ms / _CALLS, copy_ms / _CALLS * max(nbytes // 2, 1) / half
