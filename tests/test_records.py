@@ -447,6 +447,20 @@ def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: Mo
     assert resnet not in shown, "a line of the zoo"
 
 
+def test_checkpointing_that_a_later_run_left_out_is_the_last_ones(records: ModuleType, tmp_path: Path) -> None:
+    def row(variant: str, ms: float, run: str) -> dict[str, Any]:
+        return bench("step", VIT_B, variant, ms, peak_bytes=1 << 30, reserved_bytes=1 << 31, run_id=run, commit=run)
+
+    earlier = row("exact+graphs", 20.0, "one"), row("exact+compile+checkpoint", 22.0, "one")
+    write(tmp_path / "step_2026-11-21.jsonl", *earlier, row("hotrain-default", 24.0, "one"))
+    write(tmp_path / "step_2026-11-22.jsonl", row("exact+graphs", 21.0, "two"), row("hotrain-default", 18.0, "two"))
+    table, _, notes = records.zoo(tmp_path).partition("\n\n")
+    assert table.splitlines()[2] == (
+        f"| {VIT_B} | 21.00 | 18.00 | 0.86 | 1.00 (2.00) | 1.00 (2.00) | 1.00 | 22.00 | 1.00 (2.00) | – | two, a |"
+    )
+    assert notes.startswith(f"* Checkpointing at one, a: {VIT_B} where exact took 20.00 ms.\n")
+
+
 def test_curves_say_whether_they_follow(records: ModuleType, tmp_path: Path) -> None:
     assert "`python benchmarks/curves.py" in records.curves(tmp_path)
     verdict = {"seeds": 3, "distance": 0.01, "spread": 0.02}

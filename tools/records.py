@@ -297,11 +297,20 @@ def _has(run: list[dict[str, Any]], subject: str, *variants: str) -> bool:
     return set(variants) <= {row["variant"] for row in run if row["subject"] == subject}
 
 
+def _before(runs: list[list[dict[str, Any]]], subject: str) -> list[dict[str, Any]] | None:
+    """The latest run that timed checkpointing of a model beside exact."""
+    both = models.EXACT, models.CHECKPOINT
+    timed = [run for run in runs if None not in [_step_mean(run, subject, variant) for variant in both]]
+    return timed[-1] if timed else None
+
+
 def zoo(folder: Path = RESULTS) -> str:
     """The models of ``hotrain bench zoo``, a line each: the latest run that timed both exact as CUDA graphs and the
-    default; where none did, the latest that tried. The fastest first; errors and commands are below the table.
+    default; where none did, the latest that tried. What it left out of checkpointing is of the run before. The fastest
+    first; errors and commands are below the table.
     """
     lines, notes, runs = [], [], {}
+    older: dict[str, list[str]] = {}
     fields = ("median_ms", "peak_bytes", "reserved_bytes")
     both = (models.EXACT, models.HOTRAIN)
     for subject in models.MODELS:
@@ -312,10 +321,15 @@ def zoo(folder: Path = RESULTS) -> str:
         run = (timed or tried)[-1]
         runs[run[0]["run_id"]] = run
         mine = [row for row in run if row["subject"] == subject]
-        found = {
-            variant: {field: _step_mean(mine, subject, variant, field) for field in fields}
-            for variant in dict.fromkeys(row["variant"] for row in mine)
-        }
+        others = dict.fromkeys(row["variant"] for row in mine)
+        found = {v: {field: _step_mean(mine, subject, v, field) for field in fields} for v in others}
+        if models.CHECKPOINT not in found and (before := _before(tried, subject)):
+            runs[before[0]["run_id"]] = before
+            found[models.CHECKPOINT] = {
+                field: _step_mean(before, subject, models.CHECKPOINT, field) for field in fields
+            }
+            then = f"{subject} where exact took {_step_mean(before, subject, models.EXACT):.2f} ms"
+            older.setdefault(_place(before[0]), []).append(then)
         exact, default = (found[variant]["median_ms"] for variant in both)
         ratio = float("inf") if exact is None or default is None else default / exact
         lines.append((ratio, [subject, *models.cells(found), _place(run[0])]))
@@ -326,6 +340,7 @@ def zoo(folder: Path = RESULTS) -> str:
         ]
     if not lines:
         return _none_yet("zoo")
+    notes += [f"* Checkpointing at {place}: {', '.join(which)}." for place, which in older.items()]
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     commands = _commands(runs.values())
     table = _markdown(["model", *models.HEADERS, "commit, GPU"], ordered)

@@ -314,6 +314,7 @@ CLAIMS = (
 """HOT's Tables 4, 3 and 2: gaps to exact in points (Table 2's: against r = 16, EfficientFormer-L1)."""
 
 
+_SMALL = 0.2  # points: the loss that the default may have
 HELD, WORSE, BETTER, OPEN = "Held", "Lost more here", "Lost less here", "Not measured yet"
 
 
@@ -341,7 +342,11 @@ FROM_SCRATCH = ("pretraining", "language", "dense")
 
 
 def advice(chosen: Iterable[Study], rows: Sequence[Row], default: str) -> list[str]:
-    """What to choose, a line for each choice: the default where its loss is within two standard errors, else exact."""
+    """What to choose, a line for each choice.
+
+    The default where its loss is within two standard errors and `_SMALL`, exact where it is more than two standard
+    errors; the seeds of a loss that is neither small nor certain do not decide.
+    """
     out: dict[str, list[str]] = {}
     for line in itertools.chain.from_iterable(lines(study, rows) for study in chosen):
         if line.method != default or not line.gaps:
@@ -349,10 +354,12 @@ def advice(chosen: Iterable[Study], rows: Sequence[Row], default: str) -> list[s
         mean, count = statistics.fmean(line.gaps), len(line.gaps)
         if count == 1:
             choice = f"`{default}` after one seed, which decides nothing"
-        elif mean >= -2 * statistics.stdev(line.gaps) / math.sqrt(count):
-            choice = f"Choose `{default}` where memory is short; it costs no accuracy"
-        else:
+        elif mean < -2 * statistics.stdev(line.gaps) / math.sqrt(count):
             choice = f"Choose exact unless memory is short; `{default}` is at"
+        elif mean < -_SMALL:
+            choice = f"`{default}` after seeds that differ too much to decide"
+        else:
+            choice = f"Choose `{default}` where memory is short; it costs no accuracy"
         out.setdefault(choice, []).append(f"{line.group} ({mean_text(line.gaps, error=True, sign='+')})")
     return [f"{choice}: {', '.join(models)}." for choice, models in out.items()]
 

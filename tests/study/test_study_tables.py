@@ -130,6 +130,15 @@ def test_what_to_choose_follows_the_gap() -> None:
     assert advice([CHOSEN], rows(0.0, -0.5), "hq8")[0].startswith("Choose exact unless memory is short")
 
 
+def test_a_mean_loss_within_a_large_error_is_not_no_loss() -> None:
+    """(-1.4, 0.1, -0.2): a mean of -0.5, and a standard error as large."""
+    made = [{**row, "accuracy": 90.0} for row in rows(0.0, 0.0)]
+    for seed, gap in enumerate((-1.4, 0.1, -0.2)):
+        row = next(one for one in made if one["method"] == "hq8" and one["seed"] == seed)
+        row["accuracy"] += gap
+    assert advice([CHOSEN], made, "hq8")[0].startswith("`hq8` after seeds that differ too much to decide")
+
+
 def test_the_head_is_ten_lines_at_most() -> None:
     """Also where every model asks for a choice of its own: what is chosen is a line, not the model."""
     made = []
