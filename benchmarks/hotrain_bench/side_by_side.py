@@ -24,6 +24,7 @@ FOLDER, PLACE, COUNT = "HOTRAIN_BENCH_FOLDER", "HOTRAIN_BENCH_PLACE", "HOTRAIN_B
 BEFORE = "HOTRAIN_BENCH_BEFORE"  # comma-separated numbers of the parts with earlier turns
 LOCK = "HOTRAIN_BENCH_LOCK"  # file that a process locks while it takes memory for a moment
 AT_ONCE = 2  # processes on a GPU that may do so
+ALONE = "HOTRAIN_BENCH_ALONE"  # file that a process locks while it times something before its turn
 PROGRAM = (sys.executable, "-m", "hotrain.cli", "bench", "step")
 MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
 
@@ -69,7 +70,23 @@ def briefly() -> Iterator[None]:
     if FOLDER not in os.environ:
         yield
         return
-    with Path(os.environ[LOCK]).open("w") as file:  # a process that dies releases the lock
+    with _locked(os.environ[LOCK]):
+        yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Context that one process of a GPU is in, for what is timed while the others prepare: the times of plans."""
+    if FOLDER not in os.environ:
+        yield
+        return
+    with _locked(os.environ[ALONE]):
+        yield
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    with Path(path).open("w") as file:  # a process that dies releases the lock
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -108,6 +125,7 @@ def together(
                 before = [other for other in range(place) if gpu[other] == gpu[place]]
                 own = {FOLDER: name, COUNT: str(len(parts)), PLACE: str(place), BEFORE: ",".join(map(str, before))}
                 own[LOCK] = str(folder / f"lock.{gpu[place]}.{len(before) % AT_ONCE}")
+                own[ALONE] = str(folder / f"alone.{gpu[place]}")
                 if gpus > 1:
                     own["CUDA_VISIBLE_DEVICES"] = str(gpu[place])
                 argv = [*PROGRAM, subject, "--variants", variant, *options, "--out", str(folder / f"{place}.jsonl")]

@@ -12,6 +12,7 @@ import gc
 import importlib
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 import hotrain
+from hotrain import planning
 from hotrain.compress.offload import offloading
 from hotrain.presets import preset
 from hotrain.train import parse_method
@@ -477,6 +479,7 @@ def run(
     if again and len(order) > 1 and order[0].name == BASELINE:
         order.append(order[0])
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    _time_plans_alone()
     for subject in subjects or SUBJECTS:
         truth = None
         seen: dict[str, int] = {}
@@ -495,3 +498,17 @@ def run(
                 row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             clean_up(device)
             yield row
+
+
+def _time_plans_alone() -> None:
+    """Let a plan's times be taken while no other process of `side_by_side.together` takes its own: beside its work."""
+    timed = planning.timed
+    if side_by_side.FOLDER not in os.environ:
+        return
+
+    def one(work: Callable[[], object], count: int = 2) -> float:
+        with side_by_side.alone():
+            torch.cuda.synchronize()
+            return timed(work, count)
+
+    planning.timed = one

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hotrain_bench import step, tasks
+from hotrain_bench import side_by_side, step, tasks
 from hotrain_bench.step import Bounds, FirstStep, Variant
 from torch import nn
 
+from hotrain import planning
 from hotrain.compress import offload
 
 CPU = torch.device("cpu")
@@ -379,3 +382,26 @@ def test_unknown_names_are_refused_before_anything_runs(
     monkeypatch.setattr(step, "build", lambda *a: pytest.fail("something ran"))
     with pytest.raises(ValueError, match=message):
         list(step.run(names, variants, CPU, 1, tiny=True))
+
+
+def test_a_plan_is_timed_alone_among_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process, which a second handle of the file stands for, cannot have the lock in the meantime."""
+    held: list[bool] = []
+
+    def timed(work: Any, count: int = 2) -> float:
+        with (tmp_path / "alone").open("w") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        return float(count)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(planning, "timed", timed)
+    step._time_plans_alone()
+    assert planning.timed is timed, "nothing changes in a process of its own"
+    monkeypatch.setenv(side_by_side.FOLDER, str(tmp_path))
+    monkeypatch.setenv(side_by_side.ALONE, str(tmp_path / "alone"))
+    step._time_plans_alone()
+    assert planning.fastest([lambda: None], count=3) == (3.0,)
+    assert held == [True] * 5

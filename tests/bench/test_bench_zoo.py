@@ -31,6 +31,11 @@ with side_by_side.briefly():
     note("brief")
     time.sleep(0.1)
     note("brief end")
+for _ in range(3):
+    with side_by_side.alone():
+        note("plan")
+        time.sleep(0.02)
+        note("plan end")
 if variant == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if variant == "fails":
@@ -83,7 +88,8 @@ def test_nothing_is_timed_while_another_part_prepares_or_is_timed(events: Path) 
     found = read(events)
     assert most_at_once(found, "turn") == 1
     assert most_at_once(found, "brief") <= side_by_side.AT_ONCE
-    waves = [found[: 4 * 6], found[4 * 6 :]]  # two models, then one: six events a part
+    assert most_at_once(found, "plan") == 1
+    waves = [found[: 4 * 12], found[4 * 12 :]]  # two models, then one: twelve events a part
     assert [{model for _, model, _, _ in wave} for wave in waves] == [set(models[:2]), set(models[2:])]
     for wave in waves:
         names = [event for *_, event in wave]
