@@ -400,3 +400,10 @@ def test_bit_schedule_leaves_the_rest() -> None:
 def test_bad_schedules(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BitSchedule(**fields)
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    hotrain.convert(model, "hot")
+    with pytest.raises(TypeError, match="the batches are a NoneType"):
+        hotrain.calibrate(model, None)

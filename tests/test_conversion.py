@@ -762,3 +762,19 @@ def test_keys_of_cosine_attention_stay_exact() -> None:
     errors = {row["layer"]: row["grad_weight_error"] for row in shown.rows}
     assert max(errors["query"], errors["value"]) < 0.1
     assert errors["key"] > 1e3, "as docs/limitations.md says"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [hotrain.convert, hotrain.compile, hotrain.revert, lambda m: list(hotrain.converted_layers(m))],
+    ids=["convert", "compile", "revert", "converted_layers"],
+)
+def test_what_is_no_model_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"hotrain\.\w+: the model is a NoneType; accepted is a torch.nn.Module"):
+        function(None)
+
+
+@pytest.mark.parametrize("bad", [{"height": 0}, {"width": "a"}, {"prefix": -1}, {"suffix": 1.5}, {"height": True}])
+def test_a_grid_of_no_tokens_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"has {next(iter(bad))}="):
+        hotrain.convert(nn.Linear(64, 64), grid=hotrain.Grid(**{"height": 4, "width": 4, **bad}))

@@ -318,3 +318,20 @@ def test_x_changed_in_place_is_noticed_or_harmless() -> None:
                 torch.autograd.grad(y.sum(), w)
         else:
             assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda x: functional.linear(x, None), TypeError, "linear: the weight is a NoneType"),
+        (lambda x: functional.linear(x, x), ValueError, r"the weight has shape \(2, 40, 64\); accepted are 2 axes"),
+        (lambda x: functional.linear(x, x[0], grid=(5, 8)), TypeError, r"the grid is \(5, 8\); .*hotrain.Grid"),
+        (lambda x: functional.conv2d(x, x), ValueError, "accepted are 4 axes"),
+        (lambda x: functional.conv2d(x, x[0].view(8, 5, 8, 8), groups=3), ValueError, "divisors of the 8 output"),
+        (lambda x: functional.conv2d(x, x[0].view(8, 5, 8, 8), groups=0), ValueError, "groups=0"),
+    ],
+    ids=["no weight", "3-d weight", "tuple as grid", "3-d kernel", "groups that do not divide", "no groups"],
+)
+def test_a_bad_argument_is_named(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call(torch.randn(2, 40, 64))

@@ -192,6 +192,7 @@ def calibrate(
         statistic: ``"l2"``, the rule of the published code, or ``"mse"``, which compares the squares.
 
     Raises:
+        TypeError: the batches cannot be iterated over.
         ValueError: no batch, no layer to calibrate, a loss or gradient that is not finite, or a bad argument.
     """
     if statistic not in STATISTICS:
@@ -200,6 +201,8 @@ def calibrate(
         raise ValueError(f"calibrate: max_batches={max_batches!r} is not a positive integer")
     if not 0 < threshold <= 1:
         raise ValueError(f"calibrate: threshold={threshold!r} is not in (0, 1]")
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: the batches are a {type(batches).__name__}; accepted is an iterable of batches")
     names = _quantized(model)
     if not names:
         raise ValueError(

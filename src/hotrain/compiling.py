@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .conversion import ConversionReport, convert, revert
+from .functional import check_model
 from .method import Method
 from .planning import clock
 from .plans import Point
@@ -42,7 +43,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
         What `torch.compile` returns; its ``report`` is that of `hotrain.convert`, with ``report.times``.
 
     Raises:
-        TypeError: an argument is one of `torch.compile`.
+        TypeError: an argument is one of `torch.compile`, or the model none.
         ValueError: as `hotrain.convert`.
     """
     if theirs := sorted(options.keys() & inspect.signature(torch.compile).parameters.keys()):
@@ -50,6 +51,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
             f"hotrain.compile: got {', '.join(theirs)}, of torch.compile, whose arguments it chooses; for others call "
             f"hotrain.convert(model), then torch.compile(model, {theirs[0]}=…)"
         )
+    check_model("compile", model)
     on_gpu = any(p.is_cuda for p in model.parameters())
     if on_gpu:
         options.setdefault("plan", "graphs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import autograd
 from .draws import signed
@@ -32,6 +32,16 @@ def as_method(method: str | Method) -> Method:
     if isinstance(method, str):
         return preset(method)
     raise ValueError(f"method {method!r} is neither a preset's name nor a hotrain.Method")
+
+
+def check_model(function: str, model: object) -> None:
+    """Check the model that a function of this name was given.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hotrain.{function}: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
 
 
 class Named(Protocol):
@@ -67,6 +77,13 @@ def check_input(owner: str | Named, x: Tensor, channels: int, axis: int) -> None
     raise ValueError(f"{name}: the input has shape {tuple(x.shape)}; accepted are {channels} channels on axis {axis}")
 
 
+def _check_weight(name: str, weight: Tensor, axes: int) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{name}: the weight is a {type(weight).__name__}; accepted is a tensor")
+    if weight.dim() != axes:
+        raise ValueError(f"{name}: the weight has shape {tuple(weight.shape)}; accepted are {axes} axes")
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -94,10 +111,13 @@ def linear(
         (*, O), in x's dtype.
 
     Raises:
-        TypeError: x is complex, integer or sparse.
-        ValueError: x does not have I channels.
+        TypeError: x is complex, integer or sparse; the weight is no tensor, or the grid no `Grid`.
+        ValueError: x does not have I channels, or the weight not two axes.
     """
     method = as_method(method)
+    _check_weight(name, weight, 2)
+    if not (grid is None or isinstance(grid, Grid)):
+        raise TypeError(f"{name}: the grid is {grid!r}; accepted are None and hotrain.Grid(height, width)")
     check_input(name, x, weight.shape[0 if transposed else 1], -1)
     return _apply(x, weight, bias, Config(method, grid, transposed, name=name), key)
 
@@ -135,9 +155,12 @@ def conv2d(
         (B, O, H', W'), or (O, H', W'), in x's dtype.
 
     Raises:
-        TypeError: x is complex, integer or sparse.
-        ValueError: x does not have C channels.
+        TypeError: x is complex, integer or sparse; the weight is no tensor.
+        ValueError: x does not have C channels, or the weight not four axes, or `groups` does not divide its outputs.
     """
+    _check_weight(name, weight, 4)
+    if groups < 1 or weight.shape[0] % groups:
+        raise ValueError(f"{name}: got groups={groups}, accepted are divisors of the {weight.shape[0]} output channels")
     geometry = Geometry(
         (weight.shape[2], weight.shape[3]),
         _pair(stride),

@@ -113,7 +113,7 @@ def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="'fast'"):
         hotrain.fit(model, inputs, 1000, variants=("fast",))
     with pytest.raises(ValueError, match="no blocks"):
-        hotrain.fit(TokenNet(), inputs, 1000)
+        hotrain.fit(TokenNet(), inputs, 1000, variants=("checkpointed",))
     with pytest.raises(ValueError, match="requires grad"):
         hotrain.fit(Blocks().requires_grad_(False), inputs, 1000)
     hotrain.convert(model)
@@ -180,3 +180,11 @@ def test_what_stays_full_says_why() -> None:
     assert LAYERS_ALONE in full_table(still_full(audit, report))
     assert still_full(audit, report, share=1.0) == []
     assert "nothing" in full_table([])
+
+
+def test_a_model_without_blocks_is_not_checkpointed_unless_asked() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+    rows = hotrain.fit(model, lambda n: torch.randn(n, 40, 64), "1GB", largest=4).rows
+    assert [row.variant for row in rows] == ["exact", "converted"]
+    with pytest.raises(ValueError, match=r"Sequential has no blocks to recompute; pass variants=\('exact',\)"):
+        hotrain.fit(model, lambda n: torch.randn(n, 40, 64), "1GB", variants=("exact", "checkpointed"))

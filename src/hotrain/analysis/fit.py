@@ -104,7 +104,7 @@ def fit(
     *,
     method: str | Method = DEFAULT,
     plan: str = "speed",
-    variants: Sequence[str] = VARIANTS,
+    variants: Sequence[str] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: steps.MakeOptimizer = torch.optim.AdamW,
     largest: int = LARGEST,
@@ -123,7 +123,7 @@ def fit(
         method: of the converted variants, as in `hotrain.convert`.
         plan: as in `hotrain.convert`.
         variants: of ``exact``, ``checkpointed`` (all blocks are recomputed), ``converted``,
-            ``converted+checkpointed``.
+            ``converted+checkpointed``. None is the first three, without checkpointing for a model without blocks.
         loss: output → scalar; None is the sum of all outputs.
         optimizer: parameters → optimizer.
         largest: batch size at which the search ends.
@@ -136,13 +136,16 @@ def fit(
         ValueError: the model is converted, a variant is unknown, or the budget is not positive or larger than the
             device.
     """
-    if unknown := [name for name in variants if name not in (*VARIANTS, BOTH)]:
+    if unknown := [name for name in variants or () if name not in (*VARIANTS, BOTH)]:
         raise ValueError(f"fit: unknown variant {unknown[0]!r}, accepted are {', '.join((*VARIANTS, BOTH))}")
     budget_bytes = parse_bytes(budget_bytes)
     if budget_bytes <= 0:
         raise ValueError(f"fit: got budget_bytes={budget_bytes}, accepted are numbers from 1")
+    if variants is None:
+        variants = VARIANTS if blocks(model) else tuple(name for name in VARIANTS if name != CHECKPOINTED)
     if any(name in (CHECKPOINTED, BOTH) for name in variants) and not blocks(model):
-        raise ValueError(f"fit: {type(model).__name__} has no blocks to recompute; leave out the checkpointed variants")
+        rest = tuple(name for name in variants if name not in (CHECKPOINTED, BOTH))
+        raise ValueError(f"fit: {type(model).__name__} has no blocks to recompute; pass variants={rest}")
     device = steps.device_of(model, "fit")
     chosen = as_method(method)
     step = steps.Step(model, loss, optimizer)

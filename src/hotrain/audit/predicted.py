@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..casting import autocast_to
 from ..compress.report import Example, map_tensors
+from ..functional import check_model
 from ..nn.state import layer_states
 from ..private import fakes
 from .saved_bytes import SavedBytes, saved_bytes
@@ -33,9 +34,11 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
         **kwargs: its keyword arguments.
 
     Raises:
+        TypeError: it is no model.
         ValueError: the model needs values to run (it routes tokens, say), or has a recurrent layer whose library says
             only when it runs what it keeps.
     """
+    check_model("predicted_bytes", model)
     return _predicted(model, inputs, kwargs)
 
 

@@ -21,7 +21,7 @@ from ..compress.interpose import unwrap, wrap
 from ..compress.offload import offload
 from ..compress.operators import share_inputs
 from ..draws import Draws
-from ..functional import as_method
+from ..functional import as_method, check_model
 from ..grids import grid_at, token_grids
 from ..method import NUMBERS, Method
 from ..nn.activation import PLANNED, BitReLU
@@ -94,8 +94,7 @@ def convert(
             `filter_fn`, or with ``memory="linear"``), or a point was measured on another device or PyTorch, or of
             another model.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"hotrain.convert: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
+    check_model("convert", model)
     warn_of_missing()
     if isinstance(plan, Point):
         others = (method, filter_fn, grid, prefix_tokens, dense_prefix, number, forward, memory)
@@ -284,6 +283,10 @@ def _as_grid(grid: Grid | tuple[int, int] | None, prefix: int) -> Grid | None:
         if prefix:
             place = "grid=(height, width)" if grid is None else f"Grid(..., prefix={prefix})"
             raise ValueError(f"hotrain.convert: prefix_tokens={prefix} has no effect without a grid; give {place}")
+        for name, least in (("height", 1), ("width", 1), ("prefix", 0), ("suffix", 0)):
+            value = getattr(grid, name, least)
+            if type(value) is not int or value < least:
+                raise ValueError(f"hotrain.convert: {grid} has {name}={value!r}; accepted are integers from {least}")
         return grid
     if not isinstance(grid, tuple | list) or len(grid) != 2 or any(type(n) is not int or n < 1 for n in grid):
         raise ValueError(f"hotrain.convert: grid={grid!r} is not (height, width) in patches")

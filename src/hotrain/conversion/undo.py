@@ -9,6 +9,7 @@ from torch import nn
 from ..compress.checkpointing import keep_all
 from ..compress.interpose import unwrap
 from ..compress.offload import keep_on_device
+from ..functional import check_model
 from ..nn.activation import PLANNED, BitReLU
 from ..nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state
 
@@ -21,9 +22,11 @@ def revert(model: nn.Module) -> None:
     What another library has put in the place of a converted layer stays there (`ConversionReport.gone`).
 
     Raises:
+        TypeError: it is no model.
         RuntimeError: a layer's class was changed again after conversion (a parametrization, FSDP2's `fully_shard` on
             the layer itself). Nothing is changed then.
     """
+    check_model("revert", model)
     layers = [(name, module) for name, module in model.named_modules() if layer_state(module) is not None]
     for name, module in layers:
         if not type(module).__module__.startswith(_ROOM):
@@ -50,6 +53,7 @@ def revert_activations(model: nn.Module) -> None:
 
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
     """The converted layers of a model: (fully qualified name, module, state) of each, once."""
+    check_model("converted_layers", model)
     for name, module in model.named_modules():
         state = layer_state(module)
         if state is not None:

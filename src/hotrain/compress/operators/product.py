@@ -88,7 +88,8 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
     a, b = input, other
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype.is_complex or b.dtype.is_complex:
         return None
-    forms = forms_of(a, b, FORMATS["product"])
+    # Of a square by its own row of `rules`: what a root or a logarithm makes of it is steepest at its small elements.
+    forms = None if a is b else forms_of(a, b, FORMATS["product"])
     if forms is None:
         return None
     scope.record("mul", FORMATS["product"])
