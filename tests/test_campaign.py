@@ -133,10 +133,10 @@ def test_resident_memory_is_judged_by_its_slope() -> None:
 def test_a_draft_that_is_renamed_while_we_look_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on meanwhile: a campaign ended with FileNotFoundError here."""
     (tmp_path / "run").mkdir()
-    draft = tmp_path / "run" / "checkpoint.pt.1.tmp"
+    draft = tmp_path / "run" / "checkpoint.pt.draft"
     draft.touch()
     here = (str(draft), draft.stat().st_ino)
-    listed = [draft, draft.with_name("checkpoint.pt.2.tmp")]
+    listed = [draft, tmp_path / "other" / "checkpoint.pt.draft"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(listed))
     assert _drafts(tmp_path) == {here}
 

@@ -288,7 +288,7 @@ def _figure_name(subject: str) -> str:
 
 def step_figures() -> str:
     """Peak memory against step time, a figure a subject, and which variants no other beats."""
-    from hotrain.plotting.steps import undominated
+    from hotrain.plans import undominated
 
     lines = []
     for subject, points in records.step_points().items():

@@ -118,7 +118,7 @@ def killed(npz: Path, folder: Path, count: int, draw: random.Random, say: Say) -
         where = _folder(out)
         if where is None or not same(_state(where), want):
             _found(tally, f"life {life}: the resumed run is not the uninterrupted one", say)
-        if where is not None and list(where.glob("*.tmp")):
+        if where is not None and list(where.glob("*.draft")):
             _found(tally, f"life {life}: temporary files are left", say)
         shutil.rmtree(out)
     return tally
@@ -137,15 +137,15 @@ def _kill(child: int, out: Path, draw: random.Random) -> str | None:
             time.sleep(draw.uniform(0, 0.02) if mid else 0)
             os.kill(child, signal.SIGKILL)
             os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-            return "in the middle of a checkpoint" if list(out.glob("*/*.tmp")) else "between checkpoints"
+            return "in the middle of a checkpoint" if _drafts(out) else "between checkpoints"
         time.sleep(0.0005)
     return None
 
 
 def _drafts(out: Path) -> set[tuple[str, int]]:
-    """Path and inode of each file that is being written, without those that were renamed while we looked."""
+    """Path and inode of each checkpoint that is being written, without those that were renamed while we looked."""
     found = set()
-    for path in out.glob("*/*.tmp"):
+    for path in out.glob("*/checkpoint.pt.draft"):
         with contextlib.suppress(FileNotFoundError):
             found.add((str(path), path.stat().st_ino))
     return found
@@ -177,7 +177,7 @@ def full_disk(npz: Path, folder: Path, count: int, draw: random.Random, say: Say
             if code not in (0, 2) or "Traceback" in said or (code == 2 and "No space left" not in said):
                 _found(tally, f"{kib} KiB: ended with {code}: {_last(folder / 'log')}", say)
             _check_files(disk)
-            left = [p.name for p in disk.glob("**/*") if p.suffix in (".tmp", ".draft")]
+            left = [p.name for p in disk.glob("**/*") if p.suffix == ".draft"]
             if left:
                 _found(tally, f"{kib} KiB: {left[0]} is left", say)
             _mount(disk, "remount,size=256m")

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replace a file in one step, in UTF-8: it is always the old one or the new one, complete, also after a crash.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Context whose file takes the place of `path` in one step: that is always the old one or the new one, complete.
+
+    A draft that a killed process has left is written over.
 
     Raises:
         OSError: it cannot be written, for instance because the disk is full. The old file stays, and nothing else.
     """
-    path = Path(path)
     draft = path.with_name(path.name + ".draft")
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(draft, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+    # The new name itself must reach the disk too.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file of text in UTF-8, as `replacing` does.
+
+    Raises:
+        OSError: as `replacing`.
+    """
+    with replacing(Path(path)) as file:
+        file.write(text.encode())
 
 
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:

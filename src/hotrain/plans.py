@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from .tables import bytes_text
 
 PLANS = ("speed", "graphs", "memory")
 RAN, PREDICTED = "ran", "predicted"
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,15 @@ class Point:
             return cls(**{**value, "recomputed": tuple(value["recomputed"]), "method": method})
         except (TypeError, KeyError) as error:
             raise ValueError(f"Point: the record of {value['name']!r} cannot be read ({error!r})") from error
+
+
+def undominated(places: Mapping[Key, tuple[float, float]]) -> list[Key]:
+    """What no other one beats in time or memory without being beaten in the other, by the first number of its pair."""
+
+    def beaten(mine: tuple[float, float]) -> bool:
+        return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in places.values())
+
+    return sorted((key for key, place in places.items() if not beaten(place)), key=places.__getitem__)
 
 
 def device_name(device: torch.device) -> str:

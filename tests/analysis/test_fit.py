@@ -178,7 +178,6 @@ def test_what_stays_full_says_why() -> None:
     head = [row for row in still_full(audit, report) if "4" in row.modules]
     assert [row.reason for row in head] == ["its layer stays exact: excluded by filter_fn"]
     assert LAYERS_ALONE in full_table(still_full(audit, report))
-    assert still_full(audit, report, share=1.0) == []
     assert "nothing" in full_table([])
 
 

@@ -385,7 +385,7 @@ def test_unknown_names_are_refused_before_anything_runs(
 
 
 def test_a_plan_is_timed_alone_among_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process, which a second handle of the file stands for, cannot have the lock in the meantime."""
+    """Another process, which a second handle of the file is, cannot have the lock in the meantime."""
     held: list[bool] = []
 
     def timed(work: Any, count: int = 2) -> float:

@@ -110,3 +110,15 @@ def test_a_converted_stack_keeps_less_than_exact() -> None:
     hotrain.convert(model, "hot")
     # Kept: x and the first ReLU's output in an eighth, both ReLUs' in a thirty-second; exact keeps three tensors.
     assert hotrain.saved_bytes(model, x).total <= (2 / 8 + 2 / 32) / 3 * exact + 2048
+
+
+def test_transformed_and_exported_it_is_pytorchs() -> None:
+    """As converted layers are: `torch.func` and `torch.export` take no autograd function with a context."""
+    model, x = network().train(), torch.randn(2, 32, 8, 8)
+    want = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    hotrain.convert(model, "hot")
+    parameters = dict(model.named_parameters())
+    found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+    torch.testing.assert_close([*found.values()], [*want])
+    graph = torch.export.export(model, (x,)).graph
+    assert not any(str(node.target).startswith("hotrain") for node in graph.nodes)

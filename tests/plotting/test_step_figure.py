@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hotrain.plotting.steps import draw_steps, undominated
+from hotrain.plans import undominated
+from hotrain.plotting.steps import draw_steps
 
 POINTS = {
     "exact": (11.9, 51.0),

@@ -267,9 +267,9 @@ def test_a_checkpoint_that_went_on_meanwhile_is_refused(stopped: Result, monkeyp
         train(None, resume=stopped.checkpoint_path, on_progress=silent)
 
 
-def test_what_killed_writers_left_is_removed(stopped: Result) -> None:
+def test_what_a_killed_writer_left_is_written_over(stopped: Result) -> None:
     folder = stopped.checkpoint_path.parent
-    (folder / "checkpoint.pt.4242.tmp").write_bytes(b"half")
+    (folder / "checkpoint.pt.draft").write_bytes(b"half")
     train(None, resume=folder, on_progress=silent)
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "checkpoint.pt", "metrics.jsonl"]
 

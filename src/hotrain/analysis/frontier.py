@@ -26,7 +26,7 @@ from ..compress.report import tensors
 from ..files import parse_json, read_text, write_text
 from ..functional import as_method
 from ..method import Method
-from ..plans import PREDICTED, RAN, Point, device_name
+from ..plans import PREDICTED, RAN, Point, device_name, undominated
 from ..presets import DEFAULT
 from ..tables import bytes_text, parse_bytes, table
 from .steps import (
@@ -62,12 +62,7 @@ class Frontier:
     @property
     def front(self) -> tuple[Point, ...]:
         """The points that no other one beats in time or memory without being beaten in the other, fastest first."""
-        places = {point: (point.ms or 0.0, point.peak_bytes or 0) for point in self.points if point.fits}
-
-        def beaten(mine: tuple[float, int]) -> bool:
-            return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in places.values())
-
-        return tuple(sorted((p for p, place in places.items() if not beaten(place)), key=places.__getitem__))
+        return tuple(undominated({p: (p.ms or 0.0, p.peak_bytes or 0) for p in self.points if p.fits}))
 
     def best(self, budget: int | str) -> Point:
         """The fastest point whose peak is within a budget.

@@ -44,8 +44,8 @@ class FullRow:
     modules: list[str]
 
 
-def still_full(audit: SavedBytes, report: ConversionReport | None = None, share: float = SHARE) -> list[FullRow]:
-    """The operators that keep floating-point tensors of more than `share` of the audit's total, largest first.
+def still_full(audit: SavedBytes, report: ConversionReport | None = None) -> list[FullRow]:
+    """The operators that keep floating-point tensors of more than `SHARE` of the audit's total, largest first.
 
     Reasons are taken from the report of the conversion where it has them.
     """
@@ -56,7 +56,7 @@ def still_full(audit: SavedBytes, report: ConversionReport | None = None, share:
     found = []
     for (operator, reason), rows in groups.items():
         size = sum(row["bytes"] for row in rows)
-        if size > share * audit.total:
+        if size > SHARE * audit.total:
             modules = list(dict.fromkeys(row["module"] for row in rows))
             found.append(FullRow(operator, reason, size, size / audit.total, modules))
     return sorted(found, key=lambda row: -row.bytes)

@@ -11,7 +11,7 @@ from ..compress.interpose import unwrap
 from ..compress.offload import keep_on_device
 from ..functional import check_model
 from ..nn.activation import PLANNED, BitReLU
-from ..nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state
+from ..nn.state import ATTRIBUTE, REVERTED, LayerState, layer_state, layer_states
 
 _ROOM = f"{__package__.rpartition('.')[0]}.nn."  # the package with the classes of converted layers
 
@@ -54,7 +54,5 @@ def revert_activations(model: nn.Module) -> None:
 def converted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]]:
     """The converted layers of a model: (fully qualified name, module, state) of each, once."""
     check_model("converted_layers", model)
-    for name, module in model.named_modules():
-        state = layer_state(module)
-        if state is not None:
-            yield name, module, state
+    for name, state in layer_states(model):
+        yield name, model.get_submodule(name), state

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
+from hotrain.plans import undominated
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.page import STYLE
 from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
@@ -27,17 +28,6 @@ OUTLIER = 1.25
 """Times the slowest point of a frontier but one: a slower one is drawn at the upper edge."""
 LEAST_RANGE = 0.3
 """Of the fastest step's time: what the axis of times spans at least."""
-
-
-def undominated(points: Points) -> list[str]:
-    """The variants that no other one beats in memory or time without being beaten in the other, by rising memory."""
-
-    def beaten(name: str) -> bool:
-        peak, ms = points[name]
-        others = (other for other in points.values() if other != (peak, ms))
-        return any(other[0] <= peak and other[1] <= ms for other in others)
-
-    return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])
 
 
 def draw_frontier(rows: Sequence[Mapping[str, Any]]) -> str:

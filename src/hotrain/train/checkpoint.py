@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hotrain import files
 from hotrain.train.run import TrainRun
 
 FORMAT = 2  # 1 had no checksum
@@ -68,32 +69,13 @@ def save(state: dict[str, Any], path: Path) -> None:
         OSError: the file cannot be written, for instance because the disk is full. The old checkpoint stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            hashed = _Hashed(file)
-            try:
-                torch.save({"format": FORMAT, **state}, hashed)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise (hashed.error or error) from None
-            file.write(_MARK + hashed.sha.hexdigest().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    # The new name itself must reach the disk too.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files of killed processes from a run's folder. Only for the process that holds its lock."""
-    for left in folder.glob(f"{FILE}.*.tmp"):
-        left.unlink(missing_ok=True)
+    with files.replacing(path) as file:
+        hashed = _Hashed(file)
+        try:
+            torch.save({"format": FORMAT, **state}, hashed)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise (hashed.error or error) from None
+        file.write(_MARK + hashed.sha.hexdigest().encode() + b"\n")
 
 
 def find(path: str | Path) -> Path:

@@ -79,7 +79,6 @@ def train(
             stack.enter_context(record.held(training.folder / record.LOCK, busy))
             if file is not None and file.stat().st_mtime_ns != read_at:
                 raise ValueError(f"resume: another process wrote {file} meanwhile; resume it again")
-            checkpoint.remove_temporaries(training.folder)
             record.rewrite(training.folder / record.METRICS, training.history)  # may be ahead of the checkpoint
             training.track = stack.enter_context(trackers.tracker(run, training.folder, training.update))
         if report is None and ranks.is_main:

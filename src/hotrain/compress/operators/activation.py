@@ -203,6 +203,14 @@ custom_op("function(Tensor x, str name) -> Tensor", lambda x, name: ACTIVATIONS[
 custom_op("function_(Tensor(a!) x, str name) -> Tensor(a!)", lambda x, name: getattr(F, name)(x, inplace=True))
 
 
+def by_slope(x: Tensor, name: str, inplace: bool = False) -> Tensor:
+    """f(x), written to x if `inplace`, of which backward has the derivative."""
+    if inplace and is_eager(x) and not is_view(x):  # a view's base has other elements
+        return _slope(x, name, True)  # type: ignore[no-any-return]
+    y = slope(x, name)
+    return written(x, y) if inplace else y
+
+
 def _handler(name: str) -> Callable[..., Tensor | None]:
     """A handler of the activation function of that name."""
 
@@ -221,13 +229,11 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         if saves_input:
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
             y, *codes = curve(input, name, form, image)
+            y = written(input, y) if inplace else y
             recipe = rematerialize.of(name, rematerialize.values(form, input.shape, image))
         else:
-            at_once = inplace and is_eager(input) and not is_view(input)  # a view's base has other elements
-            y = _slope(input, name, True) if at_once else slope(input, name)
+            y = by_slope(input, name, inplace)
             recipe, codes = ("", []) if known is None else (rematerialize.of(name, known.recipe), list(known.tensors))
-        if inplace and y is not input:
-            y = written(input, y)
         if recipe:
             scope.origins.note(y, recipe, *codes)
         if kind.by_input == "curve" and not inplace and torch.compiler.is_dynamo_compiling():
