@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hotrain
 
@@ -76,3 +78,39 @@ def test_a_class_with_ways_of_its_own_is_converted_copied_and_reverted(kind: typ
         hotrain.revert(one)
         assert type(one) is kind
     assert Registered.found == {"one": One}
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """As in transformers from 5.23 on: what a subclass's forward is wrapped in acts in the last subclass alone."""
+
+    checkpointed: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def wrapped(self: Any, x: Tensor) -> Any:
+            if type(self).forward is not wrapped:
+                return forward(self, x)
+            GradientCheckpointingLayer.checkpointed += 1
+            return checkpoint(functools.partial(forward, self), x, use_reentrant=False)
+
+        cls.forward = wrapped
+
+
+class CheckpointedPair(GradientCheckpointingLayer, Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x)).relu()
+
+
+def test_a_base_class_that_wraps_the_forward_of_its_last_subclass() -> None:
+    model, x = nn.Sequential(CheckpointedPair(), CheckpointedPair()), torch.randn(8, 64, 64)
+    before = model(x), hotrain.saved_bytes(model, x).total
+    hotrain.convert(model)
+    count = GradientCheckpointingLayer.checkpointed
+    assert torch.equal(model(x), before[0])
+    assert GradientCheckpointingLayer.checkpointed == count + 2
+    assert hotrain.saved_bytes(model, x).total <= before[1]
+    hotrain.revert(model)
+    assert type(model[0]) is CheckpointedPair

@@ -31,8 +31,9 @@ class Mixin:
     rank: ClassVar[int]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Not of the model's own class, which may want arguments or keep a list of its subclasses.
-        if _MARK not in cls.__dict__:
+        # Not of the model's own class, which may want arguments or keep a list of its subclasses. But transformers'
+        # layers are checkpointed by the wrapper that their base class puts around the forward of the last subclass.
+        if _MARK not in cls.__dict__ or any(kind.__name__ == "GradientCheckpointingLayer" for kind in cls.__mro__):
             super().__init_subclass__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
