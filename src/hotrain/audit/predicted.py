@@ -91,8 +91,8 @@ def _predicted(
     except Exception as error:  # whatever a model raises that reads values: SciPy's TypeError, an AssertionError
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"predicted_bytes: {type(model).__name__} does not run without values on these inputs ({first}); where they "
-            "are as its forward takes them, use hotrain.saved_bytes, which runs it"
+            f"predicted_bytes: {type(model).__name__} does not run without values on these inputs ({first}); where "
+            "they are as its forward takes them, use hotrain.saved_bytes, which runs it"
         ) from error
     finally:
         log.disabled = before
