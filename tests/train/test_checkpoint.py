@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hotrain import files
 from hotrain.train import TrainRun, saved_run, silent, train
 from hotrain.train import checkpoint as checkpoints
 
@@ -228,7 +229,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
             self.file.flush()
 
     state = checkpoints.load(file)
-    monkeypatch.setattr(checkpoints, "open", Full, raising=False)
+    monkeypatch.setattr(files, "open", Full, raising=False)
     with pytest.raises(OSError, match="No space left on device"):
         checkpoints.save(state, file)
     assert file.read_bytes() == content
