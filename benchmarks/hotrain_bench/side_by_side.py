@@ -67,26 +67,24 @@ def turn() -> Iterator[bool]:
 @contextmanager
 def briefly() -> Iterator[None]:
     """Context that at most `AT_ONCE` processes of a GPU are in, for work that needs its memory only for a moment."""
-    if FOLDER not in os.environ:
-        yield
-        return
-    with _locked(os.environ[LOCK]):
+    with _locked(LOCK):
         yield
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Context that one process of a GPU is in, for what is timed while the others prepare: the times of plans."""
-    if FOLDER not in os.environ:
-        yield
-        return
-    with _locked(os.environ[ALONE]):
+    with _locked(ALONE):
         yield
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with Path(path).open("w") as file:  # a process that dies releases the lock
+def _locked(variable: str) -> Iterator[None]:
+    """Context that holds the file which an environment variable names; without it there is nobody to wait for."""
+    if variable not in os.environ:
+        yield
+        return
+    with Path(os.environ[variable]).open("w") as file:  # a process that dies releases the lock
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
