@@ -58,7 +58,7 @@ format: $(STAMP)  ## rewrite the layout of the code
 # sources again.
 BYTECODE := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
 
-test: $(STAMP)  ## every test that needs no GPU (about 11 minutes on 2 cores)
+test: $(STAMP)  ## every test that needs no GPU (about 40 minutes on 2 cores)
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu"
 
 # Compiling kernels takes most of the time: if pytest-xdist is installed, eight processes share the work and the GPU.

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import autograd
 from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
+from .compress import rematerialize
 from .compress.codes import coded, sloped, whole
 from .draws import layer_of, next_key
 from .geometry import channels_last
@@ -47,7 +48,8 @@ def _layer(
     found = Config.of(config)
     call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history)
     key = None if counter is None else _pinned_key(counter)
-    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), whole, coded) if recipe else None)
+    remake = whole if x.device.type in autograd.KERNELS else rematerialize.make
+    return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), remake, coded) if recipe else None)
 
 
 def _pinned_key(counter: Tensor) -> Tensor:

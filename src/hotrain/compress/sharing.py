@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..autograd import Origin
+from ..autograd import KERNELS, Origin
 from ..private import constant_in_graphs, schema_of, version_of
+from . import rematerialize
 from .codes import coded, whole
 from .mode_stack import traced_graph
 from .rules import SMALL
@@ -180,7 +181,8 @@ class Origins:
                 # Parameters are copied: in backward the next layer reads them before the norm, when FSDP may not have
                 # gathered them yet.
                 kept = tuple(p.detach().clone() if p is not None and p.requires_grad else p for p in tensors)
-        self.recent = ((known, Origin(recipe, kept, whole, coded, by_heads)), *self.recent[: _RECENT - 1])
+        remake = whole if t.device.type in KERNELS else rematerialize.make
+        self.recent = ((known, Origin(recipe, kept, remake, coded, by_heads)), *self.recent[: _RECENT - 1])
 
     def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
         """Record, under Dynamo, that t is the result of this batch norm or activation."""

@@ -274,7 +274,7 @@ class Norm(torch.autograd.Function):
                 sums = _as(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
-            g, by_token = wide(g_y), kind != "group"
+            g, by_token = _as(g_y, torch.promote_types(g_y.dtype, torch.float32)), kind != "group"
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
             g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
