@@ -125,6 +125,7 @@ VALUES |= {
     "int4 nearest/row": Grouped(4, whole=True),
     "int2/row": Grouped(2, dithered=True, whole=True),
     "int6": Grouped(6),
+    "log8/row": policy.GROUPED["log8/row"],
 }
 OF_NORMS = (*EVERYWHERE, "int4/row", "int4 nearest/row", "int2/row")
 OF_HEADS = ("int8", "int6", "int4", "int4 nearest", "int3", "int2")
@@ -170,7 +171,9 @@ OPERATORS = (
     Operator("rms_norm", (F.rms_norm,), **_NORM),
     Operator("group_norm", (F.group_norm,), **_NORM, channels=1),
     Operator("batch_norm", (F.batch_norm,), **_NORM, channels=1),
-    Operator("softmax", (F.softmax, torch.softmax, Tensor.softmax), "softmax", {0: "g_x"}),
+    Operator(
+        "softmax", (F.softmax, torch.softmax, Tensor.softmax), "softmax", {0: "g_x"}, formats=(*EVERYWHERE, "log8/row")
+    ),
     Operator("attention q, k", _ATTENTION, "query_key", _QKV, formats=OF_HEADS),
     Operator(
         "attention v, output",

@@ -270,7 +270,8 @@ def test_a_model_without_a_layer_to_convert_is_compressed_between_its_layers() -
     with pytest.raises(ValueError, match=r'no layer of Sequential matched:\n  0: Conv3d[^"]*convert\(model, "exact"'):
         hotrain.convert(net, memory="linear")
     assert type(net) is nn.Sequential
-    report = hotrain.convert(net)
+    with pytest.warns(UserWarning, match=r"no layer of Sequential matched:\n  0: Conv3d"):
+        report = hotrain.convert(net)
     assert [row.name for row in report.kept] == ["0", "3"]
     assert "Conv3d is not" in str(report)
     x = torch.randn(2, 16, 8, 8, 8)
@@ -436,6 +437,12 @@ class Renamed(nn.Linear):
     pass
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+
+
 Namesake = type("Linear", (nn.Linear,), {"__module__": "timm.layers"})  # as timm's GhostNet has
 
 
@@ -449,6 +456,8 @@ Namesake = type("Linear", (nn.Linear,), {"__module__": "timm.layers"})  # as tim
         (nn.LazyConv2d(64, 3), "lazy: it has no weight yet; run a forward pass, then convert"),
         (nn.Conv1d(64, 64, 3), "Conv1d is not supported; accepted are Linear, Conv2d and transformers' Conv1D"),
         (nn.ConvTranspose2d(64, 64, 3), "ConvTranspose2d is not supported"),
+        (nn.GRUCell(64, 64), "GRUCell computes products of its own, without calling a layer"),
+        (Experts(), "Experts computes products of its own, without calling a layer"),
         (nn.Linear(64, 64, dtype=torch.complex64), "weight of dtype torch.complex64; accepted are floating-point"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -473,8 +482,10 @@ def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) 
         (lambda net: nn.Sequential(torch.jit.script(net)), r"0: made by torch\.jit.*put the module"),  # out of reach
         (lambda net: nn.Sequential(nn.Linear(8, 8), nn.GELU()), r"0: too small: 8 → 8 .*small ones"),  # by default
         (lambda net: nn.Sequential(OrderedDict(head=net[0])), r"head: head\n.*heads too"),  # a linear probe
+        (lambda net: nn.Sequential(nn.GELU(), nn.Conv1d(64, 64, 3)), r"1: Conv1d is not supported"),  # another kind
+        (lambda net: nn.Sequential(nn.LSTM(64, 64)), r"0: LSTM computes products of its own"),  # that calls no layer
     ],
-    ids=["subclass", "alone", "scripted", "small", "head"],
+    ids=["subclass", "alone", "scripted", "small", "head", "kind", "recurrent"],
 )
 def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str) -> None:
     """What is between them may still be compressed, so that it is no error; "exact" asks for just this."""
@@ -482,7 +493,8 @@ def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str)
         report = hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))))
     assert len(report.kept) == 1
     hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))), "exact", memory="block")  # a warning is an error here
-    hotrain.convert(nn.Sequential(nn.GELU(), nn.Conv1d(64, 64, 3)))  # nor is one where no layer is of a kind to convert
+    with pytest.warns(UserWarning, match="it has no Linear or Conv2d"):
+        hotrain.convert(nn.Sequential(nn.LayerNorm(64)))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hotrain.compress import formats, rules
 ENTRIES = {
     "gelu": "gelu",
     "silu": "curve",
+    "tanh": "saturating",
     "layer_norm": "norm",
     "rms_norm": "norm",
     "group_norm": "norm",
@@ -137,7 +138,7 @@ def _model(row: dict[str, Any]) -> str:
 
 def _today(operator: str) -> str:
     entry = ENTRIES[operator]
-    return f"input {formats.FORMATS[entry]}" if entry in ("gelu", "curve") else formats.FORMATS[entry]
+    return f"input {formats.FORMATS[entry]}" if entry in ("gelu", "curve", "saturating") else formats.FORMATS[entry]
 
 
 def _conditions(rows: list[dict[str, Any]]) -> str:

@@ -292,7 +292,8 @@ class _SecondDerivative(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
         raise RuntimeError(
             f"hotrain: {ctx.layer!r} has no second derivative (its gradients are quantized or low-rank). "
-            "Leave the layer exact with filter_fn, or hotrain.revert(model), to differentiate twice."
+            "hotrain.revert(model) to differentiate twice; or convert it with memory='linear', which leaves all "
+            "between the layers exact, and with a filter_fn that leaves out the layers differentiated twice."
         )
 
 

@@ -423,15 +423,15 @@ def test_a_frozen_weight_keeps_no_input(w_trains: bool) -> None:
 @pytest.mark.parametrize("name", ["gelu", "relu", "silu", "tanh", "layer_norm, plain", "softmax", "linear, no bias"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_shows(name: str, bad: float) -> None:
-    """In y as in PyTorch. In the gradients of norms, softmax and weights, and of what keeps its input, too; a slope
-    passes g_y there."""
+    """In y as in PyTorch. In the gradients of norms, softmax and weights, and of what keeps its input, too; but tanh is
+    flat at infinity."""
     case = CASES[name]
     inputs = case.inputs()
     with torch.no_grad():
         inputs[0].view(-1)[5] = bad
     got, want = (differentiate(call, inputs) for call in (lambda *t: with_operators(case.call, *t), case.call))
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=0, equal_nan=True)
-    if name == "tanh":
+    if name == "tanh" and bad == float("inf"):
         assert got[1].isfinite().all()
     elif name != "relu":
         place = 1 + (name == "linear, no bias")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +142,15 @@ def test_what_would_not_train_converted_is_refused(strategy: str, precision: str
         HadamardCallback().setup(trainer, module, "fit")
     assert not list(hotrain.converted_layers(module))
     HadamardCallback().setup(trainer, module, "test")
+
+
+def test_the_callback_of_another_trainer_says_which_it_is() -> None:
+    """Both have one name; a trainer asks for hooks that only its own has."""
+    others = pytest.importorskip("hotrain.integrations.transformers").HadamardCallback()
+    mine = HadamardCallback()
+    for callback, hook, where in ((others, "setup", "transformers"), (mine, "on_init_end", "lightning")):
+        with pytest.raises(
+            AttributeError, match=rf"of hotrain.integrations.{where} has no attribute '{hook}'.*takes the"
+        ):
+            getattr(callback, hook)
+    assert copy.deepcopy(mine).method == mine.method  # asks for attributes that there are not

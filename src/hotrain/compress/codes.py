@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import FUNCTIONS, Coded, channels_at_once, rows_in_memory
-from ..saved import group_size
+from ..saved import Logarithmic, group_size
 from . import rematerialize
 from .formats import GROUPED
 from .launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
@@ -23,9 +23,10 @@ LONGEST_ROW = 8192  # the most elements of a row that one program loads
 
 @cache
 def has_kernel(form: str, columns: int) -> bool:
-    """Whether a kernel packs the format: 4 or 8 bits, rounded to nearest, in groups that divide the row."""
+    """Whether a kernel packs the format: 4 or 8 bits, uniform, rounded to nearest, in groups that divide the row."""
     spec = GROUPED[form]
-    return spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
+    uniform = not isinstance(spec, Logarithmic)
+    return uniform and spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
 
 
 def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -160,7 +161,8 @@ def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
     if not isinstance(codes, Codes) or codes.kind not in ("values", "image", "output") or name not in FUNCTIONS:
         return None
     spec = GROUPED[codes.form]
-    if spec.bits not in (4, 8) or codes.columns % group_size(codes.columns, spec.whole):
+    uniform = spec.bits in (4, 8) and not isinstance(spec, Logarithmic)
+    if not uniform or codes.columns % group_size(codes.columns, spec.whole):
         return None
     return codes, normed, name
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..saved import Bits, Grouped, Levels, as_it_was, memory_order
+from ..saved import Bits, Grouped, Levels, Logarithmic, as_it_was, memory_order
 from . import rules
 
 # Rounded to nearest: stochastic rounding has no bias, but 1.5 times the error (docs/numerics.md).
@@ -16,6 +16,7 @@ GROUPED = {
     "int8": Grouped(8),
     "int4 nearest": Grouped(4),
     "int4 nearest/row": Grouped(4, whole=True),  # a per-row scale: a norm reduces over the row anyway
+    "log8/row": Logarithmic(whole=True),
 }
 BITS = Bits()
 

@@ -203,10 +203,11 @@ ACTIVATION = _row(
     "gelu, silu, mish, hardswish, sigmoid, tanh, hardsigmoid",
     "gelu silu mish hardswish sigmoid tanh hardsigmoid",
     decomposed=frozenset(("gelu", "silu", "mish", "hardswish", "sigmoid", "tanh", "hardsigmoid")),
-    formats={"curve": "int4 nearest", "gelu": "int8"},
+    formats={"curve": "int4 nearest", "gelu": "int8", "saturating": "int8"},
     compiled="int8",
     because="smooth, but for steps of the hard ones at ±3, where few elements are; hotrain's operators save the input "
-    "of gelu, silu and hardswish, of the others the derivative in 4 bits",
+    "of gelu, silu and hardswish, and of sigmoid and tanh, cut off where f is flat: of it the derivative has an error "
+    "relative to itself, by which a logarithm behind divides; of the others the derivative in 4 bits",
 )
 NORMALIZATION = _row(
     "layer, RMS, group and batch norm",
@@ -218,10 +219,11 @@ SOFTMAX = _row(
     "softmax",
     "softmax",
     "_softmax",
-    formats={"softmax": "int8"},
+    formats={"softmax": "log8/row"},
     wide=True,
     compiled="bfloat16 where backward multiplies by the result",
-    because="it spans orders of magnitude; in its own operator int8 is precise enough",
+    because="it spans orders of magnitude, and a loss with its logarithm divides by it: the error is relative to each "
+    "element",
 )
 ATTENTION = _row(
     "attention",

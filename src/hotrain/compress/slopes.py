@@ -25,12 +25,19 @@ class Activation:
         levels: the format of the derivative; None for a derivative of two values, in 1 bit per element.
         by_input: the name in `formats.FORMATS` of the format in which x is saved instead, "" for none; backward makes
             from it the derivative, and f(x) for the next layer.
+        flat: the |x| above which f is constant to 8 digits; x is cut off there before it is saved. A mask of -inf, or
+            of -1e9, would else be the scale of its group.
     """
 
     f: Callable[..., Tensor]
     slope: Callable[..., Tensor]
     levels: Levels | None = SLOPES
     by_input: str = ""
+    flat: float = math.inf
+
+    def cut(self, x: Tensor) -> Tensor:
+        """x as it is saved."""
+        return x if self.flat == math.inf else x.clamp(-self.flat, self.flat)
 
 
 # GELU's derivative is that of its tanh form, for both forms: the two differ by 0.0009 at most, and levels are 0.09
@@ -59,13 +66,11 @@ def _hardswish_slope(x: Tensor) -> Tensor:
 
 
 def _sigmoid_slope(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return 4 * s * (1 - s)  # scaled to at most 1; `FACTOR` undoes it
+    return torch.sigmoid(x) * torch.sigmoid(-x)
 
 
 def _tanh_slope(x: Tensor) -> Tensor:
-    t = torch.tanh(x)
-    return 1 - t * t
+    return 4 * _sigmoid_slope(2 * x)  # 1 − tanh², without the difference
 
 
 # LeakyReLU by its slope below 0: PyTorch's, that of Darknet's detectors, that of GANs.
@@ -79,8 +84,8 @@ ACTIVATIONS = {
     "silu": Activation(F.silu, _silu_slope, by_input="curve"),
     "mish": Activation(F.mish, _mish_slope),
     "hardswish": Activation(F.hardswish, _hardswish_slope, _WIDER, by_input="curve"),
-    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope),
-    "tanh": Activation(torch.tanh, _tanh_slope),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid_slope, by_input="saturating", flat=17.0),
+    "tanh": Activation(torch.tanh, _tanh_slope, by_input="saturating", flat=8.5),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
     "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
     "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
@@ -89,5 +94,5 @@ ACTIVATIONS = {
         for slope, name in LEAKS.items()
     },
 }
-FACTOR = {"sigmoid": 0.25, "hardsigmoid": 1 / 6}  # of the derivative: what is saved times this
+FACTOR = {"hardsigmoid": 1 / 6}  # of the derivative: what is saved times this
 ELSE = {name: slope for slope, name in LEAKS.items()}  # the derivative where the bit is not set

@@ -126,11 +126,9 @@ def convert(
     grids = {} if grid is not None else token_grids(model)
     everywhere = _as_grid(grid, prefix_tokens)
     chosen: list[tuple[str, nn.Module, type[nn.Module]]] = []
-    of_a_kind = False  # that is converted
     for name, module, reason in candidates(model):
-        of_a_kind |= target_of(module) is not None or isinstance(module, nn.Linear | nn.Conv2d | torch.jit.ScriptModule)
-        if filter_fn is not None and not filter_fn(module, name):
-            reason = reason or "excluded by filter_fn"
+        if filter_fn is not None and reason is None and not filter_fn(module, name):
+            reason = "excluded by filter_fn"
         elif filter_fn is None and reason is None:
             reason = default_reason(model, name, module)
         if reason is None:
@@ -151,7 +149,7 @@ def convert(
     # Any model has activations between its layers to compress; a filter that matches nothing is a mistake.
     if not chosen and (filter_fn is not None or method.memory != "block"):
         raise ValueError(_none_of(model, report.kept_rows))
-    if of_a_kind and not chosen and not report.layers:
+    if not chosen and not report.layers:
         warnings.warn(_none_of(model, report.kept_rows), stacklevel=2)
     for name, module, target in chosen:
         place = everywhere or grid_at(name, grids)

@@ -43,7 +43,8 @@ def target_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """(name, module, reason it is unsupported or None) of every Linear and convolution, shared ones once."""
+    """(name, module, reason it is unsupported or None) of every Linear and convolution, shared ones once, and of what
+    has products of its own: recurrent layers, experts."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -65,6 +66,14 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
                 module,
                 f"{type(module).__name__} is not supported; accepted are Linear, Conv2d and transformers' Conv1D",
             )
+        elif isinstance(module, nn.RNNBase | nn.RNNCellBase | nn.Bilinear) or _has_stacked_weights(module):
+            yield name, module, f"{type(module).__name__} computes products of its own, without calling a layer"
+
+
+def _has_stacked_weights(module: nn.Module) -> bool:
+    """Whether it has a matrix for each of several experts, or heads, in one parameter; a position embedding has one."""
+    own = module.parameters(recurse=False)
+    return any(p.dim() > 2 and min(p.shape) > 1 and p.numel() >= SMALLEST**2 for p in own)
 
 
 def _hindrance(

@@ -202,7 +202,7 @@ class ConversionReport:
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
-                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch) measures it"
+                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures it"
                 return None
         exact, now = self._totals
         if self.buffers.uncut:

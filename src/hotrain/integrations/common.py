@@ -49,6 +49,13 @@ class Conversion:
         self.report: ConversionReport | None = None
         self.checked = False  # the first step of this training
 
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self)
+        raise AttributeError(
+            f"{kind.__name__!r} of {kind.__module__} has no attribute {name!r}. Lightning's trainer takes the one of "
+            "hotrain.integrations.lightning, that of transformers the one of hotrain.integrations.transformers."
+        )
+
     def convert(self, model: Model) -> Model:
         """Convert a model in place and return it, for code that makes the model itself (``model_init``, before PEFT).
 

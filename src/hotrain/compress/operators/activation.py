@@ -172,7 +172,7 @@ class Curve(torch.autograd.Function):
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
             y = ACTIVATIONS[name].f(x)
-            codes, scale = pack(ordered, form)
+            codes, scale = pack(ACTIVATIONS[name].cut(ordered), form)
         ctx.save_for_backward(codes, scale)
         return y, *with_codes(ctx, codes, scale)
 
