@@ -61,7 +61,8 @@ def test_an_operator_s_line_has_bytes_errors_and_the_share_of_a_batch_s_noise(
 
 def test_the_policy_s_format_is_bold_and_no_other(formats_table: ModuleType, tmp_path: Path) -> None:
     entries = {operator: formats.FORMATS[entry] for operator, entry in formats_table.ENTRIES.items()}
-    entries |= {"gelu": f"input {formats.FORMATS['gelu']}", "silu": f"input {formats.FORMATS['curve']}"}
+    by_input = {"gelu": "gelu", "silu": "curve", "tanh": "saturating"}
+    entries |= {operator: f"input {formats.FORMATS[entry]}" for operator, entry in by_input.items()}
     rows = [measured(f"m/{name}", form) for name, today in entries.items() for form in (today, "another")]
     write(tmp_path, *rows)
     text = formats_table.operators(tmp_path)

@@ -1,4 +1,4 @@
-"""Losses that take the logarithm of a probability: its derivative 1/p is large where p is small, and was rounded away."""
+"""Losses that take the logarithm of a probability: its derivative is large where the probability is small."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Fidelity:
             body.append(cells + [f"{sum(row[e][:half]):.2f}" for e in ("g_y_energy", "x_energy")])
         headers = ["layer", *(f"{g} {what}" for g in ("g_x", "g_w") for what in ("error", "cosine", "bias"))]
         lines = [
-            f"gradients against exact, {self.draws} draws",
+            f"layers' gradients against exact, {self.draws} draws",
             table([*headers, "low g_y", "low x"], body),
             "",
             *(f"{g}: {self._verdict(path)}" for g, path in (("g_x", PATHS[0]), ("g_w", PATHS[1]))),
