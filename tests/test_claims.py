@@ -96,7 +96,7 @@ def _bits() -> str:
     method = hotrain.preset(DEFAULT)
     assert (method.grad_input.bits, method.grad_weight.bits, method.saved.bits) == (8, 8, 8)
     policy = importlib.import_module("hotrain.compress.formats")
-    bits = {int(re.match(r"int(\d)", form)[1]) for form in policy.FORMATS.values()}  # type: ignore[index]
+    bits = {policy.GROUPED[form].bits for form in policy.FORMATS.values()}
     assert bits | {policy.SLOPES.bits} == {4, 8}
     return "8-bit codes; 4 to 8 bits"
 
