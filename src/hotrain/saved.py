@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -89,7 +90,6 @@ def values(kept: Kept, dtype: torch.dtype) -> Tensor:
 # sums over either are unbiased.
 
 _CHUNK = 64  # elements per group, where the number of channels has no suitable divisor
-_SCALE = torch.bfloat16
 
 
 # Codes are packed by parts of the last axis, so that a compiler fuses packing and unpacking into the operations before
@@ -194,6 +194,7 @@ class Grouped:
     bits: int
     dithered: bool = False
     whole: bool = False
+    scale_dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     @cached_property
     def top(self) -> int:
@@ -222,7 +223,7 @@ class Grouped:
 
     def _scale(self, amax: Tensor) -> Tensor:
         # Rounding the scale to bfloat16 must not make it smaller: the largest element would be clipped.
-        return (amax * ((1 + 2.0**-8) / self.top)).to(_SCALE)
+        return (amax * ((1 + 2.0**-8) / self.top)).to(self.scale_dtype)
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
         """Codes, from 0, of values divided by their scale, (rows, groups, n), each group from its element `first`."""
@@ -249,7 +250,7 @@ class Grouped:
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""
         codes, scales = self.sizes(torch.Size(shape[:-1]).numel(), shape[-1])
-        return math.prod(codes) + math.prod(scales) * _SCALE.itemsize
+        return math.prod(codes) + math.prod(scales) * self.scale_dtype.itemsize
 
     def sizes(self, rows: int, columns: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """The shapes of codes and scales of a matrix."""
@@ -267,14 +268,10 @@ class Logarithmic(Grouped):
     """
 
     bits: int = 8
-
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of what `keep` returns for that shape."""
-        codes, scales = self.sizes(torch.Size(shape[:-1]).numel(), shape[-1])
-        return math.prod(codes) + math.prod(scales) * torch.float32.itemsize
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
 
     def _scale(self, amax: Tensor) -> Tensor:
-        return amax.to(torch.float32)
+        return amax.to(self.scale_dtype)
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
         return (steps.log2() * -_AN_OCTAVE).round().clamp(0, _NOTHING)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import FUNCTIONS, Coded, channels_at_once, rows_in_memory
-from ..saved import Logarithmic, group_size
+from ..saved import Grouped, Logarithmic, group_size
 from . import rematerialize
 from .formats import GROUPED
 from .launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
@@ -25,8 +25,13 @@ LONGEST_ROW = 8192  # the most elements of a row that one program loads
 def has_kernel(form: str, columns: int) -> bool:
     """Whether a kernel packs the format: 4 or 8 bits, uniform, rounded to nearest, in groups that divide the row."""
     spec = GROUPED[form]
-    uniform = not isinstance(spec, Logarithmic)
-    return uniform and spec.bits in (4, 8) and not spec.dithered and columns % group_size(columns, spec.whole) == 0
+    return _is_read(spec, columns) and not spec.dithered
+
+
+def _is_read(spec: Grouped, columns: int) -> bool:
+    """Whether kernels read the format: uniform codes of 4 or 8 bits, in groups that divide the row."""
+    uniform = spec.bits in (4, 8) and not isinstance(spec, Logarithmic)
+    return uniform and columns % group_size(columns, spec.whole) == 0
 
 
 def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -160,11 +165,7 @@ def _factor(part: Recipe) -> tuple[Codes, bool, str] | None:
     # The kernels have a table for f; they take codes of 4 or 8 bits, whatever their rounding.
     if not isinstance(codes, Codes) or codes.kind not in ("values", "image", "output") or name not in FUNCTIONS:
         return None
-    spec = GROUPED[codes.form]
-    uniform = spec.bits in (4, 8) and not isinstance(spec, Logarithmic)
-    if not uniform or codes.columns % group_size(codes.columns, spec.whole):
-        return None
-    return codes, normed, name
+    return (codes, normed, name) if _is_read(GROUPED[codes.form], codes.columns) else None
 
 
 def _restore_codes_fake(given: list[Tensor | None], recipe: str, shape: list[int], dtype: torch.dtype) -> Tensor:

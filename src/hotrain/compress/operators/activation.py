@@ -8,7 +8,6 @@ compressed under its name in `torch.nn.functional`, `torch` and `Tensor`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,7 +234,9 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             return None
         if before is not None and not is_fused(before.x, name):
             before = None
-        saves_input = bool(kind.by_input) and before is None and not (kind.flat < math.inf and _is_cut_short(input))
+        saves_input = (
+            bool(kind.by_input) and before is None and not (kind.by_input == "saturating" and _is_cut_short(input))
+        )
         form = FORMATS[kind.by_input] if saves_input else _DERIVATIVE if kind.levels else _BIT
         scope.record(name, form)
         if before is not None:
