@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain import planning
+from hotrain.compiling import compiled
 from hotrain.compress.offload import offloading
 from hotrain.presets import preset
 from hotrain.train import parse_method
@@ -343,11 +344,13 @@ def _measure(
     model = task.model
     if variant.compiled:
         graphs = variant.graphs and on_gpu
-        # Small shapes test tracing only, not code generation.
-        options: dict[str, Any] = {"backend": "aot_eager" if tiny and not graphs else "inductor"}
-        if graphs:
-            options["mode"] = "reduce-overhead"
-        model = torch.compile(model, **options)  # type: ignore[assignment]
+        mode = "reduce-overhead" if graphs else None
+        if tiny and not graphs:  # small shapes test tracing only, not code generation
+            model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+        elif task.report is not None:
+            model = compiled(model, mode)
+        else:
+            model = torch.compile(model, mode=mode)  # type: ignore[assignment]
     began = time.perf_counter()
     found = compare(task, first_loss(task, model), truth, variant.bounds)
     optimizer = task.optimizer()

@@ -56,7 +56,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     if on_gpu:
         options.setdefault("plan", "graphs")
     report = convert(model, method, **options)
-    fast: Any = torch.compile(model, mode=mode_of(model, report.point))
+    fast = compiled(model, mode_of(model, report.point))
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if report.buffers is not None:
@@ -70,6 +70,17 @@ def mode_of(model: nn.Module, point: Point | None) -> str | None:
     """The mode of `torch.compile`: CUDA graphs on a GPU, if no copy to the host's memory comes between."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     return "reduce-overhead" if on_gpu and not (point is not None and point.offload) else None
+
+
+def compiled(model: nn.Module, mode: str | None) -> Any:
+    """`torch.compile` in a mode, with logits that are returned beside a loss as `compress.logits` has them."""
+    try:
+        from .compress.logits import Backend
+
+        backend = Backend(mode)
+    except (ImportError, AttributeError):  # a PyTorch without what that uses of it
+        return torch.compile(model, mode=mode)
+    return torch.compile(model, backend=backend)
 
 
 class Check:

@@ -299,13 +299,14 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
 
 
 class Inductor(NamedTuple):
-    """What `compress.compiled` uses of Inductor and AOTAutograd."""
+    """What `compress.compiled` and `compress.logits` use of Inductor and AOTAutograd."""
 
     config: Any  # whose `custom_partitioner_fn` it sets
     partitioner: type  # the base class of that setting
     graph_pass: type  # the base class of its `pre_grad_custom_pass`, which it sets too
     cut: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]  # PyTorch's own partitioner
     decompositions: Callable[[], Any]  # what operators become before Inductor's lowering
+    backend: Callable[..., Any]  # (mode, options, dynamic) → the backend of `torch.compile` with them
     # The target of a node that launches a Triton kernel, which writes to its arguments. None: operators stay.
     kernel: Any
     kernel_with_results: Any  # the same, written as a function: its results are new tensors
@@ -340,8 +341,10 @@ def inductor() -> Inductor:
     launch, with_results = (_find(f"{wrap}_{name}", SLOWER) for name in ("mutation", "functional"))
     if with_results is None:
         launch = None
-    cut = min_cut_rematerialization_partition
-    return Inductor(config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, launch, with_results)
+    cut, backend = min_cut_rematerialization_partition, torch._TorchCompileInductorWrapper
+    return Inductor(
+        config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, backend, launch, with_results
+    )
 
 
 _exact_names = EXACT not in MISSING.values()

@@ -122,6 +122,25 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *once("cross_entropy", grads, g, g_y, w), *[None] * 7
 
 
+class Logits(torch.autograd.Function):
+    """Logits Y that a graph has computed, with the gradient of their layer: g_x = g_Y w, g_w = g_Yᵀ x, g_b = Σ g_Y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return not_a_view(y.detach())
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+        g = g_y.reshape(-1, g_y.shape[-1])
+        g_x = (g @ w.to(g.dtype)).to(x.dtype).view(x.shape) if needs_x else None
+        g_w = (g.T @ x.reshape(-1, x.shape[-1]).to(g.dtype)).to(w.dtype) if needs_w else None
+        g_b = g.sum(0) if needs_b else None
+        return *once("cross_entropy", (g_x, g_w, g_b), g_y, w), None
+
+
 def _pieces(tokens: int, classes: int) -> list[tuple[int, int]]:
     """The first class of each piece, and how many it has."""
     each = max(_PIECE // tokens, -(-classes // _PIECES), 1)
