@@ -28,7 +28,8 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     """Convert `model` in place and compile it: ``fast = hotrain.compile(model)``, then train `fast` as before.
 
     On a CUDA device the plan is ``"graphs"`` and the mode of `torch.compile` ``"reduce-overhead"`` (CUDA graphs);
-    elsewhere both have their defaults. Parameters and state_dict stay those of `model`.
+    elsewhere both have their defaults. Parameters and state_dict stay those of `model`. Logits that a language model
+    returns beside its loss have their gradient outside of the graph, where it costs nothing unless it is asked for.
 
     Args:
         model: as for `hotrain.convert`.

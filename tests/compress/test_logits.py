@@ -261,8 +261,7 @@ def test_backward_has_no_argument_as_large_as_the_logits(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 def test_cuda_graphs_replay_it_in_less_memory() -> None:
-    """Gradients of both losses over steps that are replayed, and twice the logits (the zeros, and the graph's copy of
-    them) less at the peak."""
+    """Gradients of both losses over steps that are replayed, and a peak of backward lower by the zeros that it has not."""
     tokens, classes, device = (8, 1024), 8192, torch.device("cuda")
     peaks = []
     for compile in (lambda model: torch.compile(model, mode="reduce-overhead"), lambda model: compiling.compiled(
@@ -296,4 +295,4 @@ def test_cuda_graphs_replay_it_in_less_memory() -> None:
                 del results, loss, y, extra, got, exact
             peaks.append(peak)
     size = tokens[0] * tokens[1] * classes * 2
-    assert peaks[0] - peaks[1] >= 1.5 * size
+    assert peaks[0] - peaks[1] >= 0.9 * size
