@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..saved import Bits, Grouped, Levels, Logarithmic, as_it_was, memory_order
+from ..saved import Bits, Grouped, Levels, Logarithmic, as_it_was, group_size, memory_order
 from . import rules
 
 # Rounded to nearest: stochastic rounding has no bias, but 1.5 times the error (docs/numerics.md).
@@ -34,7 +34,30 @@ def _keep(t: Tensor, form: str) -> tuple[Tensor, ...]:
 
 
 def _restore(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return GROUPED[form].restore(kept, shape, dtype)
+    return restored(GROUPED[form], kept, shape, dtype)
+
+
+def restored(
+    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """``form.restore(kept, shape, dtype)``, for graphs too.
+
+    Inductor's C++ backend (PyTorch 2.13, `try_loop_split`) leaves out the end of rows that groups do not divide: it
+    splits the loop over a row into whole groups. On a CPU it gets the padded rows, and an operator that cuts them.
+    """
+    first = kept[0]
+    if type(first) is not Tensor and first.device.type == "cpu" and isinstance(form, Grouped):
+        columns, size = int(shape[-1]), group_size(int(shape[-1]), form.whole)
+        if columns > size and columns % size:
+            padded = form.restore(kept, (*shape[:-1], -(-columns // size) * size), dtype)
+            return torch.ops.hotrain.cut(padded, columns)  # type: ignore[no-any-return]
+    return form.restore(kept, shape, dtype)
+
+
+_lib = torch.library.Library("hotrain", "FRAGMENT")
+_lib.define("cut(Tensor rows, int columns) -> Tensor")
+_lib.impl("cut", lambda rows, columns: rows[..., :columns].contiguous(), "CompositeExplicitAutograd")
+torch.library.register_fake("hotrain::cut", lambda rows, n: rows.new_empty((*rows.shape[:-1], n)), lib=_lib)
 
 
 def packer(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels, memory_order
-from .formats import GROUPED, is_static
+from .formats import GROUPED, is_static, restored
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
@@ -82,7 +82,7 @@ def restore(
         return form.restore(kept, shape, dtype)
     with stays_in_backward():
         codes = torch.bitwise_not(torch.ops.prims.bitwise_not.default(kept[0]))
-        return form.restore((codes, *kept[1:]), shape, dtype)
+        return restored(form, (codes, *kept[1:]), shape, dtype)
 
 
 def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ... import autograd
 from ...autograd import not_a_view, once
 from ...kernels import FUNCTIONS
-from ...private import constant_in_graphs, is_view
+from ...private import is_view
 from ...quantize.integer import wide
 from ...saved import as_it_was, group_size, memory_order
 from .. import rematerialize
@@ -211,19 +211,6 @@ def by_slope(x: Tensor, name: str, inplace: bool = False) -> Tensor:
     return written(x, y) if inplace else y
 
 
-@constant_in_graphs
-def _are_cut_short(columns: int) -> bool:
-    """Whether Inductor's C++ backend leaves out the end of rows: it splits loops by groups that do not divide them
-    (PyTorch 2.13, `try_loop_split`)."""
-    return columns >= 16 and columns % group_size(columns) != 0
-
-
-def _is_cut_short(x: Tensor) -> bool:
-    if x.device.type != "cpu" or not torch.compiler.is_dynamo_compiling():
-        return False
-    return _are_cut_short(int(x.shape[1] if is_channels_last(x) else x.shape[-1]))
-
-
 def _handler(name: str) -> Callable[..., Tensor | None]:
     """A handler of the activation function of that name."""
 
@@ -234,9 +221,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
             return None
         if before is not None and not is_fused(before.x, name):
             before = None
-        saves_input = (
-            bool(kind.by_input) and before is None and not (kind.by_input == "saturating" and _is_cut_short(input))
-        )
+        saves_input = bool(kind.by_input) and before is None
         form = FORMATS[kind.by_input] if saves_input else _DERIVATIVE if kind.levels else _BIT
         scope.record(name, form)
         if before is not None:
