@@ -261,7 +261,7 @@ def test_backward_has_no_argument_as_large_as_the_logits(monkeypatch: pytest.Mon
 
 @pytest.mark.gpu
 def test_cuda_graphs_replay_it_in_less_memory() -> None:
-    """Gradients of both losses over steps that are replayed, and a peak of backward lower by the zeros that it has not."""
+    """Gradients of both losses over steps that are replayed; backward has a lower peak, by the zeros."""
     tokens, classes, device = (8, 1024), 8192, torch.device("cuda")
     peaks = []
     for compile in (lambda model: torch.compile(model, mode="reduce-overhead"), lambda model: compiling.compiled(

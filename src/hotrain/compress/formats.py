@@ -37,9 +37,7 @@ def _restore(form: str, kept: Sequence[Tensor], shape: Sequence[int], dtype: tor
     return restored(GROUPED[form], kept, shape, dtype)
 
 
-def restored(
-    form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+def restored(form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``form.restore(kept, shape, dtype)``, for graphs too.
 
     Inductor's C++ backend (PyTorch 2.13, `try_loop_split`) leaves out the end of rows that groups do not divide: it
