@@ -21,7 +21,7 @@ def small(timm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     create, compiled = timm.create_model, torch.compile
     sizes = {"depth": 1, "embed_dim": 64, "num_heads": 2}
     monkeypatch.setattr(timm, "create_model", functools.partial(create, **sizes))
-    monkeypatch.setattr(torch, "compile", lambda model, mode: compiled(model, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiled(model, backend="aot_eager"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     yield
     torch.compiler.reset()

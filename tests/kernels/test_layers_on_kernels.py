@@ -247,6 +247,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     from hotrain import planning
 
     dtype = torch.float16  # float32 has blocks of one size
+    device = torch.empty(0, device=device).device  # with its index, as a layer's tensors have it
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     caches = (quantize_kernels._index, quantize_kernels.natural_rows, operands.no_key)
@@ -257,7 +258,7 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     if "number" in options:
         method = method.override(number=options["number"])
     method = method.override(forward=options.get("forward", "exact"))
-    kernels.prepare(torch.empty(0, device=device).device)  # as when a layer is placed, with the index of the device
+    kernels.prepare(device)  # as when a layer is placed
     planning.rehearse(
         planning.Question((2, 50, 32), (48, 32), dtype, dtype, True, True, trained, method, None, False, None, device)
     )
