@@ -289,6 +289,20 @@ def test_evaluation_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hotrain.linear_cross_entropy" not in seen
 
 
+def test_a_model_that_was_not_converted_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's setting is process-wide; a frozen head of an exact model has the form that the pass looks for."""
+    converted, exact, seen = Model(causal), Model(causal), put_into(monkeypatch)
+    exact.head.requires_grad_(False)
+    hotrain.convert(converted, "exact", memory="block", plan="memory")
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        for model, wanted in ((converted, True), (exact, False)):
+            seen.clear()
+            torch.compile(model)(torch.randn(*TOKENS, CHANNELS), labels())[0].backward()
+            assert seen
+            assert ("hotrain.linear_cross_entropy" in seen) is wanted
+
+
 class OnlyTheLoss(Model):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, target)[0]

@@ -27,7 +27,9 @@ _SAME_ROWS = ("float", "to", "view", "reshape", "contiguous", "flatten")  # meth
 
 
 def in_pieces(graph: Graph) -> None:
-    """Let losses be computed a few images or classes at a time, in place, in a graph of Dynamo's."""
+    """Let losses be computed a few images or classes at a time, in place, in a Dynamo graph of a converted model."""
+    if not any(str(node.target).startswith("hotrain.") for node in graph.nodes):
+        return
     for node in graph.find_nodes(op="call_function", target=F.cross_entropy):
         given = _CALL.bind(*node.args, **node.kwargs)
         given.apply_defaults()
