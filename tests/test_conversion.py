@@ -70,7 +70,8 @@ def test_the_report_prints_a_row_a_layer() -> None:
     text = str(hotrain.convert(model, "hla"))
     lines = text.splitlines()
     assert lines[0] == "hotrain: 3 layers converted to hla, 2 kept exact"
-    assert len(lines) == 1 + 5
+    assert lines[1].startswith("  no training forward yet")
+    assert len(lines) == 2 + 5
     assert "  head    exact: head" in lines
     assert any(line.startswith("  mlp.0 ") and "g_w:P8of16" in line for line in lines)
 
@@ -790,3 +791,13 @@ def test_what_is_no_model_is_refused(function: Any) -> None:
 def test_a_grid_of_no_tokens_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"has {next(iter(bad))}="):
         hotrain.convert(nn.Linear(64, 64), grid=hotrain.Grid(**{"height": 4, "width": 4, **bad}))
+
+
+def test_a_parametrized_layer_has_one_row_and_a_small_window_is_told_from_channels() -> None:
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(64, 64, 3)), nn.Conv2d(64, 64, 3), nn.Conv2d(3, 64, 3)
+    )
+    found = reasons(hotrain.convert(model))
+    assert found.keys() == {"0", "2"}
+    assert found["0"].startswith("parametrized")
+    assert found["2"] == "too small: 3·3·3 → 64 channels, under 32"

@@ -199,3 +199,58 @@ def test_a_frozen_layer_without_a_gradient_says_so() -> None:
     first, _, last = report.converted
     assert str(first) == "hq8  no gradient was asked of it"
     assert "none: the weight is frozen" in str(last)
+
+
+# ---- the bytes of the whole model ----
+
+
+def test_the_total_is_that_of_the_model_as_it_is_trained_now() -> None:
+    """A linear probe, then all of it, then with a block replaced; in evaluation mode as it was trained last."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(512, 64)
+    report = hotrain.convert(model, memory="block")
+
+    def agrees() -> int:
+        model(x).sum().backward()
+        totals = report.totals()
+        assert totals is not None
+        assert totals[0] == hotrain.saved_bytes(model, x).total
+        return totals[0]
+
+    model[:3].requires_grad_(False)
+    probe = agrees()
+    model.requires_grad_(True)
+    assert agrees() > 2 * probe
+    model[2] = nn.Identity()
+    smaller = agrees()
+    model.eval()
+    model.requires_grad_(False)
+    totals = report.totals()
+    assert totals is not None
+    assert totals[0] == smaller
+
+
+def test_a_graph_of_another_batch_is_not_added() -> None:
+    """The last batch of an epoch is smaller, and compiled anew."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        fast = hotrain.compile(model, memory="block")
+        for rows in (512, 512, 384):
+            fast(torch.randn(rows, 64)).sum().backward()
+    assert fast.report.buffers is not None
+    assert len(fast.report.buffers.graphs) == 2
+    totals = fast.report.totals()
+    assert totals is not None
+    assert totals[0] == fast.report.buffers.graphs[0]
+
+
+def test_what_did_not_run_is_said_to_be_planned() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(512, 64)
+    report = hotrain.convert(model)
+    model.eval()
+    model(x).sum().backward()
+    assert "planned (in evaluation mode layers are exact)" in str(report)
+    model[0].train()
+    model(x).sum().backward()
+    assert "planned" not in str(report)
+    assert [(row.name, "evaluation mode" in row.reason) for row in report.kept] == [("1", True)]

@@ -61,6 +61,8 @@ def short(*shapes: tuple[int, ...]) -> int:
 
 N = torch.Size(X).numel()
 
+PLACES, ROWS = torch.arange(N).view(X) * 5 % 8, torch.tensor([2, 0, 1, 0])  # of axis 1; of axis 0, one of them twice
+
 # name → (call, shapes, bytes that are to be kept, error of the gradients)
 KEPT: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], int, float]] = {
     "exp": (torch.exp, (X,), short(X), BFLOAT16_ERROR),
@@ -93,6 +95,12 @@ KEPT: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], int, f
     "abs": (torch.abs, (X,), N, 0.0),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 3), ((2, 3, 8, 8),), 0, 0.0),
     "interpolate": (lambda x: F.interpolate(x, size=5, mode="area"), ((2, 3, 8, 8),), 0, 0.0),
+    # The indices, and nothing of x.
+    "gather": (lambda x: x.gather(1, PLACES), (X,), 8 * N, 0.0),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, PLACES, dim=1), (X,), 8 * N, 0.0),
+    "index_add": (lambda x: torch.zeros(3, 8, 48).index_add(0, ROWS, x), (X,), 8 * 4, 0.0),
+    "index_add in place": (lambda x: torch.zeros(3, 8, 48).index_add_(0, ROWS, x, alpha=2), (X,), 8 * 4, 0.0),
+    "index_copy": (lambda x: torch.zeros(4, 8, 48).index_copy(0, ROWS.argsort(), x), (X,), 8 * 4, 0.0),
     "sqrt": (lambda x: positive(x).sqrt(), (X,), N + short(X), BFLOAT16_ERROR),
     "rsqrt": (lambda x: positive(x).rsqrt(), (X,), N + short(X), BFLOAT16_ERROR),
     "log": (lambda x: positive(x).log(), (X,), N + short(X), BFLOAT16_ERROR),

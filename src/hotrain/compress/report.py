@@ -98,6 +98,7 @@ class Buffers:
         waits: whether the model ran in eager mode on a GPU.
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
+        of_first: how many of them the first step compiled, where that is known.
         example: the first call.
         root: a weak reference to the model; a copy's records have the copy.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
@@ -118,6 +119,7 @@ class Buffers:
     waits: bool = field(default=False, repr=False, compare=False)
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
+    of_first: int | None = None
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
@@ -129,11 +131,17 @@ class Buffers:
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
-        """Record the first call of a compiled model by a hook on `fast`: its forward runs no Python of hotrain."""
+        """Record the first call of a compiled model by a hook on `fast`, whose forward runs no Python of hotrain, and
+        at the second one which graphs are of the first: further ones may be the same, of other shapes."""
+        calls = itertools.count(1)
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if model.training and torch.is_grad_enabled():
+            if not (model.training and torch.is_grad_enabled()):
+                return
+            if next(calls) == 1:
                 self.see(model, args, kwargs)
+            else:
+                self.of_first = len(self.graphs)
                 handle.remove()
 
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)

@@ -240,6 +240,8 @@ POOLING = _row(
     arguments={0: SHAPE},
     when=lambda f, args, kwargs: f is not F.interpolate or _argument(args, kwargs, 3, "nearest", "mode") == "area",
 )
+GATHER = _row("gather", "gather take_along_dim", "", SHAPE)
+INDEX_ADD = _row("index_add, index_copy", "index_add index_copy", arguments={3: SHAPE})
 # The next three are about uses in compiled graphs alone: the functions save nothing, or it is exact in eager mode.
 MOVE = Rule(
     "views, casts, copies, negation",
@@ -278,8 +280,8 @@ LOSS = _row(
     because="the logits are needed in full precision",
 )
 OTHER = _row(
-    "everything else: sin and cos, comparisons, clamps, maxima, sorting, indexing; prelu, selu; var, std, lerp, "
-    "mse_loss, grid_sample; linalg, cdist; recurrent layers",
+    "everything else: sin and cos, comparisons, clamps, maxima, sorting; prelu, selu; var, std, lerp; mse_loss and "
+    "l1_loss, instance_norm, grid_sample; linalg, cdist; recurrent layers",
     "",
     compiled="what meets the gradient in the end, by its own row; conditions in a bit",
     because="of a rounded tensor it would be another derivative: a phase, a step, or a difference of large numbers",
@@ -288,6 +290,7 @@ OTHER = _row(
 RULES = (
     *(MUL, MATMUL, LINEAR, CONVOLUTION, DIVISION, ADDCDIV, ROOTS, LOG, POLYNOMIAL, POWER, EXPONENTIAL, PRODUCTS_ALONG),
     *(NORM, SMOOTH, ELU, ACTIVATION, NORMALIZATION, SOFTMAX, ATTENTION, ABSOLUTE, POOLING),
+    *(GATHER, INDEX_ADD),
     *(MOVE, SUM, CONTINUOUS, STATISTIC, LOSS, OTHER),
 )
 

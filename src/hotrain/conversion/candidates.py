@@ -72,6 +72,8 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
 
 def _has_stacked_weights(module: nn.Module) -> bool:
     """Whether it has a matrix for each of several experts, or heads, in one parameter; a position embedding has one."""
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):  # its layer has a row
+        return False
     own = module.parameters(recurse=False)
     return any(p.dim() > 2 and min(p.shape) > 1 and p.numel() >= SMALLEST**2 for p in own)
 
@@ -128,7 +130,9 @@ def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None
     contraction = weight.numel() // max(1, outputs)
     groups = getattr(module, "groups", 1)
     if contraction * groups < SMALLEST or outputs < SMALLEST:
-        return f"too small: {contraction * groups} → {outputs} channels, under {SMALLEST}"
+        window = weight.shape[2:]
+        inputs = "·".join(map(str, (contraction * groups // window.numel(), *window)))
+        return f"too small: {inputs} → {outputs} channels, under {SMALLEST}"
     parent = model.get_submodule(name.rpartition(".")[0])
     if module.bias is None and isinstance(getattr(parent, "logit_scale", None), Tensor):
         return "its output is normalized to cosines: where it is zero, as in a padded window, g_y is without bound"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..compress.rematerialize import describe, saved_by_reader
-from ..compress.report import Buffers
+from ..compress.report import Buffers, Example
 from ..layer_record import Ran
 from ..method import Method
 from ..nn.state import REVERTED, LayerState
@@ -18,7 +18,8 @@ from ..plans import Point
 from ..tables import bytes_text
 from .undo import converted_layers, revert
 
-_UNCALLED = "no training forward has called it (its weight may be used without calling the layer)"
+_UNCALLED = "no training forward has called it (it is in evaluation mode, or its weight is used without calling it)"
+_PLANNED = "no training forward yet: what the rows say is planned (in evaluation mode layers are exact)"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ class ConversionReport:
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _unknown: str = field(default="", init=False, repr=False, compare=False)
+    _of: object = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"model": None}  # weak references cannot be pickled
@@ -189,25 +191,34 @@ class ConversionReport:
         """
         if self.buffers is None:
             return None
-        if self._totals is None:
-            example = self.buffers.example
+        example = self.buffers.example
+        model = None if example is None else example.model()
+        # Compiled graphs are counted once; what a model saves in training stays known in evaluation mode.
+        stays = bool(self.buffers.graphs) or model is None or not model.training
+        if self._totals is None or not stays:
             if example is None:
                 return None
-            model = example.model()
             if model is None:
                 self._unknown = "not known, the model is gone; print the report while there is the model"
                 return None
-            from ..audit.predicted import before_and_now
+            self._predict(model, example)
+        if self._totals is None:
+            return None
+        exact, now = self._totals
+        if self.buffers.uncut:
+            return None, exact
+        graphs = self.buffers.graphs[: self.buffers.of_first]
+        return (sum(graphs) if graphs else now), exact
 
+    def _predict(self, model: nn.Module, example: Example) -> None:
+        from ..audit.predicted import before_and_now
+
+        if self._of != (settings := _settings(model)):
+            self._totals, self._of, self._unknown = None, settings, ""
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
                 self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures it"
-                return None
-        exact, now = self._totals
-        if self.buffers.uncut:
-            return None, exact
-        return (sum(self.buffers.graphs) if self.buffers.graphs else now), exact
 
     def __str__(self) -> str:
         converted, kept, gone = self.converted, self.kept, self.gone
@@ -232,11 +243,22 @@ class ConversionReport:
             head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
         elif totals is None and self._unknown:
             head += f"\n  kept for backward: {self._unknown}"
+        if self.layers and not any(state.reached for _, state in self.layers):
+            head += f"\n  {_PLANNED}"
         for group in self.ran():
             if group["g_x"] is not None and group["method"] != "exact":
                 head += f"\n  {line_of(group)}"
         lines = [head, *(f"  {name:<{width}}  {what}" for name, what in rows)]
         return "\n".join(lines + ([] if self.buffers is None else [str(self.buffers)]))
+
+
+def _settings(model: nn.Module) -> object:
+    """What a model saves depends on besides the batch: its modules and their switches, and which parameters train."""
+    switches = [
+        (id(type(m)), *(name for name, value in vars(m).items() if value is True and name != "training"))
+        for m in model.modules()
+    ]
+    return switches, [p.requires_grad for p in model.parameters()]
 
 
 def _instead(model: nn.Module, name: str) -> str:
