@@ -801,3 +801,20 @@ def test_a_parametrized_layer_has_one_row_and_a_small_window_is_told_from_channe
     assert found.keys() == {"0", "2"}
     assert found["0"].startswith("parametrized")
     assert found["2"] == "too small: 3·3·3 → 64 channels, under 32"
+
+
+def test_a_parametrization_that_is_added_to_a_converted_layer() -> None:
+    """As `convert` advises where one was there before: the same forward, and gradients near exact's."""
+    exact, x = nn.Sequential(nn.Conv2d(64, 64, 3), nn.SiLU(), nn.Conv2d(64, 64, 3)), torch.randn(8, 64, 12, 12)
+    model = copy.deepcopy(exact)
+    hotrain.convert(model)
+    for net in (exact, model):
+        torch.manual_seed(0)
+        nn.utils.parametrizations.spectral_norm(net[0])
+    y, want = model(x), exact(x)
+    assert torch.equal(y, want)
+    names = dict(exact.named_parameters())
+    g = torch.randn_like(y)
+    got = torch.autograd.grad(y, [dict(model.named_parameters())[name] for name in names], g)
+    for name, a, b in zip(names, got, torch.autograd.grad(want, list(names.values()), g), strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm(), name

@@ -87,7 +87,7 @@ def _hindrance(
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "lazy: it has no weight yet; run a forward pass, then convert"
     if nn.utils.parametrize.is_parametrized(module):
-        return "parametrized: its weight is computed anew in every forward; remove the parametrization, then convert"
+        return "parametrized: its weight is computed anew in every forward; convert first, then add the parametrization"
     if layer_state(module) is None and target_of(module) is None:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             return "fully_shard was called on this layer itself, which changes its class: convert before fully_shard"
