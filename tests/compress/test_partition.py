@@ -610,6 +610,8 @@ ROWS: list[tuple[rules.Rule, Callable[..., Tensor], int]] = [
     (rules.ELU, F.elu, 1),
     (rules.ABSOLUTE, torch.abs, 1),
     (rules.POOLING, lambda x: F.adaptive_avg_pool2d(x.view(2, 3, 16, 16), 5), 1),
+    (rules.GATHER, lambda x: x.gather(0, torch.zeros(1, *x.shape[1:], dtype=torch.int64)), 1),
+    (rules.INDEX_ADD, lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x)), x), 1),
 ]
 
 
@@ -627,7 +629,8 @@ def test_eager_mode_and_compiled_graphs_follow_one_row(
     assert _forms(buffers) == forms
     model, buffers = calling(f, *[X] * count)
     gradients(torch.compile(model, backend=BACKEND, fullgraph=True), inputs)
-    assert (_forms(buffers) == forms) == (rule is not rules.ELU)
+    assert (_forms(buffers) == forms) == (rule not in (rules.ELU, rules.GATHER, rules.INDEX_ADD))
+    assert _forms(buffers) or rule in (rules.GATHER, rules.INDEX_ADD), "of these a graph saves nothing"
 
 
 def _forms(buffers: Buffers) -> set[str]:

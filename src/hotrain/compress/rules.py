@@ -240,8 +240,8 @@ POOLING = _row(
     arguments={0: SHAPE},
     when=lambda f, args, kwargs: f is not F.interpolate or _argument(args, kwargs, 3, "nearest", "mode") == "area",
 )
-GATHER = _row("gather", "gather take_along_dim", "", SHAPE)
-INDEX_ADD = _row("index_add, index_copy", "index_add index_copy", arguments={3: SHAPE})
+GATHER = _row("gather", "gather take_along_dim", "", SHAPE, compiled="not saved")
+INDEX_ADD = _row("index_add, index_copy", "index_add index_copy", arguments={3: SHAPE}, compiled="not saved")
 # The next three are about uses in compiled graphs alone: the functions save nothing, or it is exact in eager mode.
 MOVE = Rule(
     "views, casts, copies, negation",
