@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain import planning
-from hotrain.compiling import compiled
+from hotrain.compiling import compile_in_mode
 from hotrain.compress.offload import offloading
 from hotrain.presets import preset
 from hotrain.train import parse_method
@@ -348,7 +348,7 @@ def _measure(
         if tiny and not graphs:  # small shapes test tracing only, not code generation
             model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
         elif task.report is not None:
-            model = compiled(model, mode)
+            model = compile_in_mode(model, mode)
         else:
             model = torch.compile(model, mode=mode)  # type: ignore[assignment]
     began = time.perf_counter()

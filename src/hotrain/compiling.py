@@ -57,7 +57,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     if on_gpu:
         options.setdefault("plan", "graphs")
     report = convert(model, method, **options)
-    fast = compiled(model, mode_of(model, report.point))
+    fast = compile_in_mode(model, mode_of(model, report.point))
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if report.buffers is not None:
@@ -73,7 +73,7 @@ def mode_of(model: nn.Module, point: Point | None) -> str | None:
     return "reduce-overhead" if on_gpu and not (point is not None and point.offload) else None
 
 
-def compiled(model: nn.Module, mode: str | None) -> Any:
+def compile_in_mode(model: nn.Module, mode: str | None) -> Any:
     """`torch.compile` in a mode, with logits that are returned beside a loss as `compress.logits` has them."""
     try:
         from .compress.logits import Backend

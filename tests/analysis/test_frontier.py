@@ -251,7 +251,7 @@ def test_each_point_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         modes.append(mode)
         return torch._dynamo.optimize("aot_eager")(model)
 
-    monkeypatch.setattr(module, "compiled", with_backend)
+    monkeypatch.setattr(module, "compile_in_mode", with_backend)
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
     result = hotrain.frontier(model, X, steps=1, compile=True)

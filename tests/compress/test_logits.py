@@ -192,7 +192,7 @@ def test_steps_are_those_of_eager_mode(name: str, further: bool, taken: list[log
     hotrain.convert(model, "exact", memory="block", plan="memory")
     want = model(ids)
     want_gradients = gradients(model, want, further)
-    got = compiling.compiled(model, None)(ids)
+    got = compiling.compile_in_mode(model, None)(ids)
     assert any(taken) is wanted
     (loss, y), (exact, exact_y) = parts(got), parts(want)
     assert torch.allclose(loss, exact)
@@ -211,7 +211,7 @@ def test_the_logits_may_be_written_and_the_loss_thrown_away(taken: list[logits.T
     model, ids = Model(), torch.randint(0, CLASSES, TOKENS)
     hotrain.convert(model, "exact", memory="block", plan="memory")
     found = []
-    for run in (model, compiling.compiled(model, None)):
+    for run in (model, compiling.compile_in_mode(model, None)):
         _, y = run(ids)
         y.mul_(2)
         found.append(torch.autograd.grad(y.square().mean(), list(model.parameters())))
@@ -226,7 +226,7 @@ def test_a_frozen_head_and_evaluation(taken: list[logits.Taken | None]) -> None:
     model.head.requires_grad_(False)
     hotrain.convert(model, "exact", memory="block", plan="memory")
     trained = [p for p in model.parameters() if p.requires_grad]
-    fast = compiling.compiled(model, None)
+    fast = compiling.compile_in_mode(model, None)
     found = [torch.autograd.grad(sum(t.float().square().mean() for t in run(ids)), trained) for run in (model, fast)]
     assert any(taken)
     for a, b in zip(*found, strict=True):
@@ -250,7 +250,7 @@ def test_backward_has_no_argument_as_large_as_the_logits(monkeypatch: pytest.Mon
         compress(forward, backward, *args)
 
     monkeypatch.setattr(compiled, "compress", looked_at)
-    for run in (torch.compile(model), compiling.compiled(model, None)):
+    for run in (torch.compile(model), compiling.compile_in_mode(model, None)):
         torch._dynamo.reset()
         with torch._inductor.config.patch(fx_graph_cache=False):
             run(ids)[0].backward()
@@ -264,7 +264,7 @@ def test_cuda_graphs_replay_it_in_less_memory() -> None:
     """Gradients of both losses over steps that are replayed; backward has a lower peak, by the zeros."""
     tokens, classes, device = (8, 1024), 8192, torch.device("cuda")
     peaks = []
-    for compile in (lambda model: torch.compile(model, mode="reduce-overhead"), lambda model: compiling.compiled(
+    for compile in (lambda model: torch.compile(model, mode="reduce-overhead"), lambda model: compiling.compile_in_mode(
         model, "reduce-overhead"
     )):  # fmt: skip
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ from .._version import __version__
 from ..audit.saved_bytes import saved_bytes
 from ..budget import by_gain
 from ..casting import autocast_to
-from ..compiling import compiled, mode_of
+from ..compiling import compile_in_mode, mode_of
 from ..compress.checkpointing import blocks
 from ..compress.report import tensors
 from ..files import parse_json, read_text, write_text
@@ -282,7 +282,7 @@ def _measured(
     """The point with its time and memory; without them where memory ran out."""
 
     def measure() -> tuple[float, int]:
-        step = Step(model, loss, optimizer, compiled(model, mode_of(model, plan)) if compile else model)
+        step = Step(model, loss, optimizer, compile_in_mode(model, mode_of(model, plan)) if compile else model)
         own = step.optimizer()
         ms, peak = timed(step, lambda: batch, own, device, warm=_WARM if device.type == "cuda" else 0, steps=steps)
         return ms, fixed_bytes(model, own) + batch_bytes(model, batch)[0] if peak is None else peak

@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..private import inductor
-from .losses import in_pieces
+from .losses import in_pieces, nodes_between
 from .operators.head import Logits
 from .sharing import writes
 
@@ -82,7 +82,8 @@ def take_out(gm: GraphModule) -> Taken | None:
             continue
         x, w, b, *_ = made.args
         fixed = w in places and (b is None or b in places)
-        if not fixed or _is_written_behind(made) or not _is_larger(y, x):
+        # What is written could be y, or what it was computed from.
+        if not fixed or any(map(writes, nodes_between(made, output))) or not _is_larger(y, x):
             continue
         with gm.graph.inserting_before(output):
             constant = gm.graph.call_method("detach", (y,))
@@ -104,9 +105,3 @@ def _maker(y: Any) -> Node | None:
 def _is_larger(y: Any, x: Any) -> bool:
     sizes = [node.meta["example_value"].numel() for node in (y, x)]
     return all(isinstance(n, int) for n in sizes) and sizes[0] >= _LARGER * sizes[1]
-
-
-def _is_written_behind(made: Node) -> bool:
-    """Whether anything is written in place behind a node: it could be its result, or what it was computed from."""
-    nodes = list(made.graph.nodes)
-    return any(map(writes, nodes[nodes.index(made) + 1 :]))

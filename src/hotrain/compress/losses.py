@@ -49,7 +49,11 @@ def _is_worth_it(y: Node, target: Node) -> bool:
 
 def _by_images(loss: Node, call: Mapping[str, Any]) -> None:
     y, target, weight = call["input"], call["target"], call["weight"]
-    if y.target is not torch.ops.hotrain.interpolate or set(y.users) != {loss} or any(map(writes, _between(y, loss))):
+    if (
+        y.target is not torch.ops.hotrain.interpolate
+        or set(y.users) != {loss}
+        or any(map(writes, nodes_between(y, loss)))
+    ):
         return
     logits, labels = y.meta["example_value"], target.meta["example_value"]
     if logits.dim() != 4 or labels.shape != (len(logits), *logits.shape[2:]):
@@ -78,7 +82,7 @@ def _by_classes(loss: Node, call: Mapping[str, Any]) -> None:
         return
     linear, arguments = found
     behind, late = {linear}, []
-    for node in _between(linear, loss):
+    for node in nodes_between(linear, loss):
         if writes(node) or getattr(node.target, "__name__", "") in _STATES:
             return
         if behind & set(node.all_input_nodes):
@@ -149,7 +153,7 @@ def _is_written(linear: Node, loss: Node) -> bool:
     return False
 
 
-def _between(first: Node, last: Node) -> list[Node]:
+def nodes_between(first: Node, last: Node) -> list[Node]:
     """The nodes between two of a graph."""
     nodes = itertools.dropwhile(lambda node: node is not first, first.graph.nodes)
     return list(itertools.takewhile(lambda node: node is not last, nodes))[1:]

@@ -119,7 +119,7 @@ class Buffers:
     waits: bool = field(default=False, repr=False, compare=False)
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
-    of_first: int | None = None
+    of_first: int | None = field(default=None, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)

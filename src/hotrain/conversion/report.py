@@ -254,10 +254,7 @@ class ConversionReport:
 
 def _settings(model: nn.Module) -> object:
     """What a model saves depends on besides the batch: its modules and their switches, and which parameters train."""
-    switches = [
-        (id(type(m)), *(name for name, value in vars(m).items() if value is True and name != "training"))
-        for m in model.modules()
-    ]
+    switches = [(id(type(m)), *(name for name, value in vars(m).items() if value is True)) for m in model.modules()]
     return switches, [p.requires_grad for p in model.parameters()]
 
 
