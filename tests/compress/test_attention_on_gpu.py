@@ -71,7 +71,7 @@ def test_the_kernel_of_exact_runs(mask: str, groups: int, dropout: float) -> Non
     exact = Heads(groups, dropout)
     want, want_grads, want_kernels = _kernels(exact, *args)
     model = Heads(groups, dropout)
-    hotrain.convert(model, memory="block")
+    hotrain.convert(model, "exact", memory="block")
     y, grads, kernels = _kernels(model, *args)
     assert torch.equal(y.nan_to_num(), want.nan_to_num())
     assert torch.equal(y.isnan(), want.isnan())
