@@ -520,8 +520,11 @@ class JointStep(Step):
         self.added: list[bool] = []
 
         def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            for node in graph.graph.find_nodes(op="call_function", target=torch.ops.hotrain.norm_gradient.default):
-                self.added.append(node.args[1] is not None)
+            for node in graph.graph.nodes:
+                if node.target is torch.ops.hotrain.norm_gradient.default:
+                    self.added.append(node.args[1] is not None)
+                elif torch.ops.hotrain.norm_gradient_.default in node.args:  # one that writes over its gradient
+                    self.added.append(node.kwargs["other"] is not None)
             return make_boxed_func(graph.forward)
 
         return aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)

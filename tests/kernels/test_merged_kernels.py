@@ -21,7 +21,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.compress import choosing, compiled, costs, fusing, kernel_nodes
+from hotrain.compress import choosing, compiled, costs, fusing, in_place, kernel_nodes
 from hotrain.compress.operators import gated
 from hotrain.planning import Roofs
 
@@ -33,13 +33,15 @@ WIDTH = 128  # of rows: 2 × 96 of them are worth compressing
 def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
     """The kernels in the interpreter, where there is no GPU; on a GPU, too, choices by bytes, and no TF32.
 
-    Operators stay operators there: the nodes that replace them on a GPU are not what is asked here.
+    Operators stay what they are there: the nodes that replace them on a GPU, and operators that write in place, are not
+    what is asked here.
     """
     if device.type == "cpu":
         monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
     monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
     monkeypatch.setattr(costs, "_measured", {})
     monkeypatch.setattr(kernel_nodes, "insert", lambda half: False)
+    monkeypatch.setattr(in_place, "write", lambda backward: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     yield

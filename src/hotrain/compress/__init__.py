@@ -19,5 +19,6 @@ fusing, factors           kernels of a compiled step merged with what is around 
 layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
 losses                    cross entropy of interpolated logits as one operator, a pass on Dynamo's graphs
 logits                    logits beside a loss: their gradient outside of the graph, where unused ones cost nothing
+in_place                  gradients written over those that they are computed from
 kernel_nodes              kernels as nodes of the graph, which Inductor launches itself, where there is no CUDA graph
 """

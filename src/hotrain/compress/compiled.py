@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import fakes, inductor
-from . import choosing, formats, fusing, graph, kernel_nodes, rules
+from . import choosing, formats, fusing, graph, in_place, kernel_nodes, rules
 from .graph import KEY, entries
 from .halves import Halves
 from .losses import in_pieces
@@ -129,7 +129,9 @@ def partition(
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
             changed = fusing.fuse(half.graph)
-            if kernel_nodes.insert(half.graph) or changed:
+            changed |= kernel_nodes.insert(half.graph)
+            changed |= half is backward and in_place.write(half.graph)
+            if changed:
                 half.graph.lint()
                 half.recompile()
     return forward, backward

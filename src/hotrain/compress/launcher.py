@@ -51,16 +51,19 @@ def launch(device: torch.device, name: str, reference: Callable[[], Any], *args:
     return reference() if kernels is None else kernels.run(name, reference, *args)
 
 
-def opaque(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def opaque(
+    schema: str, fake: Callable[..., Any], inlined: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a custom operator that runs a kernel, and into which Inductor does not trace.
 
     Where Inductor would fuse the reference itself, it would read a tensor twice to quantize it, and load a scale for
-    every element. ``fake`` makes its results for a tracer.
+    every element. ``fake`` makes its results for a tracer; ``inlined`` tells whether `kernel_nodes` may replace it.
     """
 
     def define(implementation: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _implementations[name] = implementation
+        if inlined:
+            _implementations[name] = implementation
         _lib.define(schema)
         _lib.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"hotrain::{name}", fake, lib=_lib)

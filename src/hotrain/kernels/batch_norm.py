@@ -410,8 +410,8 @@ def normalize(
 
 def gradient(
     g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
-    name: str, levels: tuple[int, int] | None, passes_on: bool, sums_tiling: Tiling | None = None,
-    tiling: Tiling | None = None,
+    name: str, levels: tuple[int, int] | None, passes_on: bool, in_place: bool = False,
+    sums_tiling: Tiling | None = None, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `normalize`.
 
@@ -421,6 +421,8 @@ def gradient(
         codes, scale, marks: of `normalize`.
         r, w, name, levels: as given to `normalize`.
         passes_on: whether the shortcut needs a gradient.
+        in_place: whether the last result is written over g, which is scratch memory where it is not needed. Then g_x is
+            written over `other`, or over g if there is no `other` and the shortcut needs no gradient.
         sums_tiling, tiling: block sizes.
 
     Returns:
@@ -429,7 +431,7 @@ def gradient(
     rows, channels = g.shape
     sums_tiling, tiling = sums_tiling or _sums_tiling(channels), tiling or _gradient_tiling(channels)
     writes = passes_on or other is not None  # the gradient of f's argument, which is then read instead of g
-    passed_on = torch.empty_like(g) if writes else g.new_empty(0)
+    passed_on = g.new_empty(0) if not writes else g if in_place else torch.empty_like(g)
     tile, blocks, programs = sums_tiling.cut(channels, rows, g.device)
     parts = torch.empty(programs, 2, channels, dtype=torch.float32, device=g.device)
     constants = _marks(name, levels) | tile | {"C": channels, "WIDE": is_wide(g.numel()), "STAGES": sums_tiling.stages}
@@ -450,7 +452,8 @@ def gradient(
     source, marked = (passed_on, 0) if writes else (g, constants["MARKS"])
     tile, blocks, programs = tiling.cut(channels, rows, g.device)
     constants |= tile | {"MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
-    g_x = torch.empty_like(g)
+    own = other if other is not None else None if passes_on else g  # whose memory g_x may take
+    g_x = own if in_place and own is not None else torch.empty_like(g)
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
     launch(

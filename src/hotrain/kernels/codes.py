@@ -468,7 +468,7 @@ def _gradient_kernel(
 
 
 def gradient(
-    g: Tensor, codes: Tensor, scale: Tensor, name: str, bits: int, sums: bool = False
+    g: Tensor, codes: Tensor, scale: Tensor, name: str, bits: int, sums: bool = False, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
     """g f'(x) of the codes of x, and its sums per channel, the bias gradient of the layer before.
 
@@ -478,13 +478,14 @@ def gradient(
         name: of f, a key of `FUNCTIONS` with a derivative of more than two values.
         bits: 4 or 8.
         sums: whether the sums are wanted.
+        in_place: whether g_x is written over g.
 
     Returns:
         g_x as g, and the sums, float32 (C,), empty if not wanted.
     """
     (rows, columns), groups = g.shape, codes.shape[1]
     plan = _gradients(g.device, rows, groups, columns // groups // 2, bits, name, g.dtype, sums)
-    g_x = torch.empty_like(g)
+    g_x = g if in_place else torch.empty_like(g)
     parts = torch.empty(plan.numbers[-1] if sums else 0, columns, dtype=torch.float32, device=g.device)
     plan.run(g, codes, scale, g_x, parts)
     return g_x, parts.sum(0) if sums else parts.view(-1)

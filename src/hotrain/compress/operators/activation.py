@@ -78,18 +78,32 @@ def _activation_gradient_fake(
     _activation_gradient_fake,
 )
 def _activation_gradient(
-    g: Tensor, codes: Tensor, scale: Tensor, name: str, form: str, sums: bool
+    g: Tensor, codes: Tensor, scale: Tensor, name: str, form: str, sums: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """g f'(x) from the codes of x, and its sums per channel in float32, empty if not asked for."""
+    """g f'(x) from the codes of x, and its sums per channel in float32, empty if not asked for.
+
+    ``in_place``: the first is g, written to.
+    """
     columns = g.shape[-1]
 
     def reference() -> tuple[Tensor, Tensor]:
         g_x = _by_input(g, (codes, scale), name, form)
+        g_x = g.copy_(g_x) if in_place else g_x
         return g_x, g_x.float().view(-1, columns).sum(0) if sums else g.new_empty(0, dtype=torch.float32)
 
-    args = (g.view(-1, columns), codes, scale, name, GROUPED[form].bits, sums)
+    args = (g.view(-1, columns), codes, scale, name, GROUPED[form].bits, sums, in_place)
     g_x, found = launch(g.device, "codes.gradient", reference, *args)
     return g_x.view_as(g), found
+
+
+@opaque(
+    "activation_gradient_(Tensor(a!) g, Tensor codes, Tensor scale, str name, str form, bool sums) -> Tensor",
+    lambda *args: _activation_gradient_fake(*args)[1],
+    inlined=False,
+)
+def _activation_gradient_in_place(g: Tensor, *args: Any) -> Tensor:
+    """The sums of `_activation_gradient`, which writes its first result over g."""
+    return _activation_gradient(g, *args, in_place=True)[1]
 
 
 def _by_input(g: Tensor, kept: Sequence[Tensor], name: str, form: str) -> Tensor:

@@ -168,9 +168,12 @@ def _norm_gradient_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def _norm_gradient(
     g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
-    name: str, passes_on: bool,
+    name: str, passes_on: bool, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed; of y's gradient g + other."""
+    """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed; of y's gradient g + other.
+
+    ``in_place``: the last is g, written to; g_x is other, or g where there is neither other nor a shortcut.
+    """
     rows, added = _rows(g), None if other is None else _rows(other)
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
@@ -184,13 +187,36 @@ def _norm_gradient(
         sums = torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
         factor = r if w is None else r * wide(w)
         g_x = ((lifted - sums[0] / len(rows) - normal * (sums[1] / len(rows))) * factor).to(g.dtype)
+        if in_place and passes_on:
+            behind = rows.copy_(behind)
+        if in_place and (added is not None or not passes_on):
+            g_x = (rows if added is None else added).copy_(g_x)
         return g_x, sums, behind if passes_on else g.new_empty(0)
 
-    args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on)
+    args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on, in_place)
     g_x, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
+    if in_place:
+        return _image(g_x, g), sums, behind
     if passes_on:
         behind = _image(behind.clone() if behind is rows else behind, g)  # results share no memory with arguments
     return _image(g_x, g), sums, behind
+
+
+def _norm_gradient_in_place_fake(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    g_x, sums, behind = _norm_gradient_fake(g, other, *args)
+    return g_x if other is None and behind.numel() else g.new_empty(0), sums
+
+
+@opaque(
+    "norm_gradient_(Tensor(a!) g, Tensor(b!)? other, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, "
+    "str name, bool passes_on) -> (Tensor, Tensor)",
+    _norm_gradient_in_place_fake,
+    inlined=False,
+)
+def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    """Of `_norm_gradient` the sums, and g_x where it has memory of its own: else it is empty."""
+    g_x, sums, _ = _norm_gradient(g, other, *args, in_place=True)
+    return g_x if other is None and args[-1] else g.new_empty(0), sums
 
 
 # ---- autograd functions ----

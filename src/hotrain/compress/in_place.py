@@ -1,0 +1,85 @@
+"""Gradients of a compiled step written over those that they are computed from, where nothing else reads these.
+
+At its peak a step holds such a pair beside all that forward has saved: in a ResNet two or three images, in a
+transformer two hidden layers of an MLP. Inductor reuses memory so for what it compiles, not for an operator.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..private import schema_of
+from .nodes import base_of, called, is_alias
+
+_ops = torch.ops.hotrain
+_MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
+
+
+def write(backward: Graph) -> bool:
+    """Let operators of a graph of backward write over their gradients, in place; returns whether it has changed."""
+    changed = False
+    for node in backward.find_nodes(op="call_function", target=_ops.activation_gradient.default):
+        if _is_free(node.args[0], node):
+            sums, g_x = _called(backward, node, _ops.activation_gradient_.default)
+            _replace(backward, node, (g_x, sums))
+            changed = True
+    for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
+        args: Any = node.args
+        g, other, passes_on = args[0], args[1], args[-1]
+        if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
+            own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
+            g_x = second if other is not None else own if passes_on else first
+            _replace(backward, node, (g_x, sums, first if passes_on else None))
+            changed = True
+    return changed
+
+
+def _is_free(t: Any, reader: Node) -> bool:
+    """Whether a node is a whole tensor, computed in this graph, that only this operator reads, through any views."""
+    base = base_of(t)
+    if base.op != "call_function" or set(_readers(base)) != {reader}:
+        return False
+    source: Any = base.args[0] if base.target is operator.getitem else base
+    schema = schema_of(source.target)
+    fresh = schema is not None and all(result.alias_info is None for result in schema.returns)
+    if not fresh and source.target is not _MUTATION:
+        return False
+    value, whole = t.meta["val"], base.meta["val"]
+    image = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    return bool(value.numel() == whole.numel() and (value.is_contiguous() or image))
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if is_alias(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
+    """The results of an operator that writes to arguments, called before `node` with its arguments: its own results,
+    then the arguments written to."""
+    names = [argument.name for argument in schema_of(target).arguments]  # type: ignore[union-attr]
+    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, node.args, strict=True)))
+    values: Sequence[Any] = made.meta["val"]
+    return [
+        called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None
+        for place, value in enumerate(values)
+    ]
+
+
+def _replace(graph: Graph, node: Node, results: Sequence[Node | None]) -> None:
+    for part in list(node.users):
+        found = results[part.args[1]]  # type: ignore[index]
+        if found is not None:
+            part.replace_all_uses_with(found)
+            graph.erase_node(part)
+    if not node.users:
+        graph.erase_node(node)

@@ -1,0 +1,123 @@
+"""Gradients written over those that they are computed from, in graphs that Inductor compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from torch._inductor.utils import run_and_get_code
+
+import hotrain
+from hotrain import autograd, kernels
+from hotrain.compress import in_place, kernel_nodes
+
+WIDTH = 128
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """The kernels in the interpreter, where there is no GPU; operators, as in CUDA graphs; nothing from a cache."""
+    if device.type == "cpu":
+        monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
+    monkeypatch.setattr(kernel_nodes, "insert", lambda half: False)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(x)))
+
+
+class Read(Mlp):
+    """Its hidden layer's gradient has a second reader: the gradient of what is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.Parameter(torch.zeros(96, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(x)) + self.added)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(64, 64, 1, bias=False) for _ in range(2))
+        self.one, self.two = nn.BatchNorm2d(64), nn.BatchNorm2d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.one(self.first(x)))
+        return F.relu(self.two(self.second(y)) + x)
+
+
+def _tokens(device: torch.device) -> Tensor:
+    return torch.randn(2, 96, WIDTH, device=device)
+
+
+def _images(device: torch.device) -> Tensor:
+    return torch.randn(4, 64, 12, 12, device=device).to(memory_format=torch.channels_last)
+
+
+# A model, its input, how many operators write over their gradients, and how many have a gradient of their own.
+CASES = [
+    # Behind the last MLP the gradient is the step's own input, which its GELU does not read.
+    pytest.param(lambda: nn.Sequential(Mlp(), Mlp()), _tokens, 2, 0, id="GELU of an MLP"),
+    pytest.param(lambda: nn.Sequential(Read()), _tokens, 0, 1, id="GELU, with a second reader"),
+    # Of two blocks the first's g has two parts, and all norms but the last, whose g the graph is given.
+    pytest.param(lambda: nn.Sequential(Residual(), Residual(), nn.Conv2d(64, 64, 1)), _images, 4, 0, id="batch norm"),
+    pytest.param(lambda: nn.Sequential(Residual(), Residual()), _images, 3, 1, id="batch norm of a given gradient"),
+]
+
+
+def _step(call: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = call(x)
+    torch.manual_seed(1)
+    y.backward(torch.randn_like(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(("build", "inputs", "written", "others"), CASES)
+def test_same_gradients_without_a_copy(
+    build: Callable[[], nn.Module], inputs: Callable[[torch.device], Tensor], written: int, others: int,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device,
+) -> None:  # fmt: skip
+    """To the bit those of operators with memory of their own; and Inductor copies no gradient before it is written."""
+    torch.manual_seed(0)
+    model = build().to(device).to(memory_format=torch.channels_last).train()
+    hotrain.convert(model, "exact", memory="block")
+    x, state = inputs(device), {name: t.clone() for name, t in model.state_dict().items()}
+    found = []
+    for is_written in (False, True):
+        with monkeypatch.context() as patch:
+            if not is_written:
+                patch.setattr(in_place, "write", lambda backward: False)
+            torch._dynamo.reset()
+            model.load_state_dict(state)
+            grads, codes = run_and_get_code(_step, torch.compile(model, fullgraph=True), model, x)
+            found.append((grads, "\n".join(codes)))
+    (want, before), (got, after) = found
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    names = ("activation_gradient", "norm_gradient")
+    assert sum(before.count(f"hotrain.{name}.default(") for name in names) == written + others
+    assert sum(after.count(f"hotrain.{name}.default(") for name in names) == others
+    assert sum(after.count(f"hotrain.{name}_.default(") for name in names) == written
+    # A copy would be a buffer, and a kernel, more.
+    assert after.count("empty_strided") <= before.count("empty_strided")
+    assert after.count("clone") == before.count("clone")
