@@ -279,7 +279,7 @@ class _Layer:
     def prepare(self) -> None:
         """What the layer needs, besides, in a compiled step, where it is in front of an activation function."""
         config, q = self.call.config, self.q
-        if config.kernels and q.geometry is None:
+        if config.kernels and not config.overlaps:
             autograd.KERNELS[q.device.type].prepare_codes(self.call.layout, q.dtype, q.device, q.trained)
 
     def exact(self) -> Tensor:

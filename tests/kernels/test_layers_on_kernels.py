@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, draws, kernels, published
+from hotrain.geometry import Geometry
 from hotrain.kernels import operands, quantize_kernels
 from hotrain.layer import Config
 from hotrain.layer_record import AmaxHistory
@@ -286,6 +287,37 @@ def test_a_rehearsal_leaves_nothing_to_be_made_in_a_step(name, options, trained,
     parts = torch.ops.hotrain.grad_codes_behind(g, *of_x, "gelu", "int8", kept[1], key, words, spec, needs)
     rest = ("", [2, 50], dtype, dtype, 48, 32, [True, trained, False])
     torch.ops.hotrain.products_of_codes(list(parts[:4]), w, *kept, key, words, spec, *rest)
+    assert [cache.cache_info().misses for cache in caches] == made
+
+
+@pytest.mark.parametrize("name", ["hq8", "hot-unbiased"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_nor_does_one_of_a_pointwise_convolution(name, trained, device, monkeypatch):
+    """An MLP of 1×1 convolutions, as PoolFormer's, reads the gradient of its GELU as codes too."""
+    from hotrain import planning
+
+    dtype = torch.float16
+    device = torch.empty(0, device=device).device
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    caches = (quantize_kernels._index, quantize_kernels.natural_rows, operands.no_key)
+    for cache in caches:
+        cache.cache_clear()
+    method = hotrain.preset(name, number="e4m3")  # whose blocks of g_y and of its codes differ
+    kernels.prepare(device)
+    geometry = Geometry((1, 1), (1, 1), (0, 0), (1, 1), 1, "zeros")
+    planning.rehearse(
+        planning.Question(
+            (2, 32, 5, 10), (48, 32, 1, 1), dtype, dtype, True, True, trained, method, None, False, geometry, device
+        )
+    )
+    made = [cache.cache_info().misses for cache in caches]
+    assert made[0]
+    words, spec = AmaxHistory.on(device).words, Config(method, geometry=geometry, kernels=True).word
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    x, g = (torch.randn(2, 5, 10, channels, device=device, dtype=dtype) for channels in (32, 48))
+    kept = torch.ops.hotrain.keep(x, key, words, spec) if trained else (None, None)
+    of_x = Grouped(8).keep(g.view(100, 48))
+    torch.ops.hotrain.grad_codes_behind(g, *of_x, "gelu", "int8", kept[1], key, words, spec, [True, trained, True])
     assert [cache.cache_info().misses for cache in caches] == made
 
 
