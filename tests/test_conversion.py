@@ -493,7 +493,10 @@ def test_a_model_none_of_whose_layers_is_converted_says_why(make: Any, why: str)
     with pytest.warns(UserWarning, match=rf"(?s)hotrain\.convert: no layer of \w+ matched:\n  {why}"):
         report = hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))))
     assert len(report.kept) == 1
-    hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))), "exact", memory="block")  # a warning is an error here
+    # a warning is an error here
+    asked = hotrain.convert(make(nn.Sequential(nn.Linear(64, 64))), "exact", memory="block")
+    assert str(asked).startswith("hotrain: exact products in 1 layer\n")
+    hotrain.convert(nn.Sequential(nn.LayerNorm(64)), "exact", memory="block")
     with pytest.warns(UserWarning, match="it has no Linear or Conv2d"):
         hotrain.convert(nn.Sequential(nn.LayerNorm(64)))
 

@@ -228,6 +228,8 @@ class ConversionReport:
         width = max((len(name) for name, _ in rows), default=0)
         methods = ", ".join(dict.fromkeys(row.method.name for row in converted)) or self.method.name
         head = f"hotrain: {_count(converted, 'layer')} converted to {methods}, {len(kept)} kept exact"
+        if self.method.name == "exact" and not converted:
+            head = f"hotrain: exact products in {_count(kept, 'layer')}"
         if gone:
             head += f", {len(gone)} replaced since they were converted"
         if self.activations:
