@@ -42,6 +42,16 @@ class Mlp(nn.Module):
         return x + self.second(F.gelu(self.first(x)))
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Read(Mlp):
     """Its hidden layer's gradient has a second reader: the gradient of what is added to it."""
 
@@ -76,6 +86,7 @@ def _images(device: torch.device) -> Tensor:
 CASES = [
     # Behind the last MLP the gradient is the step's own input, which its GELU does not read.
     pytest.param(lambda: nn.Sequential(Mlp(), Mlp()), _tokens, 2, 0, id="GELU of an MLP"),
+    pytest.param(lambda: nn.Sequential(Gated(), Gated()), _tokens, 2, 0, id="SwiGLU"),
     pytest.param(lambda: nn.Sequential(Read()), _tokens, 0, 1, id="GELU, with a second reader"),
     # Of two blocks the first's g has two parts, and all norms but the last, whose g the graph is given.
     pytest.param(lambda: nn.Sequential(Residual(), Residual(), nn.Conv2d(64, 64, 1)), _images, 4, 0, id="batch norm"),
@@ -114,7 +125,7 @@ def test_same_gradients_without_a_copy(
     (want, before), (got, after) = found
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
-    names = ("activation_gradient", "norm_gradient")
+    names = ("activation_gradient", "gated_gradient", "norm_gradient")
     assert sum(before.count(f"hotrain.{name}.default(") for name in names) == written + others
     assert sum(after.count(f"hotrain.{name}.default(") for name in names) == others
     assert sum(after.count(f"hotrain.{name}_.default(") for name in names) == written

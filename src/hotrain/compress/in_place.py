@@ -18,17 +18,23 @@ from ..private import schema_of
 from .nodes import base_of, called, is_alias
 
 _ops = torch.ops.hotrain
+_FIRST = {
+    _ops.activation_gradient.default: _ops.activation_gradient_.default,
+    _ops.gated_gradient.default: _ops.gated_gradient_.default,
+}
+"""Operators of two results, of which the first is written over the first argument."""
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
 
 def write(backward: Graph) -> bool:
     """Let operators of a graph of backward write over their gradients, in place; returns whether it has changed."""
     changed = False
-    for node in backward.find_nodes(op="call_function", target=_ops.activation_gradient.default):
-        if _is_free(node.args[0], node):
-            sums, g_x = _called(backward, node, _ops.activation_gradient_.default)
-            _replace(backward, node, (g_x, sums))
-            changed = True
+    for target, in_place in _FIRST.items():
+        for node in backward.find_nodes(op="call_function", target=target):
+            if _is_free(node.args[0], node):
+                other, g_x = _called(backward, node, in_place)
+                _replace(backward, node, (g_x, other))
+                changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
         args: Any = node.args
         g, other, passes_on = args[0], args[1], args[-1]

@@ -48,7 +48,7 @@ def _gradient_kernel(
             tl.store(g_b + at, (found * y).to(g_b.dtype.element_ty), mask=inside)
 
 
-def gradient(g: Tensor, given: Sequence[Tensor], name: str) -> tuple[Tensor, Tensor]:
+def gradient(g: Tensor, given: Sequence[Tensor], name: str, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """The gradients of x and of b.
 
     Args:
@@ -56,6 +56,7 @@ def gradient(g: Tensor, given: Sequence[Tensor], name: str) -> tuple[Tensor, Ten
         given: codes of x, uint8 (rows, groups, bytes), and their scales, bfloat16 (rows, groups, 1), as
             `hotrain.kernels.codes.pack` returns them in 4 bits; then those of b.
         name: of f, a key of `FUNCTIONS` whose derivative `with_slope` has.
+        in_place: whether g_x is written over g.
 
     Returns:
         g_x and g_b, as g.
@@ -63,7 +64,7 @@ def gradient(g: Tensor, given: Sequence[Tensor], name: str) -> tuple[Tensor, Ten
     rows, groups, half = given[0].shape
     segments, block = rows * groups, block_of(half)
     each = max(1, _TILE // block)
-    g_x, g_b = torch.empty_like(g), torch.empty_like(g)
+    g_x, g_b = g if in_place else torch.empty_like(g), torch.empty_like(g)
     constants = {"HALF": half, "BLOCK": block, "ROWS": each, "F": FUNCTIONS[name], "WIDE": is_wide(g.numel())}
     case = g.device, g.dtype, segments, aligned(g, *given, g_x, g_b), tuple(constants.values())
     launch(_gradient_kernel, cdiv(segments, each), case, (g, *given, g_x, g_b, segments), constants, num_warps=4)

@@ -33,17 +33,30 @@ def _fake(g: Tensor, given: Sequence[Tensor], name: str, form: str) -> tuple[Ten
 
 
 @opaque("gated_gradient(Tensor g, Tensor[] given, str name, str form) -> (Tensor, Tensor)", _fake)
-def _gated_gradient(g: Tensor, given: Sequence[Tensor], name: str, form: str) -> tuple[Tensor, Tensor]:
-    """g_x and g_b from the codes and scales of x, and then of b."""
+def _gated_gradient(
+    g: Tensor, given: Sequence[Tensor], name: str, form: str, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """g_x and g_b from the codes and scales of x, and then of b; ``in_place``: g_x is g, written to."""
 
     def reference() -> tuple[Tensor, Tensor]:
         dtype, kind = torch.promote_types(g.dtype, torch.float32), ACTIVATIONS[name]
         x, b = (GROUPED[form].restore(kept, g.shape, dtype) for kept in (given[:2], given[2:]))
-        return (g * b * kind.slope(x)).to(g.dtype), (g * kind.f(x)).to(g.dtype)
+        g_x, g_b = (g * b * kind.slope(x)).to(g.dtype), (g * kind.f(x)).to(g.dtype)
+        return g.copy_(g_x) if in_place else g_x, g_b
 
-    found = launch(g.device, "gated.gradient", reference, g.view(-1, g.shape[-1]), list(given), name)
+    found = launch(g.device, "gated.gradient", reference, g.view(-1, g.shape[-1]), list(given), name, in_place)
     g_x, g_b = (t.view(g.shape) for t in found)
     return g_x, g_b
+
+
+@opaque(
+    "gated_gradient_(Tensor(a!) g, Tensor[] given, str name, str form) -> Tensor",
+    lambda g, *_: torch.empty_like(g),
+    inlined=False,
+)
+def _gated_gradient_in_place(g: Tensor, given: Sequence[Tensor], name: str, form: str) -> Tensor:
+    """The second result of `_gated_gradient`, which writes its first over g."""
+    return _gated_gradient(g, given, name, form, in_place=True)[1]
 
 
 class Gated(torch.autograd.Function):
