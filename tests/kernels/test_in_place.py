@@ -132,3 +132,36 @@ def test_same_gradients_without_a_copy(
     # A copy would be a buffer, and a kernel, more.
     assert after.count("empty_strided") <= before.count("empty_strided")
     assert after.count("clone") == before.count("clone")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_kernel_that_fails_behind_one_that_has_written_is_an_error(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The reference would read a gradient with f' in it twice; where it reads what it was given, it runs."""
+    from triton.runtime.errors import OutOfResources
+
+    from hotrain.compress.operators import batch_norm as operators
+    from hotrain.kernels import batch_norm, support
+
+    launch = batch_norm.launch
+
+    def failing(kernel: Any, *args: Any, **options: Any) -> Any:
+        if kernel is batch_norm._gradient_kernel:
+            raise OutOfResources(2, 1, "shared memory")
+        return launch(kernel, *args, **options)
+
+    monkeypatch.setattr(support, "_broken", set())
+    x, mean, r = _images(device), torch.zeros(64, device=device), torch.ones(64, device=device)
+    _, *kept = operators._normalize(x, mean, r, None, None, x, "relu")
+    given = (torch.randn_like(x), None, *kept, r, None, "relu", True)
+    want = operators._norm_gradient(given[0].clone(memory_format=torch.preserve_format), *given[1:])
+    monkeypatch.setattr(batch_norm, "launch", failing)
+    if in_place:
+        with pytest.raises(RuntimeError, match=r"batch norm's gradient failed .*HOTRAIN_KERNELS=0"):
+            operators._norm_gradient(*given, in_place=True)
+        return
+    with pytest.warns(UserWarning, match="reference in plain PyTorch"):
+        got = operators._norm_gradient(*given)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # float32, summed in another order

@@ -21,7 +21,7 @@ from .activation import apply, is_closed, with_slope
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of
 from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
-from .support import FUNCTIONS
+from .support import FUNCTIONS, compiler_errors
 
 # A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
 # multiple of 8; bits are packed as in `saved.Bits`.
@@ -456,8 +456,16 @@ def gradient(
     g_x = own if in_place and own is not None else torch.empty_like(g)
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
-    launch(
-        _gradient_kernel, programs, found, (*read, rows, blocks, programs, 1.0 / rows), constants,
-        num_warps=tiling.warps,
-    )  # fmt: skip
+    try:
+        launch(
+            _gradient_kernel, programs, found, (*read, rows, blocks, programs, 1.0 / rows), constants,
+            num_warps=tiling.warps,
+        )  # fmt: skip
+    except compiler_errors() as error:
+        if passed_on is g:  # the reference would read what the first kernel has written there
+            raise RuntimeError(
+                f"hotrain: a kernel of batch norm's gradient failed on this device ({type(error).__name__}); set "
+                "HOTRAIN_KERNELS=0 to train without kernels"
+            ) from error
+        raise
     return g_x, sums, passed_on if passes_on else g.new_empty(0)

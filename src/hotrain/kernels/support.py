@@ -167,7 +167,8 @@ _broken: set[str] = set()
 
 
 @functools.cache
-def _compiler_errors() -> tuple[type[Exception], ...]:
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises for a kernel that cannot be compiled, or not be launched on a device."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import TritonError
 
@@ -180,7 +181,7 @@ def or_reference(name: str, kernel: Callable[..., Any], reference: Callable[[], 
         return reference()
     try:
         return kernel(*args)
-    except _compiler_errors() as error:
+    except compiler_errors() as error:
         _broken.add(name)
         warnings.warn(
             f"hotrain: the kernel {name!r} failed on this device ({type(error).__name__}: "
