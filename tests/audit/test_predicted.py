@@ -125,7 +125,7 @@ def test_a_report_outlives_its_model() -> None:
         gc.collect()
         assert report.totals() == before
     asked_once, never = reports
-    assert re.search(r"kept for backward: [\d.]+ KiB, exact keeps", str(asked_once))
+    assert re.search(r"kept for backward of the first batch \([\d×]+\): [\d.]+ KiB, exact keeps", str(asked_once))
     assert pickle.loads(pickle.dumps(asked_once)).totals() == asked_once.totals()
     assert "kept for backward: not known, the model is gone; print the report while there is the model" in str(never)
     unused = hotrain.convert(nn.Sequential(nn.Linear(64, 64)))  # gone, and it kept nothing

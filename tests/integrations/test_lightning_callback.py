@@ -96,6 +96,37 @@ def test_checkpoints_are_those_of_the_exact_module(tmp_path: Path) -> None:
     again.strategy.model.load_state_dict(exact.state_dict())
 
 
+@pytest.mark.parametrize("kind", [Module, Late])
+def test_a_resumed_run_goes_on_with_its_draws(kind: Any, tmp_path: Path) -> None:
+    """The same parameters, to the bit, as a run that was not interrupted."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 64).repeat(4, 1, 1)  # equal batches: Lightning goes on with one of its own choice
+    start = Module().net.state_dict()
+
+    def run(steps: int, resume: str | None = None) -> Any:
+        hotrain.manual_seed(5)
+        module = kind()
+        module.configure_model()
+        module.net.load_state_dict(start)
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[HadamardCallback("hot-unbiased")],
+        )  # fmt: skip
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+        trainer.fit(module, data, ckpt_path=resume)
+        if steps == 2:
+            trainer.save_checkpoint(tmp_path / "half.ckpt")
+        return [p.detach().clone() for p in module.parameters()]
+
+    whole = run(4)
+    run(2)
+    assert all(map(torch.equal, whole, run(4, str(tmp_path / "half.ckpt"))))
+    checkpoint = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert checkpoint.pop("hotrain_draws")["step.0"] == 1
+    torch.save(checkpoint, tmp_path / "half.ckpt")
+    assert not all(map(torch.equal, whole, run(4, str(tmp_path / "half.ckpt")))), "the draws change nothing here"
+
+
 def test_parts_are_told_which_to_convert(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="the step calls parts of the model"):
         fit(Parts(), HadamardCallback(), tmp_path)

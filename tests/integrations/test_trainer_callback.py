@@ -79,6 +79,41 @@ def test_options_are_those_of_convert_and_checkpoints_resume(tmp_path: Path) -> 
     assert exact.state.global_step == 3
 
 
+def test_a_resumed_run_goes_on_with_its_draws(tmp_path: Path) -> None:
+    """The same parameters, to the bit, as a run that was not interrupted; where other layers are converted it warns.
+
+    Of BERT: transformers writes the names of a ViT's parameters otherwise than its Trainer reads them again.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=100, num_labels=3, **sizes)
+    torch.manual_seed(0)
+    start = transformers.BertForSequenceClassification(config).state_dict()
+    rows = [{"input_ids": torch.randint(5, 100, (32,)), "labels": torch.tensor(n % 3)} for n in range(8)]
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+        "seed": 3,
+        "report_to": "none",
+    }
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **options)
+
+    def run(resume: str | None = None, **convert: Any) -> list[torch.Tensor]:
+        hotrain.manual_seed(5)
+        model = transformers.BertForSequenceClassification(config)
+        model.load_state_dict(start)
+        callback = HadamardCallback("hot-unbiased", **convert)
+        transformers.Trainer(model, args, train_dataset=rows, callbacks=[callback]).train(resume_from_checkpoint=resume)
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole, second = run(), tmp_path / "checkpoint-2"
+    assert all(map(torch.equal, whole, run(str(second))))
+    (second / "hotrain_draws.json").unlink()
+    assert not all(map(torch.equal, whole, run(str(second)))), "the draws change nothing here"
+    with pytest.warns(UserWarning, match="does not go on with the checkpoint's draws"):
+        run(str(tmp_path / "checkpoint-4"), filter_fn=lambda module, name: "query" in name)
+
+
 def test_the_report_is_logged_at_a_save_and_at_the_end(tmp_path: Path) -> None:
     seen: list[str] = []
     handler = logging.Handler()

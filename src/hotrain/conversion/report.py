@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..compress.rematerialize import describe, saved_by_reader
-from ..compress.report import Buffers, Example
+from ..compress.report import Buffers, Example, tensors
 from ..layer_record import Ran
 from ..method import Method
 from ..nn.state import REVERTED, LayerState
@@ -210,6 +210,12 @@ class ConversionReport:
         graphs = self.buffers.graphs[: self.buffers.of_first]
         return (sum(graphs) if graphs else now), exact
 
+    def _first_batch(self) -> str:
+        """The shape of the first tensor of the first call, which the totals are of."""
+        example = None if self.buffers is None else self.buffers.example
+        first = None if example is None else next(tensors((example.args, example.kwargs)), None)
+        return "" if first is None else f" of the first batch ({'×'.join(map(str, first.shape))})"
+
     def _predict(self, model: nn.Module, example: Example) -> None:
         from ..audit.predicted import before_and_now
 
@@ -241,8 +247,9 @@ class ConversionReport:
             head += f"\n  forward and backward: {self.times[1]:.1f} ms, {self.times[0]:.1f} ms before (exact, eager)"
         totals = self.totals()
         if totals is not None and totals[0] is not None:
-            share = totals[0] / max(totals[1], 1)
-            head += f"\n  kept for backward: {bytes_text(totals[0])}, exact keeps {bytes_text(totals[1])} ({share:.2f})"
+            share, batch = totals[0] / max(totals[1], 1), self._first_batch()
+            now, exact = bytes_text(totals[0]), bytes_text(totals[1])
+            head += f"\n  kept for backward{batch}: {now}, exact keeps {exact} ({share:.2f})"
         elif totals is None and self._unknown:
             head += f"\n  kept for backward: {self._unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .. import draws
 from .._version import require as require
 from ..conversion import ConversionReport, convert, converted_layers
 from ..functional import as_method
@@ -89,6 +90,13 @@ class Conversion:
         inside = root is not None and any(module is root() for module in model.modules())
         states = {id(state) for _, state in self.report.layers}
         return inside or any(id(state) in states for _, _, state in converted_layers(model))
+
+    def go_on(self, model: nn.Module, state: dict[str, int]) -> None:
+        """Continue the draws of a checkpoint, a `hotrain.draws.state_dict`; where it is of other layers, warn."""
+        try:
+            draws.load_state_dict(model, state)
+        except ValueError as error:
+            warnings.warn(f"hotrain: the resumed run does not go on with the checkpoint's draws: {error}", stacklevel=2)
 
     def check(self) -> None:
         """Warn when a training step has passed by the converted model, after the first step of an uncompiled one."""

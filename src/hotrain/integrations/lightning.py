@@ -1,7 +1,7 @@
 """A callback for Lightning's Trainer: ``Trainer(callbacks=[HadamardCallback()])``.
 
 It converts in ``setup``, before the strategy moves the model and makes optimizers, or in ``on_fit_start`` for a module
-with a ``configure_model`` hook. A checkpoint has the keys of the exact module.
+with a ``configure_model`` hook. A checkpoint has the keys of the exact module, and the state of the random draws.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import draws
 from ..method import Method
 from ..presets import DEFAULT
 from .common import Conversion, require
@@ -25,6 +26,7 @@ else:
     from lightning.pytorch import Callback  # type: ignore[assignment,no-redef,unused-ignore]
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+_DRAWS = "hotrain_draws"  # of a checkpoint
 # class of a strategy or precision plugin → what to do instead
 _UNSUPPORTED = {
     "FSDPStrategy": "FSDP of version 1 flattens the parameters and has not been tested: use strategy='ddp'",
@@ -55,6 +57,7 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
     def __init__(self, method: str | Method = DEFAULT, *, module: str | None = None, **options: Any) -> None:
         super().__init__(method, **options)
         self.module = module
+        self.saved: dict[str, int] | None = None  # draws of the checkpoint that a run goes on from
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Convert before training (``stage`` is ``"fit"``), if the layers are there already.
@@ -80,7 +83,18 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Convert a module that ``configure_model`` has made; its parameters stay the optimizer's."""
-        self.convert(self._chosen(pl_module))
+        model = self.convert(self._chosen(pl_module))
+        if self.saved is not None:
+            self.go_on(model, self.saved)
+            self.saved = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the draws to a checkpoint."""
+        checkpoint[_DRAWS] = draws.state_dict(self._chosen(pl_module))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take the draws from a checkpoint, if it has them."""
+        self.saved = checkpoint.get(_DRAWS)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Check the first step: see `Conversion.check`."""

@@ -6,11 +6,14 @@ accelerate, whose autocast replaces the model's forward, nor compiled. ``on_trai
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
+from .. import draws
 from ..calibration import Calibration, calibrate
 from ..method import Method
 from ..presets import DEFAULT
@@ -26,6 +29,7 @@ from transformers.utils import logging  # noqa: E402
 logger = logging.get_logger("transformers.trainer")
 
 # accelerate's distributed types in which conversion has no effect or was never tested
+_DRAWS = "hotrain_draws.json"  # in a checkpoint's folder
 _UNTESTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -35,7 +39,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
     The first log with a loss, and the last one, have `metrics` in them: as printed, and in
     ``trainer.state.log_history``, which each checkpoint saves. Reporters such as TensorBoard are called before any
     callback: for them, ``trainer.log(callback.metrics())`` after training. The report is logged as INFO at each save
-    and at the end.
+    and at the end. A checkpoint has the state of the random draws beside the rest, with which a resumed run goes on.
 
     Args:
         method: as for `hotrain.convert`.
@@ -97,6 +101,9 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             self.calibration = calibrate(model, batches, max_batches=self.batches)
             self.calibration.apply(model)
             logger.info(str(self.calibration))
+        file = _folder(args, state, args.resume_from_checkpoint) / _DRAWS
+        if state.global_step and file.is_file():
+            self.go_on(model, json.loads(file.read_text(encoding="utf-8")))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
@@ -112,11 +119,21 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         if state.log_history:
             state.log_history[-1].update(self.metrics())
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Log the report, and save the draws in the checkpoint's folder."""
+        folder = _folder(args, state)
+        if model is not None and state.is_world_process_zero and folder.is_dir():
+            (folder / _DRAWS).write_text(json.dumps(draws.state_dict(model)), encoding="utf-8")
+        self.on_train_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the report."""
         logger.info(str(self.report))
 
-    on_train_end = on_save
+
+def _folder(args: Any, state: Any, given: Any = None) -> Path:
+    """The folder of the checkpoint of this step, the given one if one is."""
+    return Path(given) if isinstance(given, str) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _refuse(args: Any) -> None:
