@@ -286,7 +286,7 @@ def _hub(what: Hub, device: torch.device, tiny: bool) -> Task:
     model.loss_type = model.loss_type or "ForCausalLM"  # not told by the name GPT2LMHeadModel
     with torch.no_grad():
         first, label = (t[:1] for t in batches[0])
-        model.eval()(**{model.main_input_name: first, "labels": label})  # may install hooks, which break a graph
+        model.eval()(**{name: first, "labels": label})  # may install hooks, which break a graph
     model.train()
 
     def loss(model: nn.Module, inputs_and_labels: tuple[Tensor, Tensor]) -> Tensor:

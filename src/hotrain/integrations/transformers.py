@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .. import draws
 from ..calibration import Calibration, calibrate
+from ..files import parse_json, read_text, write_text
 from ..method import Method
 from ..presets import DEFAULT
 from .common import Conversion, require
@@ -28,8 +29,8 @@ from transformers.utils import logging  # noqa: E402
 
 logger = logging.get_logger("transformers.trainer")
 
-# accelerate's distributed types in which conversion has no effect or was never tested
 _DRAWS = "hotrain_draws.json"  # in a checkpoint's folder
+# accelerate's distributed types in which conversion has no effect or was never tested
 _UNTESTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -103,7 +104,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             logger.info(str(self.calibration))
         file = _folder(args, state, args.resume_from_checkpoint) / _DRAWS
         if state.global_step and file.is_file():
-            self.go_on(model, json.loads(file.read_text(encoding="utf-8")))
+            self.go_on(model, parse_json(read_text(file)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
@@ -123,7 +124,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         """Log the report, and save the draws in the checkpoint's folder."""
         folder = _folder(args, state)
         if model is not None and state.is_world_process_zero and folder.is_dir():
-            (folder / _DRAWS).write_text(json.dumps(draws.state_dict(model)), encoding="utf-8")
+            write_text(folder / _DRAWS, json.dumps(draws.state_dict(model)))
         self.on_train_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
