@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,23 @@ def test_a_layer_that_bytes_bind_is_not_measured(monkeypatch):
     why = planning.verdict(_pointwise(256, 64))
     assert why is not None
     assert why.startswith("too few operations per byte")
+
+
+@pytest.mark.parametrize(("cache", "measured"), [(20 << 20, True), (80 << 20, False)])
+def test_a_layer_that_spares_an_unpacking_is_measured_where_the_cache_does_not_hold_x_and_y(
+    monkeypatch, cache, measured
+):
+    """Half of the cache on an H200 and an H100 is between the two sizes; 50,176 × 384 in 16 bits are 37 MiB."""
+    asked = []
+    monkeypatch.setattr(planning, "_measure", lambda q, _: asked.append(q) or (1.0, 0.5, 0.5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=cache))
+    gpu = torch.device("cuda")
+    monkeypatch.setitem(planning._roofs, gpu, planning.Roofs(copy=4e12, product=8e14))
+    question = dataclasses.replace(_pointwise(384, 384), device=gpu)
+    assert "too few operations per byte" in (planning.verdict(question) or "")
+    why = planning.verdict(question, unpacks=True)
+    assert (why is None) == measured
+    assert bool(asked) == measured
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_layer_that_loses_stays_exact_and_the_report_says_so(compiled, device,
     net, _ = pair("hot", device)
     asked = []
 
-    def verdict(question: planning.Question, graphs: bool) -> str | None:
+    def verdict(question: planning.Question, graphs: bool, unpacks: bool) -> str | None:
         asked.append(question)
         return "slower on this GPU: 0.200 ms/step, exact 0.100 ms/step" if question.w == (64, 32) else None
 

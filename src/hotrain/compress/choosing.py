@@ -177,13 +177,13 @@ def _beside(norm: Node, roofs: Roofs) -> float:
 
 
 def _behind(graph: Graph, roofs: Roofs) -> float:
-    """ms by which layers' gradients are faster where they read the gradient of an activation function as codes.
-
-    It is not written and not read.
-    """
+    """ms by which layers' gradients are faster where g_y is not written and not read: they read the gradient of an
+    activation function as codes, or what g_y puts side by side from where it is."""
     layers = graph.find_nodes(op="call_function", target=torch.ops.hotrain.linear_gradients.default)
-    found = [node for node in map(layer_codes.before_activation, layers) if node is not None]
-    return 1e3 * _UNREAD * sum(2 * bytes_of(node.args[0]) for node in found) / roofs.copy
+    behind = [node for node in map(layer_codes.before_activation, layers) if node is not None]
+    joined = [node for node in layers if layer_codes.parts_of(node) is not None]
+    nbytes = sum(2 * bytes_of(node.args[0]) for node in joined)
+    return 1e3 * (_UNREAD * sum(2 * bytes_of(node.args[0]) for node in behind) + nbytes) / roofs.copy
 
 
 def _statistics(graph: Graph, roofs: Roofs) -> list[float]:

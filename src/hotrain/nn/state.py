@@ -271,7 +271,9 @@ class LayerState:
         why = autograd.unsupported(config, config.layout((1, 16)), question.dtype, question.device)
         if why is not None:
             return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
-        return planning.verdict(question, graphs=self.plan == "graphs")
+        graphs = self.plan == "graphs"
+        unpacks = graphs and self.origins is not None and question.trained and len(question.x) > 2
+        return planning.verdict(question, graphs, unpacks)
 
     def gain(self) -> tuple[tuple[Any, ...], float]:
         """The layer as `compress.choosing.layers` finds it in a graph, and the ms of a compiled step that it is faster
