@@ -20,7 +20,7 @@ from hotrain.layer import Config
 from hotrain.method import Method
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.steps import alone
-from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, new_figure, stand_in, to_svg
+from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, stand_in, to_svg
 from hotrain.saved import Format
 from hotrain.transform.tokens import Grid
 
@@ -122,8 +122,7 @@ def curve() -> str:
     """SVG: points above exact against the rows that are multiplied, and against the bytes that are kept of x."""
     shown = [point for point in points() if any(line.gaps for line in point.lines.values())]
     look_of = looks(point.label for point in shown)
-    with drawing():
-        figure = new_figure("CIFAR-10: points above exact", 6.6)
+    with drawing("CIFAR-10: points above exact", 6.6) as figure:
         panels = figure.subplots(3, 1)
         _panel(panels[0], shown, look_of, VIT, "small ViT, by the rows of g_w that are multiplied", rows=True)
         _panel(panels[1], shown, look_of, VIT, "small ViT, by the bytes kept of x, of its 16 bits", rows=False)

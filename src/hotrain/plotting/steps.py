@@ -12,14 +12,14 @@ from matplotlib.transforms import Bbox
 from hotrain.plans import undominated
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.page import STYLE
-from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, stand_in, to_svg
 from hotrain.plotting.tradeoff import unit_of
 
 Place = tuple[float, float]
 Points = Mapping[str, Place]
 """Variant → (peak, ms/step)."""
 
-INCHES = (4.8, 4.6)
+WIDTH, HEIGHT = 4.8, 4.6  # inches
 """Narrow enough for its labels to be read on a phone, and as wide as the longest of them needs."""
 PEAK = "peak memory of a training step (GiB)"
 SLOWEST = 2.0
@@ -64,9 +64,7 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
         raise ValueError(f"{title}: no variant was measured")
     ceiling = ceiling or SLOWEST * min(ms for _, ms in points.values())
     shown = {name: (gib, min(ms, ceiling)) for name, (gib, ms) in points.items()}
-    with drawing():
-        figure = new_figure(title, INCHES[1])
-        figure.set_size_inches(*INCHES)
+    with drawing(title, HEIGHT, WIDTH) as figure:
         axes = figure.subplots()
         front = [shown[name] for name in undominated(points)]
         axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)

@@ -9,7 +9,7 @@ from matplotlib.transforms import Bbox
 
 from hotrain.plotting.labels import arrange
 from hotrain.plotting.lines import Line
-from hotrain.plotting.style import GRID, INK, MUTED, Look, drawing, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.style import GRID, INK, MUTED, Look, drawing, stand_in, tag, to_svg
 
 FALL = 10.0
 """Points below the best accuracy: methods that end further down are drawn at the lower edge, with their accuracy."""
@@ -35,8 +35,7 @@ def draw_tradeoff(lines: Sequence[Line], looks: Mapping[str, Look], names: Mappi
     best = max(accuracy for _, _, accuracy in known)
     exact = next((accuracy for line, _, accuracy in known if line.method == "exact"), None)
     band = next((line.noise for line, _, _ in known if line.noise is not None and not line.by_seeds), None)
-    with drawing():
-        figure = new_figure(title, 3.4)
+    with drawing(title, 3.4) as figure:
         axes = figure.subplots()
         if exact is not None:
             axes.axhline(exact, color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
