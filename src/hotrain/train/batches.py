@@ -100,10 +100,6 @@ class Feed:
         indices = torch.arange(self.data.train_size, device="cpu")[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)), train=True)
 
-    def example(self) -> Batch:
-        """Return the first training batch of the run, without changing the state."""
-        return next(self.updates(0))[0]
-
 
 def _key(*words: int) -> int:
     """Derive a 63-bit seed from all of ``words``."""

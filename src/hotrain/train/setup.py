@@ -45,7 +45,7 @@ class Setup:
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Return the run's first training batch on its device: images (B, C, H, W) or tokens (B, L), and labels."""
-        return self.feed.example()
+        return next(self.feed.updates(0))[0]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the model's output.
