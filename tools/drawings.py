@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hotrain
 from hotrain.plotting.memory import draw_bytes, parts_of
 from hotrain.plotting.steps import alone
-from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.style import INK, LOOKS, MUTED, SECOND, drawing, stand_in, to_svg
 from hotrain.quantize.integer import quantize
 from hotrain.transform.hadamard import rotate
 
@@ -59,8 +59,7 @@ def _text(
 def how_rotation() -> str:
     """Sixteen values with an outlier and their int4 steps, before and after H."""
     values = torch.tensor([VALUES])
-    with drawing():
-        figure = new_figure("16 values with an outlier, in 4 bits", 3.6)
+    with drawing("16 values with an outlier, in 4 bits", 3.6) as figure:
         panels = figure.subplots(2, 1, sharey=True)
         for axes, t, name in zip(panels, (values, rotate(values)), ("as they are", "after H"), strict=True):
             codes = quantize(t, 4, scale="tensor", rounding="nearest")

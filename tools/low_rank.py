@@ -12,15 +12,14 @@ from hotrain_study.cells import CONTROL, FINISHED, Line, lines, mean_text, read_
 from hotrain_study.studies import pretraining
 from hotrain_study.tables import NOT_RUN
 from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
 from records import _markdown
 from studies import RECORDS
 
 from hotrain.layer import Config
 from hotrain.method import Method
-from hotrain.plotting.labels import arrange
+from hotrain.plotting.labels import arrange, label_at
 from hotrain.plotting.steps import alone
-from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, new_figure, stand_in, to_svg
+from hotrain.plotting.style import INK, MUTED, Look, drawing, looks, stand_in, to_svg
 from hotrain.saved import Format
 from hotrain.transform.tokens import Grid
 
@@ -122,8 +121,7 @@ def curve() -> str:
     """SVG: points above exact against the rows that are multiplied, and against the bytes that are kept of x."""
     shown = [point for point in points() if any(line.gaps for line in point.lines.values())]
     look_of = looks(point.label for point in shown)
-    with drawing():
-        figure = new_figure("CIFAR-10: points above exact", 6.6)
+    with drawing("CIFAR-10: points above exact", 6.6) as figure:
         panels = figure.subplots(3, 1)
         _panel(panels[0], shown, look_of, VIT, "small ViT, by the rows of g_w that are multiplied", rows=True)
         _panel(panels[1], shown, look_of, VIT, "small ViT, by the bytes kept of x, of its 16 bits", rows=False)
@@ -142,7 +140,7 @@ def _panel(
     axes.margins(y=0.15)  # room for labels
     edge = -FALL[group]
     drawn = [point for point in shown if point.gaps(group)]
-    labels, places, bars = [], [], []
+    labels, bars = [], []
     across = _apart([point.rows if rows else kept(point.method) for point in drawn])
     for point, x in zip(drawn, across, strict=True):
         gaps, look = point.gaps(group), look_of[point.label]
@@ -150,22 +148,11 @@ def _panel(
         place, colour, far = (x, max(mean, edge)), stand_in(look), mean < edge
         if not far:
             axes.errorbar(*place, yerr=2 * _error(gaps), color=colour, elinewidth=1, capsize=2.5)
-            bars.append((x, mean, 2 * _error(gaps)))
+            bars.append(((x, mean - 2 * _error(gaps)), (x, mean + 2 * _error(gaps))))
         axes.plot(*place, color=colour, marker="v" if far else look.marker, markersize=6, markeredgewidth=0)
         text = f"{point.name}, {mean:.1f}" if far else point.name
-        labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=colour))
-        places.append(place)
-    axes.figure.draw_without_rendering()
-    arrange(axes, labels, places, _boxes(axes, bars))
-
-
-def _boxes(axes: Axes, bars: Sequence[tuple[float, float, float]]) -> list[Bbox]:
-    """Error bars in pixels, each (x, mean, half its height)."""
-    boxes = []
-    for x, mean, half in bars:
-        (across, low), (_, high) = axes.transData.transform([(x, mean - half), (x, mean + half)])
-        boxes.append(Bbox.from_extents(across - 3, low, across + 3, high))
-    return boxes
+        labels.append(label_at(axes, text, place, colour))
+    arrange(axes, labels, bars, half=3)
 
 
 def _apart(shares: Sequence[float]) -> list[float]:

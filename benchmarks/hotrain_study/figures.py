@@ -8,20 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hotrain.plotting.style import (
-    FIRST,
-    GRID,
-    INK,
-    MUTED,
-    SECOND,
-    Look,
-    drawing,
-    looks,
-    new_figure,
-    stand_in,
-    tag,
-    to_svg,
-)
+from hotrain.plotting.style import FIRST, GRID, INK, MUTED, SECOND, Look, drawing, looks, stand_in, tag, to_svg
 
 CHOICES = {"token": FIRST, "tensor": SECOND}
 
@@ -30,8 +17,7 @@ def draw_gaps(
     gaps: Mapping[str, Sequence[float]], look_of: Mapping[str, Look], title: str, metric: str = "accuracy"
 ) -> str:
     """SVG of each method's gaps to exact: a mark a seed, the mean, and a bar of two standard errors."""
-    with drawing():
-        figure = new_figure(f"{title}: points above exact", 0.9 + 0.24 * len(gaps))
+    with drawing(f"{title}: points above exact", 0.9 + 0.24 * len(gaps)) as figure:
         axes = figure.subplots()
         axes.axvline(0, color=MUTED, linewidth=0.9)
         for place, (method, values) in enumerate(gaps.items()):
@@ -53,8 +39,7 @@ def draw_errors(moments: Sequence[Mapping[str, Any]], path: str, title: str) -> 
     """SVG of the median layer's relative error over the training, a line a method."""
     methods = list(moments[0]["methods"])
     look_of = looks(methods)
-    with drawing():
-        figure = new_figure(title, 2.7)
+    with drawing(title, 2.7) as figure:
         axes = figure.subplots()
         for method in methods:
             points = []
@@ -82,8 +67,7 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
     if values.ndim != 2 or min(values.shape) < 2:
         raise ValueError(f"{surface['layer']}: a surface needs tokens × channels of at least 2 × 2, got {values.shape}")
     shares = values / max(values.max(), np.finfo(float).tiny)
-    with drawing():
-        figure = new_figure(title, 3.0)
+    with drawing(title, 3.0) as figure:
         figure.set_dpi(220)
         axes = figure.subplots()
         image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -99,8 +83,7 @@ def draw_surface(surface: dict[str, Any], title: str) -> str:
 
 def draw_choices(layers: Sequence[dict[str, Any]], threshold: float, title: str) -> str:
     """SVG of every layer's error ratio; left of ``threshold`` LQS chooses per-token scales."""
-    with drawing():
-        figure = new_figure(title, 0.85 + 0.155 * len(layers))
+    with drawing(title, 0.85 + 0.155 * len(layers)) as figure:
         axes = figure.subplots()
         ratios = [layer["ratio"] for layer in layers]
         places = range(len(layers))

@@ -128,7 +128,7 @@ def test_test_scenes_are_the_same_for_every_seed_and_batch_and_of_test_images(br
     first = build(run)
     assert isinstance(first.data, SceneData)
     assert first.data.classes == ("background", "0", "1")
-    assert (first.data.image_size, first.feed.example()[0].shape) == (32, (16, 3, 32, 32))
+    assert (first.data.image_size, first.example()[0].shape) == (32, (16, 3, 32, 32))
     other = build(replace(run, seed=1, eval_batch_size=7))
     joined = [torch.cat([x for x, _ in setup.feed.test_batches()]) for setup in (first, other)]
     assert len(joined[0]) == 40

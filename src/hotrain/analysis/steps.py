@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from statistics import median
 from typing import Any, TypeVar
 
@@ -175,23 +174,49 @@ def timed(
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(warm):
         step.run(inputs(), optimizer)
-    marks = [_mark(on_gpu)]
+    timer = StepTimer(device)
     for _ in range(steps):
+        timer.start()
         step.run(inputs(), optimizer)
-        marks.append(_mark(on_gpu))
-    if not on_gpu:
-        return median(end - begin for begin, end in pairwise(marks)) * 1e3, None
-    torch.cuda.synchronize(device)
-    return median(begin.elapsed_time(end) for begin, end in pairwise(marks)), torch.cuda.max_memory_allocated(device)
+        timer.stop()
+    return median(timer.all_ms()), torch.cuda.max_memory_allocated(device) if on_gpu else None
 
 
-def _mark(on_gpu: bool) -> Any:
-    """A moment: on a GPU an event, so that no step waits for the one before."""
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class StepTimer:
+    """Milliseconds of every step: by CUDA events, read on demand so that no step waits, or the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.done_ms: list[float] = []
+        self.pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.began: Any = None
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.began = self._now()
+
+    def stop(self) -> None:
+        if self.cuda:
+            self.pending.append((self.began, self._now()))
+        else:
+            self.done_ms.append((self._now() - self.began) * 1e3)
+
+    def all_ms(self) -> list[float]:
+        for begin, end in self.pending:
+            end.synchronize()
+            self.done_ms.append(begin.elapsed_time(end))
+        self.pending.clear()
+        return self.done_ms
+
+    def median_ms(self) -> float | None:
+        times = self.all_ms()
+        return median(times) if times else None
 
 
 # ---- where there is no allocator to ask ----

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .. import draws
-from .._version import require as require
 from ..conversion import ConversionReport, convert, converted_layers
 from ..functional import as_method
 from ..method import Method

@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from .. import draws
+from .._version import require
 from ..method import Method
 from ..presets import DEFAULT
-from .common import Conversion, require
+from .common import Conversion
 
 # `pytorch_lightning` is the same code in a second package, with classes of its own.
 if importlib.util.find_spec("lightning") is None and importlib.util.find_spec("pytorch_lightning") is not None:

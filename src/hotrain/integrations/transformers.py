@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import draws
+from .._version import require
 from ..calibration import Calibration, calibrate
 from ..files import parse_json, read_text, write_text
 from ..method import Method
 from ..presets import DEFAULT
-from .common import Conversion, require
+from .common import Conversion
 
 require("transformers", "5.0", "text")
 require("accelerate", "1.10", "text")

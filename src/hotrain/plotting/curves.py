@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from hotrain.plotting.style import Look, drawing, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.style import Look, drawing, stand_in, tag, to_svg
 
 
 def draw_curves(
@@ -21,8 +21,7 @@ def draw_curves(
     by_method: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
         by_method.setdefault(curve["method"], []).append(curve)
-    with drawing():
-        figure = new_figure(title, 2.7)
+    with drawing(title, 2.7) as figure:
         axes = figure.subplots()
         lowest: list[float] = []
         for method, runs in by_method.items():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hotrain.plotting.lines import bytes_text, ratio_text
-from hotrain.plotting.style import INK, SERIES, drawing, new_figure, part, to_svg
+from hotrain.plotting.style import INK, SERIES, drawing, part, to_svg
 from hotrain.plotting.tradeoff import unit_of
 
 REST = "the rest"
@@ -67,9 +67,8 @@ def draw_bytes(
     tables = {method: gathered(table) for method, table in by_method.items()}
     totals = {method: sum(table.values()) for method, table in tables.items()}
     unit, name_of_unit = unit_of(max(totals.values(), default=0))
-    with drawing():
-        shown = [name for name in parts if any(_bytes_of(table, name, parts) for table in tables.values())]
-        figure = new_figure(title, 1.05 + 0.25 * len(tables) + 0.17 * -(-len(shown) // 2))
+    shown = [name for name in parts if any(_bytes_of(table, name, parts) for table in tables.values())]
+    with drawing(title, 1.05 + 0.25 * len(tables) + 0.17 * -(-len(shown) // 2)) as figure:
         axes = figure.subplots()
         rows = range(len(tables))
         left = [0.0] * len(tables)

@@ -7,7 +7,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
-from hotrain.plotting.style import FIRST, MUTED, SECOND, drawing, new_figure, to_svg
+from hotrain.plotting.style import FIRST, MUTED, SECOND, drawing, to_svg
 
 SHADES = {"g_y": FIRST, "x": SECOND}
 NAMES = {"g_y": "output gradient g_y", "x": "input x"}
@@ -25,8 +25,7 @@ def median_kept(spectra: Sequence[dict[str, Any]], tensor: str) -> list[float]:
 
 def draw_spectrum(spectra: Sequence[dict[str, Any]], title: str) -> str:
     """SVG of the energy that the r lowest sequencies hold: the median layer a line, lowest to highest a band."""
-    with drawing():
-        figure = new_figure(title, 3.0)
+    with drawing(title, 3.0) as figure:
         axes = figure.subplots()
         count = max((len(record["energy"]) for record in spectra), default=16)
         ranks = range(1, count + 1)

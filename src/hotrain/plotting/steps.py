@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
-
 from hotrain.plans import undominated
-from hotrain.plotting.labels import arrange
+from hotrain.plotting.labels import Place, arrange, label_at
 from hotrain.plotting.page import STYLE
-from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, new_figure, stand_in, to_svg
+from hotrain.plotting.style import LOOKS, MUTED, SECOND, css_variables, drawing, stand_in, to_svg
 from hotrain.plotting.tradeoff import unit_of
 
-Place = tuple[float, float]
 Points = Mapping[str, Place]
 """Variant → (peak, ms/step)."""
 
-INCHES = (4.8, 4.6)
+WIDTH, HEIGHT = 4.8, 4.6  # inches
 """Narrow enough for its labels to be read on a phone, and as wide as the longest of them needs."""
 PEAK = "peak memory of a training step (GiB)"
 SLOWEST = 2.0
@@ -64,9 +60,7 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
         raise ValueError(f"{title}: no variant was measured")
     ceiling = ceiling or SLOWEST * min(ms for _, ms in points.values())
     shown = {name: (gib, min(ms, ceiling)) for name, (gib, ms) in points.items()}
-    with drawing():
-        figure = new_figure(title, INCHES[1])
-        figure.set_size_inches(*INCHES)
+    with drawing(title, HEIGHT, WIDTH) as figure:
         axes = figure.subplots()
         front = [shown[name] for name in undominated(points)]
         axes.step(*zip(*front, strict=True), where="post", color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
@@ -76,7 +70,7 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
             colour, marker = _mark(name)
             axes.plot(*place, color=colour, marker="^" if slow else marker, markersize=5.5, markeredgewidth=0)
             text = f"{name}, {points[name][1]:.0f} ms" if slow else name
-            labels.append(axes.annotate(text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=colour))
+            labels.append(label_at(axes, text, place, colour))
         axes.set_xlim(0, 1.12 * max(gib for gib, _ in shown.values()))
         times = [ms for _, ms in shown.values()]
         lack = max(0.0, LEAST_RANGE * min(times) - max(times) + min(times)) / 2  # a percent must not look like a cliff
@@ -85,8 +79,10 @@ def draw_steps(points: Points, title: str, across: str = PEAK, ceiling: float | 
         axes.set_ylim(low - 1.5 * margin, high + margin)
         axes.set_xlabel(across)
         axes.set_ylabel("ms/step")
-        figure.draw_without_rendering()  # from here on, places on the page are known
-        arrange(axes, labels, list(shown.values()), _boxes_of(axes, front))
+        strokes: list[tuple[Place, Place]] = []
+        for (x, y), (right, down) in pairwise(front):
+            strokes += [((x, y), (right, y)), ((right, y), (right, down))]
+        arrange(axes, labels, strokes)
         return alone(to_svg(figure, f"{title}: peak memory against step time of {', '.join(points)}"))
 
 
@@ -95,14 +91,6 @@ def _mark(variant: str) -> tuple[str, str]:
     if variant.startswith("exact"):
         return stand_in(LOOKS["exact"]), "o"
     return (stand_in(LOOKS["hq8"]), "D") if variant.startswith("hotrain") else (SECOND, "s")
-
-
-def _boxes_of(axes: Axes, front: Sequence[Place]) -> list[Bbox]:
-    """The steps of the front, in pixels."""
-    boxes = []
-    for (x, y), (right, down) in itertools.pairwise(axes.transData.transform(front)):
-        boxes += [Bbox.from_extents(x, y - 2, right, y + 2), Bbox.from_extents(right - 2, down, right + 2, y)]
-    return boxes
 
 
 def alone(svg: str) -> str:

@@ -11,8 +11,8 @@ import hashlib
 import io
 import itertools
 import re
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,16 +148,14 @@ WIDTH_INCHES = 4.3
 """Width of one panel: narrow enough to be read on a phone at full width, two fit side by side on a desk."""
 
 
-def drawing() -> AbstractContextManager[None]:
-    """The context in which every figure is drawn: matplotlib's settings, put back afterwards."""
-    return matplotlib.rc_context(RC)
-
-
-def new_figure(title: str, height_inches: float) -> Figure:
-    """A figure of one panel's width with its title flush left. Call inside `drawing`."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-    figure.suptitle(title, x=0.005, ha="left", fontsize=10, fontweight="bold", color=INK)
-    return figure
+@contextmanager
+def drawing(title: str, height: float, width: float = WIDTH_INCHES) -> Iterator[Figure]:
+    """A figure with its title flush left, sizes in inches, and the context in which it is drawn, up to `to_svg`:
+    matplotlib's settings, put back afterwards."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.suptitle(title, x=0.005, ha="left", fontsize=10, fontweight="bold", color=INK)
+        yield figure
 
 
 def to_svg(figure: Figure, description: str) -> str:

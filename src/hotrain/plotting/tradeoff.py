@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
-
-from hotrain.plotting.labels import arrange
+from hotrain.plotting.labels import Place, arrange, label_at
 from hotrain.plotting.lines import Line
-from hotrain.plotting.style import GRID, INK, MUTED, Look, drawing, new_figure, stand_in, tag, to_svg
+from hotrain.plotting.style import GRID, INK, MUTED, Look, drawing, stand_in, tag, to_svg
 
 FALL = 10.0
 """Points below the best accuracy: methods that end further down are drawn at the lower edge, with their accuracy."""
@@ -35,15 +32,14 @@ def draw_tradeoff(lines: Sequence[Line], looks: Mapping[str, Look], names: Mappi
     best = max(accuracy for _, _, accuracy in known)
     exact = next((accuracy for line, _, accuracy in known if line.method == "exact"), None)
     band = next((line.noise for line, _, _ in known if line.noise is not None and not line.by_seeds), None)
-    with drawing():
-        figure = new_figure(title, 3.4)
+    with drawing(title, 3.4) as figure:
         axes = figure.subplots()
         if exact is not None:
             axes.axhline(exact, color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
             if band is not None:
                 axes.axhspan(exact - band, exact + band, color=GRID, alpha=0.55, linewidth=0, zorder=0)
-        labels, places, bars = [], [], []
-        lows, highs = [], []
+        labels, lows, highs = [], [], []
+        strokes: list[tuple[Place, Place]] = []
         for line, size, accuracy in known:
             style, far = looks[line.method], accuracy < best - FALL
             place = (size / unit, max(accuracy, best - FALL))
@@ -53,33 +49,25 @@ def draw_tradeoff(lines: Sequence[Line], looks: Mapping[str, Look], names: Mappi
             )  # fmt: skip
             point.set_gid(tag(style))
             spread = line.noise if line.by_seeds and line.noise is not None and not far else 0.0
-            if spread:
-                axes.errorbar(*place, yerr=spread, color=stand_in(style), elinewidth=1, capsize=2.5, zorder=2)
-                bars.append((place, spread))
             lows.append(place[1] - spread)
             highs.append(place[1] + spread)
+            if spread:
+                axes.errorbar(*place, yerr=spread, color=stand_in(style), elinewidth=1, capsize=2.5, zorder=2)
+                strokes.append(((place[0], lows[-1]), (place[0], highs[-1])))
             text = names[line.method] + (f", {accuracy:.1f} %" if far else "")
             weight = "bold" if names[line.method] != line.method else "normal"
-            labels.append(
-                axes.annotate(
-                    text, place, (0, 0), textcoords="offset points", fontsize=7.5, color=INK, fontweight=weight
-                )
-            )
-            places.append(place)
+            labels.append(label_at(axes, text, place, INK, fontweight=weight))
         if exact is not None and band is not None:
             lows.append(exact - band)
             highs.append(exact + band)
-        axes.set_xlim(0, 1.14 * max(x for x, _ in places))
+        axes.set_xlim(0, 1.14 * max(size for _, size, _ in known) / unit)
         margin = 0.12 * max(max(highs) - min(lows), 0.5)
         axes.set_ylim(min(lows) - margin, max(highs) + margin)
         axes.set_xlabel(f"{name_of_unit} kept for backward, one batch")
         axes.set_ylabel("test accuracy (%)")
-        figure.draw_without_rendering()  # from here on, places on the page are known
-        taken = [_box(axes, place, spread) for place, spread in bars]
         if exact is not None:
-            height = axes.transData.transform((0, exact))[1]
-            taken.append(Bbox.from_extents(0, height - 1, figure.bbox.x1, height + 1))
-        arrange(axes, labels, places, taken)
+            strokes.append(((0, exact), (axes.get_xlim()[1], exact)))
+        arrange(axes, labels, strokes)
         drawn = ", ".join(names[line.method] for line, _, _ in known)
         return to_svg(figure, f"{title}: bytes kept against test accuracy of {drawn}")
 
@@ -87,9 +75,3 @@ def draw_tradeoff(lines: Sequence[Line], looks: Mapping[str, Look], names: Mappi
 def unit_of(largest: float) -> tuple[int, str]:
     """The unit of an axis that goes up to so many bytes."""
     return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB") if largest >= 2**20 else (2**10, "KiB")
-
-
-def _box(axes: Axes, place: tuple[float, float], spread: float) -> Bbox:
-    """An error bar, in pixels."""
-    (x, low), (_, high) = axes.transData.transform([(place[0], place[1] - spread), (place[0], place[1] + spread)])
-    return Bbox.from_extents(x - 2, low, x + 2, high)

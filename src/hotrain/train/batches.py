@@ -50,7 +50,7 @@ class Feed:
     def __init__(
         self,
         run: TrainRun,
-        data: Data | SceneData,
+        data: Data,
         *,
         image_size: int,
         normalization: Normalization | None = None,
@@ -100,10 +100,6 @@ class Feed:
         indices = torch.arange(self.data.train_size, device="cpu")[self.rank :: self.world]
         return self._images.testing(list(indices.split(self.run.eval_batch_size)), train=True)
 
-    def example(self) -> Batch:
-        """Return the first training batch of the run, without changing the state."""
-        return next(self.updates(0))[0]
-
 
 def _key(*words: int) -> int:
     """Derive a 63-bit seed from all of ``words``."""
@@ -121,7 +117,7 @@ class _Arrays:
     def __init__(
         self, run: TrainRun, data: Any, image_size: int, normalization: Normalization | None, device: torch.device
     ) -> None:
-        self.run, self.image_size = run, image_size
+        self.run, self.data, self.image_size = run, data, image_size
         self.x_train, self.y_train = data.x_train.to(device), data.y_train.to(device)
         self.x_test, self.y_test = data.x_test.to(device), data.y_test.to(device)
         if normalization is None:
@@ -159,10 +155,6 @@ class _Arrays:
 
 class _Scenes(_Arrays):
     """Scenes of the images of a :class:`SceneData`, drawn on the device: other ones each epoch, one test set."""
-
-    def __init__(self, run: TrainRun, data: SceneData, *rest: Any) -> None:
-        super().__init__(run, data.images, *rest)
-        self.data = data
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
         for indices, key in zip(chosen, keys, strict=True):

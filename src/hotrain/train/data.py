@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hotrain._version import install_extra
 from hotrain.train.arrays import InMemory, check_labels, names_in, read_arrays
-from hotrain.train.dense_folder import DenseFolder, load_dense
-from hotrain.train.image_file import ImageFiles, open_image
+from hotrain.train.dense_folder import load_dense
+from hotrain.train.image_file import FolderData, open_image
 from hotrain.train.tokens import TokenData, load_tokens
 from hotrain.train.torchvision_shim import ensure_torchvision
 
@@ -70,17 +70,7 @@ class ArrayData(InMemory):
         return max(self.x_train.shape[2:])
 
 
-@dataclass(frozen=True)
-class FolderData(ImageFiles[tuple[str, int]]):
-    """Image files by class.
-
-    Args:
-        train, test: ``(path, label)`` pairs.
-        classes: names of the class folders, sorted, in label order.
-    """
-
-
-Data = ArrayData | FolderData | TokenData | DenseFolder
+Data = ArrayData | FolderData | TokenData
 
 
 def load_data(name: str, *, data_dir: str = "data") -> Data:

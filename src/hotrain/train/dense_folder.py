@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotrain.files import parse_json, read_text
-from hotrain.train.image_file import ImageFiles, open_image
+from hotrain.train.image_file import FolderData, open_image
 
 NAMES = "objectInfo150.txt"  # ADE20K's list of classes
 IGNORED = -100  # of masks: what cross-entropy leaves out
@@ -21,7 +21,7 @@ Item = tuple[str, str | tuple[tuple[float, ...], ...]]
 
 
 @dataclass(frozen=True)
-class DenseFolder(ImageFiles[Item]):
+class DenseFolder(FolderData):
     """Image files with masks or boxes.
 
     Args:

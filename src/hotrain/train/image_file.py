@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from PIL import Image
 
-Item = TypeVar("Item")
-
 
 @dataclass(frozen=True)
-class ImageFiles(Generic[Item]):
-    """Image files with what is to be learned of each.
+class FolderData:
+    """Image files by class, or with what else is to be learned of each.
 
     Args:
-        train, test: an item for each image.
+        train, test: the path of each image, and its label (of a `DenseFolder` its mask or objects).
         classes: names in label order.
 
     Attributes:
@@ -26,8 +24,8 @@ class ImageFiles(Generic[Item]):
         image_size: side in pixels that images are resized to, unless the run says otherwise.
     """
 
-    train: tuple[Item, ...]
-    test: tuple[Item, ...]
+    train: tuple[tuple[str, Any], ...]
+    test: tuple[tuple[str, Any], ...]
     classes: tuple[str, ...]
     channels: ClassVar[int] = 3
     image_size: ClassVar[int] = 224

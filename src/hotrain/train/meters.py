@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,43 +29,6 @@ class DelayedRead:
         self.copied = torch.cuda.Event()
         self.copied.record()
         return seen
-
-
-class StepTimer:
-    """Milliseconds of every update, by CUDA events (read on demand) or the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.done_ms: list[float] = []
-        self.pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.began: Any = None
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self.began = self._now()
-
-    def stop(self) -> None:
-        if self.cuda:
-            self.pending.append((self.began, self._now()))
-        else:
-            self.done_ms.append((self._now() - self.began) * 1e3)
-
-    def all_ms(self) -> list[float]:
-        for begin, end in self.pending:
-            end.synchronize()
-            self.done_ms.append(begin.elapsed_time(end))
-        self.pending.clear()
-        return self.done_ms
-
-    def median_ms(self) -> float | None:
-        times = self.all_ms()
-        return statistics.median(times) if times else None
 
 
 def finite(value: float) -> float | None:

@@ -25,41 +25,28 @@ VISIBLE = 0.5  # share of an image above which it has a box
 
 
 @dataclass(frozen=True)
-class SceneData:
-    """Scenes of the images of a data set: training scenes of training images, test scenes of test images.
+class SceneData(ArrayData):
+    """Images in memory of which scenes are drawn: training scenes of training images, test scenes of test images.
+
+    There are as many scenes as images; each epoch draws others, test scenes are always the same.
 
     Args:
-        images: the data set.
-        masks: whether the scenes have masks, whose class 0 is the background, or boxes.
+        classes: names in label order; of masks the background's first, so that labels of images are one less.
+        masks: whether the scenes have masks or boxes.
     """
 
-    images: ArrayData
     masks: bool
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names in label order."""
-        return (BACKGROUND, *self.images.classes) if self.masks else self.images.classes
-
-    @property
-    def channels(self) -> int:
-        """Number of channels."""
-        return self.images.channels
+    @classmethod
+    def of(cls, images: ArrayData, *, masks: bool) -> SceneData:
+        """Scenes of the images of a data set."""
+        classes = (BACKGROUND, *images.classes) if masks else images.classes
+        return cls(images.x_train, images.y_train, images.x_test, images.y_test, classes, masks)
 
     @property
     def image_size(self) -> int:
         """Side of the canvas in pixels, unless the run says otherwise."""
-        return SCALE * self.images.image_size
-
-    @property
-    def train_size(self) -> int:
-        """Training scenes of an epoch: as many as images; each epoch draws others."""
-        return self.images.train_size
-
-    @property
-    def test_size(self) -> int:
-        """Number of test scenes, which are always the same."""
-        return self.images.test_size
+        return SCALE * super().image_size
 
 
 def draws(count: int, channels: int, key: int) -> Tensor:

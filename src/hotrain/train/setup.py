@@ -34,7 +34,7 @@ class Setup:
 
     run: TrainRun
     device: torch.device
-    data: Data | SceneData
+    data: Data
     feed: Feed
     model: nn.Module
     report: Any = None
@@ -45,7 +45,7 @@ class Setup:
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Return the run's first training batch on its device: images (B, C, H, W) or tokens (B, L), and labels."""
-        return self.feed.example()
+        return next(self.feed.updates(0))[0]
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the model's output.
@@ -137,7 +137,7 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     if run.log is not None and importlib.util.find_spec(run.log) is None:
         raise RuntimeError(f"log: {run.log} is not installed: pip install {run.log}")
     processes = processes or Processes(device=resolve_device(run.device))
-    data: Data | SceneData = load_data(run.data, data_dir=run.data_dir)
+    data = load_data(run.data, data_dir=run.data_dir)
     seed_all(run.seed)
     hotrain.manual_seed(run.seed)
     _check_text(run, data)
@@ -165,14 +165,14 @@ def build(run: TrainRun, processes: Processes | None = None) -> Setup:
     return Setup(run, processes.device, data, feed, model, report)
 
 
-def seen_by(run: TrainRun, data: Data | SceneData) -> Data | SceneData:
+def seen_by(run: TrainRun, data: Data) -> Data:
     """The data as a run sees them: where it predicts masks or boxes, scenes of the images in memory."""
     if run.task in dense.METRICS and isinstance(data, ArrayData):
-        return SceneData(data, masks=run.task == "segmentation")
+        return SceneData.of(data, masks=run.task == "segmentation")
     return data
 
 
-def _check_text(run: TrainRun, data: Data | SceneData) -> None:
+def _check_text(run: TrainRun, data: Data) -> None:
     """Refuse a model of texts with images, one of images with texts, and what changes images alone."""
     is_text = isinstance(data, TokenData)
     if is_text != (run.model in language.MODELS):
@@ -188,7 +188,7 @@ def _check_text(run: TrainRun, data: Data | SceneData) -> None:
                 raise ValueError(f"{name}: it is not for texts; leave it out")
 
 
-def _check_dense(run: TrainRun, data: Data | SceneData) -> None:
+def _check_dense(run: TrainRun, data: Data) -> None:
     """Refuse a model of another task, and data without what the task predicts."""
     if dense.MODELS.get(run.model) != (run.task if run.task in dense.METRICS else None):
         raise ValueError(

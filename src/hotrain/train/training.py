@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain import draws
+from hotrain.analysis.steps import StepTimer
 from hotrain.calibration import LayerChoice
 from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.contexts import rng_state, set_rng_state
 from hotrain.train.distributed import Processes
 from hotrain.train.evaluation import evaluate, evaluate_dense, probe
-from hotrain.train.meters import DelayedRead, StepTimer, finite
+from hotrain.train.meters import DelayedRead, finite
 from hotrain.train.optimization import create_optimizer, create_schedule
 from hotrain.train.outcome import MEASURED, SCALE_FLOOR, Diverged, Interrupted, NotSaved, Result
 from hotrain.train.progress import Progress
