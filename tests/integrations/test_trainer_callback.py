@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,9 +98,9 @@ def test_a_resumed_run_goes_on_with_its_draws(tmp_path: Path) -> None:
         "seed": 3,
         "report_to": "none",
     }
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **options)
 
-    def run(resume: str | None = None, **convert: Any) -> list[torch.Tensor]:
+    def run(resume: str | None = None, out: str = "run", **convert: Any) -> list[torch.Tensor]:
+        args = transformers.TrainingArguments(str(tmp_path / out), use_cpu=True, disable_tqdm=True, **options)
         hotrain.manual_seed(5)
         model = transformers.BertForSequenceClassification(config)
         model.load_state_dict(start)
@@ -106,12 +108,17 @@ def test_a_resumed_run_goes_on_with_its_draws(tmp_path: Path) -> None:
         transformers.Trainer(model, args, train_dataset=rows, callbacks=[callback]).train(resume_from_checkpoint=resume)
         return [p.detach().clone() for p in model.parameters()]
 
-    whole, second = run(), tmp_path / "checkpoint-2"
+    whole, second = run(), tmp_path / "run" / "checkpoint-2"
     assert all(map(torch.equal, whole, run(str(second))))
-    (second / "hotrain_draws.json").unlink()
-    assert not all(map(torch.equal, whole, run(str(second)))), "the draws change nothing here"
+    moved = shutil.move(second, tmp_path / "best")
+    assert all(map(torch.equal, whole, run(str(moved), "other"))), "a checkpoint somewhere else"
+    file = Path(moved) / "trainer_state.json"
+    state = json.loads(file.read_text())
+    assert state["stateful_callbacks"].pop("hotrain_draws")
+    file.write_text(json.dumps(state))
+    assert not all(map(torch.equal, whole, run(str(moved), "other"))), "the draws change nothing here"
     with pytest.warns(UserWarning, match="does not go on with the checkpoint's draws"):
-        run(str(tmp_path / "checkpoint-4"), filter_fn=lambda module, name: "query" in name)
+        run(str(tmp_path / "run" / "checkpoint-4"), filter_fn=lambda module, name: "query" in name)
 
 
 def test_the_report_is_logged_at_a_save_and_at_the_end(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ accelerate, whose autocast replaces the model's forward, nor compiled. ``on_trai
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from .. import draws
 from .._version import require
 from ..calibration import Calibration, calibrate
-from ..files import parse_json, read_text, write_text
 from ..method import Method
 from ..presets import DEFAULT
 from .common import Conversion
@@ -26,11 +25,12 @@ require("accelerate", "1.10", "text")
 
 from accelerate.state import AcceleratorState  # noqa: E402 (after the check of versions)
 from transformers import TrainerCallback  # noqa: E402
+from transformers.trainer import TRAINER_STATE_NAME  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 logger = logging.get_logger("transformers.trainer")
 
-_DRAWS = "hotrain_draws.json"  # in a checkpoint's folder
+_DRAWS = "hotrain_draws"  # in a checkpoint's state
 # accelerate's distributed types in which conversion has no effect or was never tested
 _UNTESTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -103,9 +103,9 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             self.calibration = calibrate(model, batches, max_batches=self.batches)
             self.calibration.apply(model)
             logger.info(str(self.calibration))
-        file = _folder(args, state, args.resume_from_checkpoint) / _DRAWS
-        if state.global_step and file.is_file():
-            self.go_on(model, parse_json(read_text(file)))
+        found = state.stateful_callbacks.get(_DRAWS)
+        if found is not None:
+            self.go_on(model, found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the first step: see `Conversion.check`."""
@@ -122,20 +122,18 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(self.metrics())
 
     def on_save(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Log the report, and save the draws in the checkpoint's folder."""
-        folder = _folder(args, state)
-        if model is not None and state.is_world_process_zero and folder.is_dir():
-            write_text(folder / _DRAWS, json.dumps(draws.state_dict(model)))
+        """Log the report, and save the draws in the checkpoint's state, which was written just before."""
+        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
+        if model is not None and state.is_world_process_zero and file.is_file():
+            state.stateful_callbacks[_DRAWS] = draws.state_dict(model)
+            whole = file.with_name(f"{file.name}.part")
+            state.save_to_json(str(whole))
+            os.replace(whole, file)
         self.on_train_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the report."""
         logger.info(str(self.report))
-
-
-def _folder(args: Any, state: Any, given: Any = None) -> Path:
-    """The folder of the checkpoint of this step, the given one if one is."""
-    return Path(given) if isinstance(given, str) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _refuse(args: Any) -> None:
