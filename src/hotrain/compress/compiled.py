@@ -32,7 +32,7 @@ from . import choosing, formats, fusing, graph, in_place, kernel_nodes, rules
 from .graph import KEY, entries
 from .halves import Halves
 from .losses import in_pieces
-from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
+from .nodes import FLOATS, VIEWS, base_of, is_alias, is_cast, is_pointwise, same_order, source_of
 from .rules import SMALL
 
 _inductor = inductor()
@@ -260,9 +260,7 @@ def _write_before_statistics(half: Graph) -> None:
     """
     for node in half.find_nodes(op="call_function", target=_STATISTICS):
         axes: Any = node.args[1] if len(node.args) > 1 else None
-        source = base_of(node.args[0])  # type: ignore[arg-type]
-        while source.target in fusing.CASTS:
-            source = base_of(source.args[0])  # type: ignore[arg-type]
+        source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n))
         if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
             source.meta["inductor_realize_to_strides"] = True
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import rules
 from .formats import hint
+from .nodes import readers_of
 from .rules import EXACT, RATIO, SHAPE, SIGN, VALUE
 
 _aten = torch.ops.aten
@@ -205,12 +206,11 @@ def is_normed(node: Node) -> bool:
 
     Vectors of a small norm then have gradients as large as others, and elements of one group may be of several vectors.
     """
-    for user in node.users:
+    for user in readers_of(node, lambda moved: _packet(moved) in _MOVED):
         op = _packet(user)
-        if op in rules.NORM.aten or (op in _MOVED and is_normed(user)):
-            return True
-        squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and user.all_input_nodes == [node])
-        if squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users):
+        squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and len(user.all_input_nodes) == 1)
+        summed = squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users)
+        if summed or op in rules.NORM.aten:
             return True
     return False
 

@@ -7,7 +7,7 @@ transformer two hidden layers of an MLP. Inductor reuses memory so for what it c
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..private import schema_of
-from .nodes import base_of, called, is_alias
+from .nodes import base_of, called, is_alias, readers_of, replace_results
 
 _ops = torch.ops.hotrain
 _FIRST = {
@@ -33,7 +33,7 @@ def write(backward: Graph) -> bool:
         for node in backward.find_nodes(op="call_function", target=target):
             if _is_free(node.args[0], node):
                 other, g_x = _called(backward, node, in_place)
-                _replace(backward, node, (g_x, other))
+                replace_results(backward, node, (g_x, other))
                 changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
         args: Any = node.args
@@ -41,7 +41,7 @@ def write(backward: Graph) -> bool:
         if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
             own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
             g_x = second if other is not None else own if passes_on else first
-            _replace(backward, node, (g_x, sums, first if passes_on else None))
+            replace_results(backward, node, (g_x, sums, first if passes_on else None))
             changed = True
     return changed
 
@@ -49,7 +49,7 @@ def write(backward: Graph) -> bool:
 def _is_free(t: Any, reader: Node) -> bool:
     """Whether a node is a whole tensor, computed in this graph, that only this operator reads, through any views."""
     base = base_of(t)
-    if base.op != "call_function" or set(_readers(base)) != {reader}:
+    if base.op != "call_function" or set(readers_of(base, is_alias)) != {reader}:
         return False
     source: Any = base.args[0] if base.target is operator.getitem else base
     schema = schema_of(source.target)
@@ -59,14 +59,6 @@ def _is_free(t: Any, reader: Node) -> bool:
     value, whole = t.meta["val"], base.meta["val"]
     image = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
     return bool(value.numel() == whole.numel() and (value.is_contiguous() or image))
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    for user in node.users:
-        if is_alias(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
@@ -79,13 +71,3 @@ def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
         called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None
         for place, value in enumerate(values)
     ]
-
-
-def _replace(graph: Graph, node: Node, results: Sequence[Node | None]) -> None:
-    for part in list(node.users):
-        found = results[part.args[1]]  # type: ignore[index]
-        if found is not None:
-            part.replace_all_uses_with(found)
-            graph.erase_node(part)
-    if not node.users:
-        graph.erase_node(node)

@@ -16,9 +16,10 @@ from ..private import fakes, inductor, schema_of
 from .formats import is_static
 
 _aten = torch.ops.aten
-VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
+VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
 
 
@@ -45,16 +46,28 @@ def is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
+def is_dense(node: Any) -> bool:
+    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
+    value = value_of(node)
+    return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
+
+
+# ---- what reads a value, and whose value a node has, through views ----
+#
+# What a view is depends on the question. What reads rows asks for all elements in the same order (`same_order`), what
+# writes them side by side for all in any order (`is_move`). What writes in place asks for the memory (`is_alias`): a
+# slice shares it and is no whole tensor, while `_unsafe_view` is one that PyTorch takes for new.
+
+
 def same_order(node: Node) -> bool:
     """Whether a node has the elements of its argument in the same order."""
     in_order = node.target is _aten.permute.default and list(node.args[1]) == sorted(node.args[1])  # type: ignore[arg-type]
     return in_order or node.target in VIEWS
 
 
-def is_dense(node: Any) -> bool:
-    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
-    value = value_of(node)
-    return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
+def is_move(node: Node) -> bool:
+    """Whether a node has the elements of its argument, which are not copied, in any order."""
+    return node.target in MOVES
 
 
 def is_alias(node: Node) -> bool:
@@ -64,11 +77,55 @@ def is_alias(node: Node) -> bool:
     return bool(aliases) and len(node.all_input_nodes) == 1
 
 
-def base_of(node: Node) -> Node:
+def is_cast(node: Node) -> bool:
+    """Whether a node has the elements of its argument in another dtype."""
+    return node.target in CASTS
+
+
+def readers_of(node: Node, through: Callable[[Node], bool] = same_order) -> list[Node]:
+    """What reads a node: its users, and in the place of those that `through` is true of, their readers in turn."""
+    found: list[Node] = []
+    for user in node.users:
+        found += readers_of(user, through) if through(user) else [user]
+    return found
+
+
+def source_of(node: Any, through: Callable[[Node], bool] = same_order) -> Node:
+    """The node that another one is computed from, through nodes that `through` is true of; itself, where it is not."""
+    return path_to(node, through)[-1]
+
+
+def path_to(node: Any, through: Callable[[Node], bool]) -> list[Node]:
+    """The nodes from one back to its `source_of`, both included."""
+    found: list[Node] = [node]
+    while through(found[-1]):
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def base_of(node: Any) -> Node:
     """The node whose memory a node shares, through any number of views."""
-    while node.op == "call_function" and is_alias(node):
-        (node,) = node.all_input_nodes
-    return node
+    return source_of(node, is_alias)
+
+
+def result_of(node: Node, place: int) -> Node | None:
+    """A result of an operator with several; None where nothing reads it."""
+    return next((user for user in node.users if user.args[1] == place), None)
+
+
+# ---- nodes in the place of others ----
+
+
+def replace_results(graph: Graph, node: Node, results: Sequence[Node | None]) -> None:
+    """Put nodes in the places of an operator's first results, but for None; the operator goes with its last result."""
+    for part in list(node.users):
+        place: Any = part.args[1]
+        found = results[place] if place < len(results) else None
+        if found is not None:
+            part.replace_all_uses_with(found)
+            graph.erase_node(part)
+    if not node.users:
+        graph.erase_node(node)
 
 
 def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
