@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from ..private import schema_of
 from .nodes import base_of, called, is_alias, readers_of, replace_results
 
 _ops = torch.ops.hotrain
-_FIRST = {
-    _ops.activation_gradient.default: _ops.activation_gradient_.default,
-    _ops.gated_gradient.default: _ops.gated_gradient_.default,
-}
+_Place = TypeVar("_Place")
+_FIRST = ("activation_gradient", "gated_gradient")
 """Operators of two results, of which the first is written over the first argument."""
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
@@ -29,10 +27,10 @@ _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: 
 def write(backward: Graph) -> bool:
     """Let operators of a graph of backward write over their gradients, in place; returns whether it has changed."""
     changed = False
-    for target, in_place in _FIRST.items():
-        for node in backward.find_nodes(op="call_function", target=target):
+    for name in _FIRST:
+        for node in backward.find_nodes(op="call_function", target=getattr(_ops, name).default):
             if _is_free(node.args[0], node):
-                other, g_x = _called(backward, node, in_place)
+                other, g_x = _called(backward, node, getattr(_ops, f"{name}_").default)
                 replace_results(backward, node, (g_x, other))
                 changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
@@ -40,10 +38,19 @@ def write(backward: Graph) -> bool:
         g, other, passes_on = args[0], args[1], args[-1]
         if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
             own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
-            g_x = second if other is not None else own if passes_on else first
-            replace_results(backward, node, (g_x, sums, first if passes_on else None))
+            g_x = written_over(first, second, passes_on)
+            replace_results(backward, node, (own if g_x is None else g_x, sums, first if passes_on else None))
             changed = True
     return changed
+
+
+def written_over(g: _Place, other: _Place | None, passes_on: bool) -> _Place | None:
+    """What batch norm's `norm_gradient_` writes g_x over, of tensors or of nodes; None for memory of its own.
+
+    By then other has been read. Without one it is g, which has the shortcut's gradient if that is passed on.
+    `kernels.batch_norm.gradient` does the same.
+    """
+    return other if other is not None else None if passes_on else g
 
 
 def _is_free(t: Any, reader: Node) -> bool:
