@@ -1,8 +1,9 @@
-"""Nodes of a traced graph, as the passes over compiled graphs read and make them: values, views, calls, formulas."""
+"""Nodes of a traced graph, as all passes over compiled graphs read and make them: values, readers, calls, formulas."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..private import fakes, inductor, schema_of
-from .formats import is_static
+from .formats import hint, is_static
 
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
@@ -29,16 +30,25 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def numel(node: Any) -> int:
-    """Number of elements of what a node computes, 0 where it is no tensor."""
-    value = value_of(node)
-    return 0 if value is None else int(value.numel())
+def numel(t: Any) -> int:
+    """Number of elements of a tensor, or of what a node computes, or of its first result; 0 where that is no tensor.
+
+    Of a size that changes from call to call, that of the call that was traced counts.
+    """
+    value = t.meta.get("val") if isinstance(t, Node) else t
+    value = value[0] if isinstance(value, tuple | list) else value
+    return math.prod(map(hint, value.shape)) if isinstance(value, Tensor) else 0
 
 
 def bytes_of(t: Any) -> int:
-    """Bytes of a tensor, or of what a node computes; 0 where it is no tensor."""
-    value = t.meta["val"] if isinstance(t, Node) else t
-    return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+    """Bytes of a tensor, or of what a node computes, by `numel`; 0 where it is no tensor."""
+    value = value_of(t) if isinstance(t, Node) else t
+    return numel(value) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls one of hotrain's operators."""
+    return str(node.target).startswith("hotrain.")
 
 
 def is_pointwise(node: Node) -> bool:
