@@ -12,7 +12,7 @@ sharing, rematerialize    activation sharing: a layer's input is dequantized in 
 eager                     saved-tensor hooks for functions without an operator of their own
 pace                      which blocks stay exact in eager mode, where the host would hold up the GPU
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
-nodes                     values, views and calls of the nodes of such graphs, and formulas traced into them
+nodes                     values, readers and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
 exact_norms               batch norm of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are

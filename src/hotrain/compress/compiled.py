@@ -29,10 +29,22 @@ from torch.fx import Graph, GraphModule, Node
 from ..planning import Roofs
 from ..private import fakes, inductor
 from . import choosing, formats, fusing, graph, in_place, kernel_nodes, rules
-from .graph import KEY, entries
+from .graph import KEY
 from .halves import Halves
 from .losses import in_pieces
-from .nodes import FLOATS, VIEWS, base_of, is_alias, is_pointwise, same_order
+from .nodes import (
+    FLOATS,
+    VIEWS,
+    base_of,
+    bytes_of,
+    is_alias,
+    is_cast,
+    is_ours,
+    is_pointwise,
+    numel,
+    same_order,
+    source_of,
+)
 from .rules import SMALL
 
 _inductor = inductor()
@@ -191,7 +203,7 @@ def compress(
         found = made.uses(halves.arguments[node.name])
         factors = made.factors(halves.arguments[node.name]) if found.whole == rules.EXACT else None
         forms = None if factors is None else _cheaper(node, factors, halves.kept)
-        elements = sum(entries(factor) for factor, form in forms.items() if form == _QUANTIZED) if forms else 0
+        elements = sum(numel(factor) for factor, form in forms.items() if form == _QUANTIZED) if forms else 0
         if forms and elements <= left:
             left -= elements
             account.add(node, found.names, "its derivative in " + _described(forms.values()), "")
@@ -202,10 +214,10 @@ def compress(
     for base, group in groups.items():
         for node in filter(halves.is_needed, filter(_is_large, group)):
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
-            if form == _QUANTIZED and entries(node) > left:
+            if form == _QUANTIZED and numel(node) > left:
                 form = "bfloat16" if node.meta["val"].dtype == torch.float32 else ""
                 why = why if form else "faster so; plan='memory' compresses it"
-            left -= entries(node) if form == _QUANTIZED else 0
+            left -= numel(node) if form == _QUANTIZED else 0
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
             elif base in others:
@@ -260,9 +272,7 @@ def _write_before_statistics(half: Graph) -> None:
     """
     for node in half.find_nodes(op="call_function", target=_STATISTICS):
         axes: Any = node.args[1] if len(node.args) > 1 else None
-        source = base_of(node.args[0])  # type: ignore[arg-type]
-        while source.target in fusing.CASTS:
-            source = base_of(source.args[0])  # type: ignore[arg-type]
+        source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n))
         if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
             source.meta["inductor_realize_to_strides"] = True
 
@@ -278,9 +288,8 @@ def _has_rows(node: Node, columns: int, depth: int) -> bool:
     if node.op != "call_function" or not depth:
         return False
     if node.target is operator.getitem:
-        source: Any = node.args[0]
-        return str(source.target).startswith("hotrain.")
-    if node.target in _MATRICES or str(node.target).startswith("hotrain."):
+        return is_ours(node.args[0])  # type: ignore[arg-type]
+    if node.target in _MATRICES or is_ours(node):
         return isinstance(value, Tensor) and value.shape[-1] == columns
     alike = (n for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), Tensor) and t.dim() > 1)
     by_element = same_order(node) or is_pointwise(node)
@@ -318,7 +327,7 @@ def _is_large(node: Node) -> bool:
         isinstance(value, fakes.tensor)
         and value.dtype in FLOATS
         and bool(_region(node))
-        and entries(node) >= SMALL
+        and numel(node) >= SMALL
         and not any(isinstance(n, int) and n == 0 for n in value.stride())  # an expanded tensor takes little memory
     )
 
@@ -355,7 +364,7 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
     """The forms of what is made from a saved tensor, to keep in its place; empty if that saves too few bytes."""
     forms, size, known = {}, 0.0, {n.name: n for n in kept}
     for factor, kind in factors.items():
-        value, number = factor.meta.get("val"), entries(factor)
+        value, number = factor.meta.get("val"), numel(factor)
         if not isinstance(value, Tensor):
             return {}
         if value.dtype == torch.bool and formats.is_static(value):
@@ -372,7 +381,7 @@ def _cheaper(node: Node, factors: Mapping[Node, str], kept: Sequence[Node]) -> d
             return {}
         forms[factor] = form
         size += number * each
-    return forms if size < _CHEAPER * entries(node) * node.meta["val"].dtype.itemsize else {}
+    return forms if size < _CHEAPER * bytes_of(node) else {}
 
 
 def _described(forms: Iterable[str]) -> str:
@@ -389,7 +398,7 @@ class _Account:
     def add(self, node: Node, names: set[str], form: str, why: str) -> None:
         if form or why:
             key = _region(node), tuple(sorted(names)), form, why
-            self.rows[key] = self.rows.get(key, 0) + entries(node) * node.meta["val"].dtype.itemsize
+            self.rows[key] = self.rows.get(key, 0) + bytes_of(node)
 
     def tell(self, region: str, kept: int) -> None:
         """Record it for the report of one model, with all bytes that cross the cut."""

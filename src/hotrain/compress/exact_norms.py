@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..quantize.integer import wide
-from .nodes import inlined
+from .nodes import inlined, replace_results
 from .slopes import ACTIVATIONS
 
 _NORMALIZE = torch.ops.hotrain.normalize.default
@@ -43,7 +43,7 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
         return y, ACTIVATIONS[name].f(y) if name else y  # type: ignore[index]
 
     before, y = inlined(graph, norm, forward, [x, mean, r, *given])  # type: ignore[list-item]
-    _replace(graph, norm, [y])
+    replace_results(graph, norm, [y])
 
     def backward(g: Tensor, before: Tensor, x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         terms = iter(rest)
@@ -60,7 +60,8 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
         return g_x, torch.stack([g_b, g_w]), behind
 
     inputs = [g, before, x, mean, r, *(t for t in (other, w) if t is not None)]
-    _replace(graph, gradient, inlined(graph, gradient, backward, inputs)[: 3 if passes_on else 2])  # type: ignore[arg-type]
+    found = inlined(graph, gradient, backward, inputs)  # type: ignore[arg-type]
+    replace_results(graph, gradient, found[: 3 if passes_on else 2])
 
 
 def put_statistics_back(graph: Graph, statistics: Node) -> None:
@@ -70,7 +71,7 @@ def put_statistics_back(graph: Graph, statistics: Node) -> None:
         var, mean = torch.var_mean(wide(x), (0, 2, 3), correction=0)
         return mean, var
 
-    _replace(graph, statistics, inlined(graph, statistics, formula, [statistics.args[0]]))  # type: ignore[list-item]
+    replace_results(graph, statistics, inlined(graph, statistics, formula, [statistics.args[0]]))  # type: ignore[list-item]
 
 
 def _along(t: Tensor) -> Tensor:
@@ -80,12 +81,3 @@ def _along(t: Tensor) -> Tensor:
 
 def _normal(x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
     return (wide(x) - _along(mean)) * _along(r)
-
-
-def _replace(graph: Graph, node: Node, results: list[Node]) -> None:
-    """Put these in the places of an operator's first results."""
-    for part in list(node.users):
-        place = part.args[1]
-        if isinstance(place, int) and place < len(results):
-            part.replace_all_uses_with(results[place])
-            graph.erase_node(part)

@@ -17,7 +17,6 @@ activation function that reads the convolution. Sums are in float32 and rounded 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,11 +25,26 @@ from torch.fx import Graph, Node
 from .factors import Product
 from .formats import is_static
 from .layer_codes import Gradients, Keep
-from .merging import Merging, merge_all, readers_of, unviewed
-from .nodes import CASTS, FLOATS, bytes_of, is_alias, is_dense, is_pointwise, same_order, value_of
+from .merging import Merging, half_of, merge_all
+from .nodes import (
+    CASTS,
+    FLOATS,
+    bytes_of,
+    is_alias,
+    is_cast,
+    is_dense,
+    is_move,
+    is_pointwise,
+    path_to,
+    readers_of,
+    replace_results,
+    result_of,
+    same_order,
+    source_of,
+    value_of,
+)
 
 _aten = torch.ops.aten
-_ALIASES = (_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.alias.default)  # no copies
 _COPIES = (_aten.clone.default, _aten.index.Tensor, _aten.constant_pad_nd.default, _aten.cat.default)
 _FORWARD = torch.ops.hotrain.norm_forward.default
 _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
@@ -65,7 +79,7 @@ def unfused(norm: Node) -> int:
 
 
 def _unfused_forward(norm: Node) -> int:
-    source = _uncast(unviewed(norm.args[0]))
+    source = _uncast(source_of(norm.args[0]))
     operands = _sum(source)
     moved = bytes_of(source) if operands is None and _is_formula(source) else 0  # exact training has it in registers
     alone = [t for t in operands or () if _is_alone(t)]
@@ -73,8 +87,8 @@ def _unfused_forward(norm: Node) -> int:
     if merged is not None:
         alone.remove(merged.node)
         alone += filter(_is_alone, [_uncast(merged.branch)])
-    y = next((user for user in norm.users if user.args[1] == 1), None)
-    readers = [] if y is None else list(_behind(y))
+    y = result_of(norm, 1)
+    readers = [] if y is None else readers_of(y, _is_as_before)
     copies = [t for t in readers if t.target in _COPIES]
     if copies:
         moved += (1 + (len(copies) == len(readers))) * bytes_of(y)
@@ -82,44 +96,46 @@ def _unfused_forward(norm: Node) -> int:
 
 
 def _unfused_backward(norm: Node) -> int:
-    g = _uncast(unviewed(norm.args[0]))
+    g = _uncast(source_of(norm.args[0]))
     moved = 2 * bytes_of(g) if _is_alone(g) else 0
-    g_x = next((user for user in norm.users if user.args[1] == 0), None)
-    readers = [] if g_x is None else readers_of(g_x)
+    g_x = result_of(norm, 0)
+    readers = [] if g_x is None else readers_of(g_x, _is_same)
     total = readers[0] if len(readers) == 1 and _sum(readers[0]) is not None else g_x
-    formulas = [] if total is None else [t for t in _behind(total) if _is_formula(t) and _sum(t) is None]
+    behind = [] if total is None else readers_of(total, _is_as_before)
+    formulas = [t for t in behind if _is_formula(t) and _sum(t) is None]
     merges = len(formulas) == 1 and Product.of_gradient(formulas[0]) is not None
     # For a sum over the rows, as a layer's scale has one, exact training reads the gradient again, too.
     if total is not None and formulas and not merges and not any(map(_is_summed, formulas)):
         moved += bytes_of(total)
     if total is not None and total is not g_x and not merges and len(total.users) > 1:
-        casts = [user for user in total.users if user.target in CASTS]
+        casts = [user for user in total.users if is_cast(user)]
         moved -= bytes_of(total) + bytes_of(casts[0]) if len(casts) == 1 else 0
     return moved
 
 
 def _is_alone(node: Node) -> bool:
     """Whether a tensor is a formula's, read by one operator alone, so that a compiler would not write it."""
-    source = unviewed(node)
+    source = source_of(node)
     return _is_formula(source) and len(source.users) == 1 and len(node.users) == 1
 
 
 def _is_summed(node: Node) -> bool:
     """Whether sums are all that reads a node."""
-    return all(user.target is _aten.sum.dim_IntList for user in readers_of(node))
+    return all(user.target is _aten.sum.dim_IntList for user in readers_of(node, _is_same))
 
 
 def _is_formula(node: Node) -> bool:
-    return (is_pointwise(node) or node.target in _COPIES) and node.target not in CASTS
+    return (is_pointwise(node) or node.target in _COPIES) and not is_cast(node)
 
 
-def _behind(node: Node) -> Iterator[Node]:
-    """Users of a tensor, of its views in any order, and of its casts."""
-    for user in node.users:
-        if is_alias(user) or user.target in CASTS or user.target is torch.ops.hotrain.marked.default:
-            yield from _behind(user)
-        else:
-            yield user
+def _is_same(node: Node) -> bool:
+    """Whether a node has the elements of its argument in the same order, in any dtype."""
+    return same_order(node) or is_cast(node)
+
+
+def _is_as_before(node: Node) -> bool:
+    """Whether a node has elements of its argument, in any order and dtype."""
+    return is_alias(node) or is_cast(node) or node.target is torch.ops.hotrain.marked.default
 
 
 class _Forward(Merging):
@@ -131,17 +147,17 @@ class _Forward(Merging):
     def add(self) -> None:
         args: Any = self.node.args
         x, branch, w, b, *rest = args
-        source = _uncast(unviewed(x))
+        source = _uncast(source_of(x))
         found = _sum(source)
         if branch is not None or found is None:
-            if source is not unviewed(x) and is_dense(source):
+            if source is not source_of(x) and is_dense(source):
                 self.again(self.node, (self.rows(self.node, source), branch, w, b, *rest))
             return
         eps, _, y, centered, cast, _, bias, factor, times = rest
         after = source.next  # all that reads the sum comes behind it
         if any(isinstance(t, Node) and not t < after for t in (w, b)):
             return
-        chain = _chain(x, source)
+        chain = path_to(x, lambda node: node is not source)
         keeps = any(user not in (*chain, self.node) for node in chain for user in node.users)
         one, other = found
         for t, rest_of in ((other, one), (one, other)):
@@ -168,27 +184,24 @@ class _Backward(Merging):
     def uncast(self) -> None:
         args: Any = self.node.args
         g, *rest = args
-        source = _uncast(unviewed(g))
-        if source is not unviewed(g) and is_dense(source):
+        source = _uncast(source_of(g))
+        if source is not source_of(g) and is_dense(source):
             self.again(self.node, (self.rows(self.node, source), *rest))
 
     def add(self) -> None:
         g_x = self.result(0)
-        while g_x is not None and len(g_x.users) == 1 and same_order(next(iter(g_x.users))):
-            g_x = next(iter(g_x.users))
-        if g_x is None or len(g_x.users) != 1:
+        readers = [] if g_x is None else readers_of(g_x)
+        if len(readers) != 1 or _sum(readers[0]) is None:
             return
-        total = next(iter(g_x.users))
-        if _sum(total) is None:
-            return
-        (operand,) = (t for t in total.all_input_nodes if t is not g_x)
+        (total,) = readers
+        (operand,) = (t for t in total.all_input_nodes if source_of(t) is not g_x)
         source = _uncast(operand)
         other = source if is_dense(source) else operand
         if not other < self.node:
             return
         before, args = self.node, self.node.args
         g, codes, scale, r, w, _, _, centered, _, *factor = args
-        casts = [user for user in total.users if user.target in CASTS]
+        casts = [user for user in total.users if is_cast(user)]
         dtypes = {cast.meta["val"].dtype for cast in casts}
         copy = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= set(FLOATS) else None
         dtype = total.meta["val"].dtype
@@ -198,18 +211,17 @@ class _Backward(Merging):
         for cast in casts if copy is not None else ():
             self.replace(cast, parts[2], before)
         self.replace(total, parts[0], before)
-        for result in list(before.users):
-            result.replace_all_uses_with(parts[result.args[1]])  # type: ignore[index]
+        replace_results(self.graph, before, parts)
         self.node, self.changed = made, True
 
     def copy(self) -> None:
         """Also without a sum, g_x in the dtype of a product beside its own: behind a norm after the sum."""
         args: Any = self.node.args
         g_x = self.result(0)
-        casts = [] if g_x is None or args[8] is not None else _casts(g_x)
-        dtypes = {cast.meta["val"].dtype for cast in casts}
-        if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16}:
-            self.again(self.node, (*args[:8], *dtypes, *args[9:]))
+        casts = [] if g_x is None or args[8] is not None else list(filter(is_cast, readers_of(g_x)))
+        dtype = half_of(casts)
+        if dtype is not None:
+            self.again(self.node, (*args[:8], dtype, *args[9:]))
             after = self.node.next
             found = self.call(after, operator.getitem, self.node, 2)
             for cast in casts:
@@ -220,12 +232,12 @@ class _Backward(Merging):
         args: Any = self.node.args
         copied = args[8] is not None
         source = self.result(2 if copied else 0)
-        readers = [] if source is None else readers_of(source, through=())
+        readers = [] if source is None else readers_of(source)
         products = [product for product in map(Product.of_gradient, readers) if product is not None]
         if len(products) != 1 or (copied and len(readers) > 1):
             return
         (product,) = products
-        if unviewed(product.branch) is not source or not self.has_its_rows(product):
+        if source_of(product.branch) is not source or not self.has_its_rows(product):
             return
         if not self.brings_forward(product.factor):
             return
@@ -302,10 +314,8 @@ class _Bias(Merging):
 
 def _taken_bias(t: Node) -> Node | None:
     """Take the bias from the convolution that t is, if the sum with it is read nowhere else; returns the bias."""
-    node: Any = t
-    while node.target in _ALIASES and len(node.users) == 1:
-        node = node.args[0]
-    bias = node.args[2] if node.target is _aten.convolution.default else None
+    node = source_of(t, lambda view: is_move(view) and len(view.users) == 1)
+    bias: Any = node.args[2] if node.target is _aten.convolution.default else None
     if bias is None or len(node.users) != 1 or not is_dense(t):
         return None
     value = node.meta["val"]
@@ -314,38 +324,29 @@ def _taken_bias(t: Node) -> Node | None:
         return None
     node.update_arg(2, None)
     # Before its cast for the product, which would be a launch for a few numbers.
-    return bias.args[0] if bias.target in CASTS and is_dense(bias.args[0]) else bias  # type: ignore[no-any-return]
+    return bias.args[0] if is_cast(bias) and is_dense(bias.args[0]) else bias  # type: ignore[no-any-return]
 
 
 def _sums_of_columns(node: Node, columns: int) -> list[Node]:
     """The sums of a tensor (..., C) over all axes but the last, also of its views."""
-    found: list[Node] = []
-    for user in node.users:
-        if same_order(user) and user.meta["val"].shape[-1:] == (columns,):
-            found += _sums_of_columns(user, columns)
-        elif user.target is _aten.sum.dim_IntList and user.args[0] is node:
-            axes: Any = user.args[1]
-            last = node.meta["val"].dim() - 1
-            if sorted(axis % (last + 1) for axis in axes) == list(range(last)):
-                found.append(user)
-    return found
+    readers = readers_of(node, lambda view: same_order(view) and view.meta["val"].shape[-1:] == (columns,))
+    return [reader for reader in readers if reader.target is _aten.sum.dim_IntList and _is_over_rows(reader)]
+
+
+def _is_over_rows(total: Node) -> bool:
+    """Whether a sum is over all axes but the last."""
+    summed, axes, *_ = total.args
+    last = summed.meta["val"].dim() - 1  # type: ignore[union-attr]
+    return sorted(axis % (last + 1) for axis in axes) == list(range(last))  # type: ignore[union-attr,operator]
 
 
 def _uncast(node: Node) -> Node:
     """The tensor that a node is the wider copy of."""
-    source = node.args[0] if node.target in CASTS else None
+    source = node.args[0] if is_cast(node) else None
     value, mine = value_of(source), value_of(node)
     if value is None or mine is None or value.dtype not in FLOATS or mine.dtype != torch.float32:
         return node
     return source  # type: ignore[return-value]
-
-
-def _chain(node: Any, end: Node) -> list[Node]:
-    """Views and casts from a node back to `end`, both included."""
-    found = [node]
-    while found[-1] is not end:
-        found.append(found[-1].args[0])
-    return found
 
 
 def _sum(node: Node) -> tuple[Node, Node] | None:
@@ -363,9 +364,3 @@ def _sum(node: Node) -> tuple[Node, Node] | None:
     if values[0].shape != values[1].shape or values[0].shape != node.meta["val"].shape:
         return None
     return (one, other) if values[0].dtype.itemsize >= values[1].dtype.itemsize else (other, one)
-
-
-def _casts(node: Node) -> list[Node]:
-    """Casts among a tensor's users, through views."""
-    through = [cast for user in node.users if same_order(user) for cast in _casts(user)]
-    return through + [user for user in node.users if user.target in CASTS]

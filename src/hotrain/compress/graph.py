@@ -21,7 +21,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import rules
-from .formats import hint
+from .nodes import is_ours, numel, readers_of
 from .rules import EXACT, RATIO, SHAPE, SIGN, VALUE
 
 _aten = torch.ops.aten
@@ -123,7 +123,7 @@ class Backward:
             node = waiting.pop()
             for user in node.users:
                 op = _packet(user)
-                if user.op != "call_function" or _is_ours(op) or name_of(user) in rules.LOSS.decomposed | {CHECKPOINT}:
+                if user.op != "call_function" or is_ours(user) or name_of(user) in rules.LOSS.decomposed | {CHECKPOINT}:
                     return None
                 if user not in self.gradients:
                     if user not in seen:
@@ -146,11 +146,11 @@ class Backward:
     def _class(self, node: Node, user: Node) -> str | None:
         """The class of one use of a node made from kept tensors; None if it depends on the uses of the result."""
         op, gradient = _packet(user), user in self.gradients
-        if _is_ours(op):
+        if is_ours(user):
             return OURS
         if op in _SHAPES:
             return SHAPE
-        if is_recomputed(user):
+        if _is_recomputed(user):
             return EXACT
         # Moving a product's result, or adding a bias to it, is not part of packing.
         if not gradient and _makes_codes(user) and op not in _MOVED | _SUMS:
@@ -205,12 +205,11 @@ def is_normed(node: Node) -> bool:
 
     Vectors of a small norm then have gradients as large as others, and elements of one group may be of several vectors.
     """
-    for user in node.users:
+    for user in readers_of(node, lambda moved: _packet(moved) in _MOVED):
         op = _packet(user)
-        if op in rules.NORM.aten or (op in _MOVED and is_normed(user)):
-            return True
-        squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and user.all_input_nodes == [node])
-        if squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users):
+        squared = (op is _aten.pow and user.args[1] == 2) or (op is _aten.mul and len(user.all_input_nodes) == 1)
+        summed = squared and any(_packet(reduced) in (_aten.sum, _aten.mean) for reduced in user.users)
+        if summed or op in rules.NORM.aten:
             return True
     return False
 
@@ -225,21 +224,21 @@ def is_statistic(node: Node) -> bool:
         made = node.all_input_nodes
         op = _packet(made[0]) if node.target is operator.getitem else _packet(node)
         if op in rules.STATISTIC.aten:
-            if entries(node) * _FEW > max((entries(n) for n in made), default=0) and op is not _aten.var_mean:
+            if numel(node) * _FEW > max((numel(n) for n in made), default=0) and op is not _aten.var_mean:
                 return False
             reduced = True
         elif node.op != "placeholder":
             if op not in _MOVED | _SUMS | _PRODUCTS | _RATIOS | {_aten.log, _aten.exp, _aten.div, _aten.pow}:
                 return False
             waiting += made
-        elif entries(node) > _FEW**4:
+        elif numel(node) > _FEW**4:
             return False
     return False
 
 
 def name_of(node: Node) -> str:
     """The name that a user knows: the function's, not that of its derivative or of its decomposition."""
-    if is_recomputed(node):
+    if _is_recomputed(node):
         return CHECKPOINT
     if _makes_codes(node):
         return "product"
@@ -253,7 +252,7 @@ def _before_moves(node: Node, known: dict[Node, Any]) -> Node:
     """The node before casts, views, copies and expansions."""
     while _packet(node) in _MOVED and len(node.all_input_nodes) == 1 and node.target is not operator.getitem:
         (source,) = node.all_input_nodes
-        if source not in known or not isinstance(source.meta.get("val"), Tensor) or entries(source) > entries(node):
+        if source not in known or not isinstance(source.meta.get("val"), Tensor) or numel(source) > numel(node):
             break
         node = source
     return node
@@ -263,7 +262,7 @@ def _packet(node: Node) -> object:
     return getattr(node.target, "overloadpacket", node.target)
 
 
-def is_recomputed(node: Node) -> bool:
+def _is_recomputed(node: Node) -> bool:
     """Whether a node is recomputed as part of a checkpointed block."""
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -275,10 +274,6 @@ def _is_bell(node: Node) -> bool:
     minus = node.args[0]
     square = minus.args[0] if _packet(minus) is _aten.neg else None
     return isinstance(square, Node) and _packet(square) is _aten.pow and bool(square.args[1] == 2)
-
-
-def _is_ours(op: object) -> bool:
-    return str(op).startswith("hotrain.")
 
 
 def _makes_codes(node: Node) -> bool:
@@ -302,15 +297,3 @@ def _smooth(node: Node) -> str:
 def _is_codes(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype in _CODES
-
-
-def entries(node: Node) -> int:
-    """Number of elements of the node's tensor, or of the first of several; 0 without one."""
-    value = node.meta.get("val")
-    value = value[0] if isinstance(value, tuple | list) else value
-    if not isinstance(value, Tensor):
-        return 0
-    number = 1
-    for size in value.shape:
-        number *= hint(size)
-    return number

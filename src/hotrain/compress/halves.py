@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 
 from . import graph
 from .formats import packer
-from .graph import entries
-from .nodes import base_of, inlined
+from .nodes import base_of, bytes_of, inlined
 
 
 class Halves:
@@ -76,8 +75,7 @@ class Halves:
         """Bytes of the storages that cross the cut, each once, without parameters."""
         crossing: Any = self.output.args[0]
         bases = {base_of(node) for node in crossing[self.results :] if isinstance(node, Node)} - parameters
-        saved = [base for base in bases if isinstance(base.meta.get("val"), Tensor)]
-        return sum(entries(base) * base.meta["val"].dtype.itemsize for base in saved)
+        return sum(map(bytes_of, bases))
 
     def _in_forward(self, wanted: Iterable[Node]) -> dict[Node, Node]:
         """Copy nodes of backward that depend on saved tensors alone to forward."""

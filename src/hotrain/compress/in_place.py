@@ -7,21 +7,19 @@ transformer two hidden layers of an MLP. Inductor reuses memory so for what it c
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..private import schema_of
-from .nodes import base_of, called, is_alias
+from .nodes import base_of, called, is_alias, readers_of, replace_results
 
 _ops = torch.ops.hotrain
-_FIRST = {
-    _ops.activation_gradient.default: _ops.activation_gradient_.default,
-    _ops.gated_gradient.default: _ops.gated_gradient_.default,
-}
+_Place = TypeVar("_Place")
+_FIRST = ("activation_gradient", "gated_gradient")
 """Operators of two results, of which the first is written over the first argument."""
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
@@ -29,27 +27,36 @@ _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: 
 def write(backward: Graph) -> bool:
     """Let operators of a graph of backward write over their gradients, in place; returns whether it has changed."""
     changed = False
-    for target, in_place in _FIRST.items():
-        for node in backward.find_nodes(op="call_function", target=target):
+    for name in _FIRST:
+        for node in backward.find_nodes(op="call_function", target=getattr(_ops, name).default):
             if _is_free(node.args[0], node):
-                other, g_x = _called(backward, node, in_place)
-                _replace(backward, node, (g_x, other))
+                other, g_x = _called(backward, node, getattr(_ops, f"{name}_").default)
+                replace_results(backward, node, (g_x, other))
                 changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
         args: Any = node.args
         g, other, passes_on = args[0], args[1], args[-1]
         if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
             own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
-            g_x = second if other is not None else own if passes_on else first
-            _replace(backward, node, (g_x, sums, first if passes_on else None))
+            g_x = written_over(first, second, passes_on)
+            replace_results(backward, node, (own if g_x is None else g_x, sums, first if passes_on else None))
             changed = True
     return changed
+
+
+def written_over(g: _Place, other: _Place | None, passes_on: bool) -> _Place | None:
+    """What batch norm's `norm_gradient_` writes g_x over, of tensors or of nodes; None for memory of its own.
+
+    By then other has been read. Without one it is g, which has the shortcut's gradient if that is passed on.
+    `kernels.batch_norm.gradient` does the same.
+    """
+    return other if other is not None else None if passes_on else g
 
 
 def _is_free(t: Any, reader: Node) -> bool:
     """Whether a node is a whole tensor, computed in this graph, that only this operator reads, through any views."""
     base = base_of(t)
-    if base.op != "call_function" or set(_readers(base)) != {reader}:
+    if base.op != "call_function" or set(readers_of(base, is_alias)) != {reader}:
         return False
     source: Any = base.args[0] if base.target is operator.getitem else base
     schema = schema_of(source.target)
@@ -59,14 +66,6 @@ def _is_free(t: Any, reader: Node) -> bool:
     value, whole = t.meta["val"], base.meta["val"]
     image = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
     return bool(value.numel() == whole.numel() and (value.is_contiguous() or image))
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    for user in node.users:
-        if is_alias(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
@@ -79,13 +78,3 @@ def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
         called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None
         for place, value in enumerate(values)
     ]
-
-
-def _replace(graph: Graph, node: Node, results: Sequence[Node | None]) -> None:
-    for part in list(node.users):
-        found = results[part.args[1]]  # type: ignore[index]
-        if found is not None:
-            part.replace_all_uses_with(found)
-            graph.erase_node(part)
-    if not node.users:
-        graph.erase_node(node)

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from .. import autograd
 from ..private import fakes, inductor
 from . import launcher
-from .nodes import copied, traced
+from .nodes import copied, replace_results, traced
 
 _aten = torch.ops.aten
 _EMPTY = (
@@ -102,8 +102,6 @@ def _splice(half: Graph, node: Node, found: Graph) -> None:
     results = copied(found, half, node, node.all_input_nodes)
     if isinstance(node.meta["val"], Tensor):
         node.replace_all_uses_with(results[0])
+        half.erase_node(node)
     else:
-        for part in list(node.users):
-            part.replace_all_uses_with(results[part.args[1]])  # type: ignore[index]
-            half.erase_node(part)
-    half.erase_node(node)
+        replace_results(half, node, results)

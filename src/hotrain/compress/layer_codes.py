@@ -23,10 +23,11 @@ from ..kernels import reads_codes_alone
 from ..layer import Config
 from . import codes
 from .formats import is_static
-from .merging import Merging, readers_of, unviewed
-from .nodes import CASTS, MOVES, is_dense
+from .merging import Merging
+from .nodes import CASTS, is_dense, is_move, readers_of, same_order, source_of
 
 _aten = torch.ops.aten
+_OF_A_STACK = (_aten.permute.default, _aten.clone.default)  # by which it becomes g_y
 _LEAST_OF_PART = 64  # channels that each is a multiple of: a block of the quantize kernel is within one
 
 
@@ -76,11 +77,11 @@ class Gradients(Merging):
 def before_activation(gradients: Node) -> Node | None:
     """The gradient of an activation function that a layer's gradients alone read, and can read as codes; else None."""
     g_y: Any = gradients.args[0]
-    g_x = unviewed(g_y)
+    g_x = source_of(g_y)
     source: Any = g_x.args[0] if g_x.target is operator.getitem and g_x.args[1] == 0 else None
     if source is None or source.target is not torch.ops.hotrain.activation_gradient.default or len(source.users) > 1:
         return None
-    (g, _, _, name, form, _), alone = source.args, readers_of(g_x, ()) == [gradients]
+    (g, _, _, name, form, _), alone = source.args, readers_of(g_x) == [gradients]
     args: Any = gradients.args
     config, needs = Config.of(args[6]), args[10]
     if not (config.kernels and reads_codes_alone(config.method, needs)):
@@ -99,7 +100,7 @@ def parts_of(gradients: Node) -> tuple[list[Node], list[int] | None] | None:
     if not (config.kernels and reads_codes_alone(config.method, needs) and is_dense(g_y)):
         return None
     columns = g_y.meta["val"].shape[-1] // 3
-    joined, order = unviewed(g_y), None
+    joined, order = source_of(g_y), None
     if joined.target is _aten.cat.default:
         sources, beside = _arguments(joined), joined.meta["val"].shape[-1] == 3 * columns
         fits = beside and _place(joined) == joined.meta["val"].dim() - 1
@@ -112,7 +113,7 @@ def parts_of(gradients: Node) -> tuple[list[Node], list[int] | None] | None:
         at = order.index(place)
         fits = math.prod(sizes[at + 1 :]) == columns
         order = [axis - (axis > place) for axis in order if axis != place]
-    alone = readers_of(joined, (_aten.permute.default, _aten.clone.default)) == [gradients]
+    alone = readers_of(joined, lambda node: same_order(node) or node.target in _OF_A_STACK) == [gradients]
     same = all(source.meta["val"].dtype == g_y.meta["val"].dtype for source in sources)  # `cat` would promote them
     if not (fits and alone and same and len(sources) == 3 and columns % _LEAST_OF_PART == 0):
         return None
@@ -123,7 +124,7 @@ def _stacked(node: Node) -> tuple[Node, list[Node], int] | None:
     """What puts tensors behind one another along an axis of their own, the tensors, and that axis."""
     if node.target is _aten.stack.default:
         return node, _arguments(node), _place(node)
-    whole = unviewed(node)  # as PyTorch decomposes it
+    whole = source_of(node)  # as PyTorch decomposes it
     if whole.target is _aten.cat.default and _place(whole) == 0:
         sources = _arguments(whole)
         if list(node.meta["val"].shape) == [len(sources), *sources[0].meta["val"].shape]:
@@ -146,14 +147,7 @@ def _is_part(source: Node, order: list[int] | None, columns: int) -> bool:
     value = source.meta["val"]
     part = value if order is None else value.permute(order)
     rows = part.is_contiguous() and (order is not None or part.shape[-1] == columns)
-    return rows and _origin(source).target is operator.getitem
-
-
-def _origin(node: Node) -> Node:
-    """What a node is a view of, in any order."""
-    while node.target in MOVES:
-        (node,) = node.all_input_nodes
-    return node
+    return rows and source_of(source, is_move).target is operator.getitem
 
 
 class Keep(Merging):
@@ -161,14 +155,14 @@ class Keep(Merging):
 
     def merge(self) -> None:
         x: Any = self.node.args[0]
-        made = unviewed(x)
+        made = source_of(x)
         if made.target is not torch.ops.hotrain.restore_codes.default or not is_static(x.meta["val"]):
             return
         origin: Any = made.args
         given, recipe, _, dtype = origin
         shape = list(x.meta["val"].shape)
         in_order = all(t.meta["val"].is_contiguous() for t in (x, made))
-        alone = all(user.target is torch.ops.hotrain.keep.default for user in readers_of(made, ()))
+        alone = all(user.target is torch.ops.hotrain.keep.default for user in readers_of(made))
         if in_order and alone and codes.has_coded_rows(recipe, shape[-1]):
             args = (given, recipe, shape, dtype, *self.node.args[1:])
             self.again(self.node, args, torch.ops.hotrain.keep_from_codes.default)

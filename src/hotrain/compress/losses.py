@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
+from .nodes import is_ours
 from .sharing import writes
 
 _SMALLEST = 1 << 24  # logits from which on it is worth it
@@ -28,7 +29,7 @@ _SAME_ROWS = ("float", "to", "view", "reshape", "contiguous", "flatten")  # meth
 
 def in_pieces(graph: Graph) -> None:
     """Let losses be computed a few images or classes at a time, in place, in a Dynamo graph of a converted model."""
-    if not any(str(node.target).startswith("hotrain.") for node in graph.nodes):
+    if not any(map(is_ours, graph.nodes)):
         return
     for node in graph.find_nodes(op="call_function", target=F.cross_entropy):
         given = _CALL.bind(*node.args, **node.kwargs)

@@ -1,4 +1,4 @@
-"""Merging an operator of a compiled graph with its neighbours: calls in its place, and who reads its results."""
+"""Merging an operator of a compiled graph with its neighbours: calls in its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .factors import Product
-from .nodes import CASTS, called, computed, same_order
+from .nodes import called, computed, is_cast, path_to, readers_of, result_of, same_order
 
 _aten = torch.ops.aten
 
@@ -51,13 +51,14 @@ class Merging:
     def cast_result(self, place: int) -> None:
         """Give a result, whose dtype is argument 6, the one that all its readers cast it to, if there is one."""
         result, args = self.result(place), self.node.args
-        casts = None if result is None else _all_casts(result)
-        if casts:
-            self.again(self.node, (*args[:6], casts[0].meta["val"].dtype, *args[7:]))
-            _drop(self.graph, casts, self.result(place))
+        casts = [] if result is None else readers_of(result)
+        dtype = half_of(casts) if all(map(is_cast, casts)) else None
+        if dtype is not None:
+            self.again(self.node, (*args[:6], dtype, *args[7:]))
+            _drop(self.graph, casts)
 
     def result(self, place: int) -> Node | None:
-        return next((user for user in self.node.users if user.args[1] == place), None)
+        return result_of(self.node, place)
 
     def rows(self, before: Node, t: Node) -> Node:
         """t as the matrix (R, C) that the operator takes."""
@@ -86,48 +87,17 @@ class Merging:
         self.graph.erase_node(old)
 
 
-def unviewed(node: Any) -> Node:
-    """The tensor that a node is a view of."""
-    while same_order(node):
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
+def half_of(casts: Sequence[Node]) -> torch.dtype | None:
+    """The 16-bit dtype that all these casts have; None where there is none."""
+    dtypes = {cast.meta["val"].dtype for cast in casts}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
 
 
-def readers_of(node: Node, through: tuple[Any, ...] = CASTS) -> list[Node]:
-    """Users of a tensor, of its views, and of the nodes of those targets: its casts."""
-    found: list[Node] = []
-    for user in node.users:
-        found += readers_of(user, through) if same_order(user) or user.target in through else [user]
-    return found
-
-
-def _all_casts(node: Node) -> list[Node] | None:
-    """The casts that a tensor's users are, through views, if all are, to one 16-bit dtype."""
-    found: list[Node] = []
-    for user in node.users:
-        if same_order(user):
-            more = _all_casts(user)
-            if more is None:
-                return None
-            found += more
-        elif user.target in CASTS:
-            found.append(user)
-        else:
-            return None
-    dtypes = {cast.meta["val"].dtype for cast in found}
-    return found if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
-
-
-def _drop(graph: Graph, casts: Sequence[Node], source: Node | None) -> None:
-    """Remove casts of a tensor that has their dtype now; views between have it too."""
-    assert source is not None
-    waiting = [source]
-    while waiting:
-        node = waiting.pop()
-        for user in list(node.users):
-            if same_order(user):
-                user.meta["val"] = computed(user)
-                waiting.append(user)
+def _drop(graph: Graph, casts: Sequence[Node]) -> None:
+    """Remove casts, through views, of a tensor that has their dtype now; the views have it too."""
     for cast in casts:
+        *views, _ = path_to(cast.args[0], same_order)
+        for view in reversed(views):
+            view.meta["val"] = computed(view)
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
         graph.erase_node(cast)

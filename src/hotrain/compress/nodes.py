@@ -1,8 +1,9 @@
-"""Nodes of a traced graph, as the passes over compiled graphs read and make them: values, views, calls, formulas."""
+"""Nodes of a traced graph, as all passes over compiled graphs read and make them: values, readers, calls, formulas."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..private import fakes, inductor, schema_of
-from .formats import is_static
+from .formats import hint, is_static
 
 _aten = torch.ops.aten
-VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
+VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
 
 
@@ -28,21 +30,43 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def numel(node: Any) -> int:
-    """Number of elements of what a node computes, 0 where it is no tensor."""
-    value = value_of(node)
-    return 0 if value is None else int(value.numel())
+def numel(t: Any) -> int:
+    """Number of elements of a tensor, or of what a node computes, or of its first result; 0 where that is no tensor.
+
+    Of a size that changes from call to call, that of the call that was traced counts.
+    """
+    value = t.meta.get("val") if isinstance(t, Node) else t
+    value = value[0] if isinstance(value, tuple | list) else value
+    return math.prod(map(hint, value.shape)) if isinstance(value, Tensor) else 0
 
 
 def bytes_of(t: Any) -> int:
-    """Bytes of a tensor, or of what a node computes; 0 where it is no tensor."""
-    value = t.meta["val"] if isinstance(t, Node) else t
-    return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+    """Bytes of a tensor, or of what a node computes, by `numel`; 0 where it is no tensor."""
+    value = value_of(t) if isinstance(t, Node) else t
+    return numel(value) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls one of hotrain's operators."""
+    return str(node.target).startswith("hotrain.")
 
 
 def is_pointwise(node: Node) -> bool:
     """Whether a node computes each entry from one entry of each argument."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_dense(node: Any) -> bool:
+    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
+    value = value_of(node)
+    return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
+
+
+# ---- what reads a value, and whose value a node has, through views ----
+#
+# What a view is depends on the question. What reads rows asks for all elements in the same order (`same_order`), what
+# writes them side by side for all in any order (`is_move`). What writes in place asks for the memory (`is_alias`): a
+# slice shares it and is no whole tensor, while `_unsafe_view` is one that PyTorch takes for new.
 
 
 def same_order(node: Node) -> bool:
@@ -51,10 +75,9 @@ def same_order(node: Node) -> bool:
     return in_order or node.target in VIEWS
 
 
-def is_dense(node: Any) -> bool:
-    """Whether a node is a contiguous floating-point tensor of constant shape, which a kernel over rows reads."""
-    value = value_of(node)
-    return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
+def is_move(node: Node) -> bool:
+    """Whether a node has the elements of its argument, which are not copied, in any order."""
+    return node.target in MOVES
 
 
 def is_alias(node: Node) -> bool:
@@ -64,11 +87,55 @@ def is_alias(node: Node) -> bool:
     return bool(aliases) and len(node.all_input_nodes) == 1
 
 
-def base_of(node: Node) -> Node:
+def is_cast(node: Node) -> bool:
+    """Whether a node has the elements of its argument in another dtype."""
+    return node.target in CASTS
+
+
+def readers_of(node: Node, through: Callable[[Node], bool] = same_order) -> list[Node]:
+    """What reads a node: its users, and in the place of those that `through` is true of, their readers in turn."""
+    found: list[Node] = []
+    for user in node.users:
+        found += readers_of(user, through) if through(user) else [user]
+    return found
+
+
+def source_of(node: Any, through: Callable[[Node], bool] = same_order) -> Node:
+    """The node that another one is computed from, through nodes that `through` is true of; itself, where it is not."""
+    return path_to(node, through)[-1]
+
+
+def path_to(node: Any, through: Callable[[Node], bool]) -> list[Node]:
+    """The nodes from one back to its `source_of`, both included."""
+    found: list[Node] = [node]
+    while through(found[-1]):
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def base_of(node: Any) -> Node:
     """The node whose memory a node shares, through any number of views."""
-    while node.op == "call_function" and is_alias(node):
-        (node,) = node.all_input_nodes
-    return node
+    return source_of(node, is_alias)
+
+
+def result_of(node: Node, place: int) -> Node | None:
+    """A result of an operator with several; None where nothing reads it."""
+    return next((user for user in node.users if user.args[1] == place), None)
+
+
+# ---- nodes in the place of others ----
+
+
+def replace_results(graph: Graph, node: Node, results: Sequence[Node | None]) -> None:
+    """Put nodes in the places of an operator's first results, but for None; the operator goes with its last result."""
+    for part in list(node.users):
+        place: Any = part.args[1]
+        found = results[place] if place < len(results) else None
+        if found is not None:
+            part.replace_all_uses_with(found)
+            graph.erase_node(part)
+    if not node.users:
+        graph.erase_node(node)
 
 
 def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -26,6 +26,7 @@ from ...saved import Bits
 from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack
 from ..formats import GROUPED
+from ..in_place import written_over
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
@@ -172,7 +173,7 @@ def _norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed; of y's gradient g + other.
 
-    ``in_place``: the last is g, written to; g_x is other, or g where there is neither other nor a shortcut.
+    ``in_place``: the last is g, written to, and g_x is `written_over`.
     """
     rows, added = _rows(g), None if other is None else _rows(other)
 
@@ -189,9 +190,8 @@ def _norm_gradient(
         g_x = ((lifted - sums[0] / len(rows) - normal * (sums[1] / len(rows))) * factor).to(g.dtype)
         if in_place and passes_on:
             behind = rows.copy_(behind)
-        if in_place and (added is not None or not passes_on):
-            g_x = (rows if added is None else added).copy_(g_x)
-        return g_x, sums, behind if passes_on else g.new_empty(0)
+        place = written_over(rows, added, passes_on) if in_place else None
+        return g_x if place is None else place.copy_(g_x), sums, behind if passes_on else g.new_empty(0)
 
     args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on, in_place)
     g_x, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
@@ -203,8 +203,8 @@ def _norm_gradient(
 
 
 def _norm_gradient_in_place_fake(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    g_x, sums, behind = _norm_gradient_fake(g, other, *args)
-    return g_x if other is None and behind.numel() else g.new_empty(0), sums
+    g_x, sums, _ = _norm_gradient_fake(g, other, *args)
+    return g_x if written_over(g, other, args[-1]) is None else g.new_empty(0), sums
 
 
 @opaque(
@@ -216,7 +216,7 @@ def _norm_gradient_in_place_fake(g: Tensor, other: Tensor | None, *args: Any) ->
 def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     """Of `_norm_gradient` the sums, and g_x where it has memory of its own: else it is empty."""
     g_x, sums, _ = _norm_gradient(g, other, *args, in_place=True)
-    return g_x if other is None and args[-1] else g.new_empty(0), sums
+    return g_x if written_over(g, other, args[-1]) is None else g.new_empty(0), sums
 
 
 # ---- autograd functions ----
