@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from ..planning import Roofs
 from . import costs, exact_norms, fusing, layer_codes
 from .formats import is_static
-from .nodes import MOVES, bytes_of, called, numel
+from .nodes import bytes_of, called, is_move, is_ours, numel, readers_of, result_of, source_of
 from .rematerialize import ATTENTION, CUSTOM, PACKED
 
 _aten = torch.ops.aten
@@ -327,17 +327,12 @@ def _put_back(group: list[Reading]) -> None:
 
 def _keeper(node: Any) -> Node:
     """The operator that made these codes."""
-    while node.target is operator.getitem or node.target in MOVES:
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
+    return source_of(node, lambda part: part.target is operator.getitem or is_move(part))
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """Users of a tensor, and of its views and copies."""
-    for user in node.users:
-        yield user
-        if user.target in (*MOVES, *_COPIES):
-            yield from _readers(user)
+def _readers(node: Node) -> list[Node]:
+    """What reads a tensor, its views or its copies."""
+    return readers_of(node, lambda user: is_move(user) or user.target in _COPIES)
 
 
 # ---- attention ----
@@ -405,8 +400,7 @@ def _pack_the_output(graph: Graph, keeper: Node) -> None:
 
 def _is_of_a_layer(node: Node) -> bool:
     """Whether a converted layer reads an unpacked tensor: it keeps what its record says."""
-    ours = (user.target for user in _readers(node) if str(user.target).startswith("hotrain."))
-    return any(target is not _MARKED for target in ours)
+    return any(is_ours(user) and user.target is not _MARKED for user in _readers(node))
 
 
 def _note(node: Node, name: str) -> Any:
@@ -418,10 +412,8 @@ def _part(graph: Graph, of: Node, place: int) -> Any:
     """A result of an operator; as it is where it is no tensor, which a partitioner would neither save nor compute."""
     if not isinstance(of.meta["val"][place], Tensor):
         return of.meta["val"][place]
-    known = next((user for user in of.users if user.target is operator.getitem and user.args[1] == place), None)
-    if known is not None:
-        return known
-    return called(graph, of.next, of, operator.getitem, of, place)
+    known = result_of(of, place)
+    return called(graph, of.next, of, operator.getitem, of, place) if known is None else known
 
 
 def _called(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

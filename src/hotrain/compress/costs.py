@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ..planning import Roofs, agreed, captured, fastest
 from ..private import no_dispatch_modes
-from .nodes import bytes_of
+from .nodes import bytes_of, readers_of, result_of
 
 _EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
 _OF_STATISTICS = 0.56  # that their sums over an image's pixels reach: ResNet-50 and DenseNet-121, on an H200
@@ -46,13 +46,8 @@ def _activation_gradient(node: Node) -> int:
 
 def _is_summed(node: Node) -> bool:
     """Whether an operator's first result is summed, as it is or as a matrix."""
-    waiting = [user for user in node.users if user.args[1] == 0]
-    while waiting:
-        users = waiting.pop().users
-        if any(user.target is _aten.sum.dim_IntList for user in users):
-            return True
-        waiting += [user for user in users if user.target in (_aten.view.default, _aten.reshape.default)]
-    return False
+    result = result_of(node, 0)
+    return result is not None and any(user.target is _aten.sum.dim_IntList for user in readers_of(result))
 
 
 def _norm_gradient(node: Node) -> int:

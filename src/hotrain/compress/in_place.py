@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..kernels import written_over
 from ..private import schema_of
 from .nodes import base_of, called, is_alias, readers_of, replace_results
 
 _ops = torch.ops.hotrain
-_Place = TypeVar("_Place")
 _FIRST = ("activation_gradient", "gated_gradient")
 """Operators of two results, of which the first is written over the first argument."""
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
@@ -42,15 +42,6 @@ def write(backward: Graph) -> bool:
             replace_results(backward, node, (own if g_x is None else g_x, sums, first if passes_on else None))
             changed = True
     return changed
-
-
-def written_over(g: _Place, other: _Place | None, passes_on: bool) -> _Place | None:
-    """What batch norm's `norm_gradient_` writes g_x over, of tensors or of nodes; None for memory of its own.
-
-    By then other has been read. Without one it is g, which has the shortcut's gradient if that is passed on.
-    `kernels.batch_norm.gradient` does the same.
-    """
-    return other if other is not None else None if passes_on else g
 
 
 def _is_free(t: Any, reader: Node) -> bool:

@@ -15,11 +15,22 @@ from .dispatch import accumulation, forward, keep, kept_shapes, next_key, prepar
 from .formats import Coded, Joined, channels_at_once
 from .launch import inlines
 from .operands import device_key
-from .support import FUNCTIONS, buffers_reason, disabled, has_fp8, note, reason, rows_in_memory, run, switched_off
+from .support import (
+    FUNCTIONS,
+    buffers_reason,
+    disabled,
+    has_fp8,
+    note,
+    reason,
+    rows_in_memory,
+    run,
+    switched_off,
+    written_over,
+)
 
 __all__ = [
     "FUNCTIONS", "Coded", "Joined", "accumulation", "buffers_reason", "channels_at_once", "conv2d_gradients",
     "device_key", "disabled", "forward", "grad_codes", "grad_shapes", "gradients", "has_fp8", "inlines", "keep",
     "kept_shapes", "next_key", "note", "prepare", "prepare_codes", "products", "reads_codes_alone", "reason",
-    "rows_in_memory", "run", "switched_off", "weight_codes",
+    "rows_in_memory", "run", "switched_off", "weight_codes", "written_over",
 ]  # fmt: skip

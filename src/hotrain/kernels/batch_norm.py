@@ -21,7 +21,7 @@ from .activation import apply, is_closed, with_slope
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of
 from .launch import aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
-from .support import FUNCTIONS, compiler_errors
+from .support import FUNCTIONS, compiler_errors, written_over
 
 # A tile is (ROWS, RUNS, RUN) elements of each half of the channels. A run is 8 neighbours, or 4 where a half is no
 # multiple of 8; bits are packed as in `saved.Bits`.
@@ -452,8 +452,8 @@ def gradient(
     source, marked = (passed_on, 0) if writes else (g, constants["MARKS"])
     tile, blocks, programs = tiling.cut(channels, rows, g.device)
     constants |= tile | {"MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
-    own = other if other is not None else None if passes_on else g  # whose memory g_x may take
-    g_x = own if in_place and own is not None else torch.empty_like(g)
+    place = written_over(g, other, passes_on) if in_place else None
+    g_x = torch.empty_like(g) if place is None else place
     read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
     try:

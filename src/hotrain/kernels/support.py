@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..transform.tokens import Layout
 # The activation function after a batch norm → its number in the kernels.
 FUNCTIONS = {"": 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "gelu": 5, "gelu_tanh": 6}
 
+_Place = TypeVar("_Place")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWITCHED_OFF = "the kernels are switched off"
 
@@ -237,3 +238,11 @@ def _rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[i
         reach = strides[axis] * shape[axis] if shape[axis] != 1 else reach
         axis -= 1
     return run, stride
+
+
+def written_over(g: _Place, other: _Place | None, passes_on: bool) -> _Place | None:
+    """What batch norm's gradient, in place, writes g_x over, of tensors or of nodes; None for memory of its own.
+
+    By then other has been read. Without one it is g, which has the shortcut's gradient if that is passed on.
+    """
+    return other if other is not None else None if passes_on else g

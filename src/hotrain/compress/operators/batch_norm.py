@@ -19,14 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...kernels import FUNCTIONS
+from ...kernels import FUNCTIONS, written_over
 from ...private import memory_format_of
 from ...quantize.integer import wide
 from ...saved import Bits
 from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack
 from ..formats import GROUPED
-from ..in_place import written_over
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
