@@ -370,6 +370,20 @@ def test_the_gradients_of_q_k_and_v_are_read_where_they_are(kind: str, merged: b
     assert difference(got, want) < 0.05
 
 
+@pytest.mark.parametrize(("kind", "merged"), [("stack", True), ("split", True), ("scaled", False)])
+def test_a_plan_counts_that_they_are_not_written_side_by_side(
+    kind: str, merged: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of a write and a read of the layer's g_y, by the roof of copies."""
+    model, x = Attention(kind).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    hotrain.convert(model, "hq8", plan="memory")
+    found: list[float] = []
+    monkeypatch.setattr(compiled, "_choose", lambda gm: found.append(choosing._behind(gm.graph, ROOFS)) or math.inf)
+    step(Traced(model).call, model, x, False)
+    g_y = 4 * 2 * 96 * 3 * WIDTH
+    assert found == [pytest.approx(1e3 * 2 * g_y / ROOFS.copy if merged else 0.0)]
+
+
 def test_the_report_names_no_format_that_did_not_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept exact is said to be, and where all of it is, its format is gone."""
     model, x = models(False, device)
