@@ -472,6 +472,16 @@ def test_layers_that_cannot_be_converted_say_why(layer: nn.Module, reason: str) 
     assert type(model[0]) is type(layer)
 
 
+def test_subclasses_of_conv1d_have_a_row_too() -> None:
+    """transformers' layer, which is no class of PyTorch's: with a forward of its own, and without one."""
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    named = type("Named", (kind,), {})
+    scaled = type("Scaled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    report = hotrain.convert(nn.Sequential(named(64, 64), scaled(64, 64), kind(64, 64)))
+    assert reasons(report) == {"0": "Named is a subclass", "1": "Scaled is a subclass with a forward of its own"}
+    assert converted(report) == {"2"}
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..audit.unchanged import as_found
 from ..casting import autocast_to
+from ..conversion.candidates import conv1d_of
 from ..geometry import Geometry
 
 
@@ -80,10 +81,7 @@ def kind_of(module: nn.Module) -> str | None:
         return "Linear"
     if isinstance(module, nn.Conv2d):
         return "Conv2d"
-    # transformers is not imported for this: its Conv1D is known by name, as are classes made from it.
-    if any(c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils" for c in type(module).__mro__):
-        return "Conv1D"
-    return None
+    return None if conv1d_of(module) is None else "Conv1D"
 
 
 def layer_shapes(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[LayerShape]:

@@ -21,10 +21,10 @@ _WRAPPERS = ("base_model", "model", "module", "base_layer", "_orig_mod", "_fsdp_
 _HEADS = ("head", "head_dist", "fc", "classifier", "lm_head", "score", "cls", "heads")
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, converted or not, without importing transformers."""
-    kind = type(module).__mro__[1] if layer_state(module) is not None else type(module)
-    return kind.__module__ == "transformers.pytorch_utils" and kind.__name__ == "Conv1D"
+def conv1d_of(module: nn.Module) -> type[nn.Module] | None:
+    """transformers' Conv1D among the classes of a module, without importing transformers."""
+    kinds = type(module).__mro__
+    return next((c for c in kinds if c.__name__ == "Conv1D" and c.__module__ == "transformers.pytorch_utils"), None)
 
 
 def target_of(module: nn.Module) -> type[nn.Module] | None:
@@ -35,7 +35,7 @@ def target_of(module: nn.Module) -> type[nn.Module] | None:
         return HadamardLinear
     if type(module) is nn.Conv2d:
         return ConvertedConv2d
-    if _is_conv1d(module):
+    if type(module) is conv1d_of(module):
         from ..nn.hf import HadamardConv1D
 
         return HadamardConv1D
@@ -55,7 +55,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             yield name, module, "its projections are used without calling a layer (nn.MultiheadAttention)"
-        elif isinstance(module, nn.Linear | nn.Conv2d) or _is_conv1d(module):
+        elif isinstance(module, nn.Linear | nn.Conv2d) or conv1d_of(module) is not None:
             yield name, module, _hindrance(module, owners, without_call)
         elif isinstance(module, torch.jit.ScriptModule):
             if not isinstance(model.get_submodule(name.rpartition(".")[0]), torch.jit.ScriptModule):
@@ -91,8 +91,8 @@ def _hindrance(
     if layer_state(module) is None and target_of(module) is None:
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             return "fully_shard was called on this layer itself, which changes its class: convert before fully_shard"
-        own = type(module).forward not in (nn.Linear.forward, nn.Conv2d.forward)
         kind = type(module)
+        own = kind.forward not in [base.forward for base in (nn.Linear, nn.Conv2d, conv1d_of(module)) if base]
         # timm has a Linear of its own: its name alone would contradict the sentence.
         called = f"{kind.__module__}.{kind.__name__}" if hasattr(nn, kind.__name__) else kind.__name__
         return f"{called} is a subclass" + (" with a forward of its own" if own else "")
@@ -126,7 +126,7 @@ def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None
         return "head"
     weight = module.weight
     assert isinstance(weight, Tensor)
-    outputs = weight.shape[1] if _is_conv1d(module) else weight.shape[0]
+    outputs = weight.shape[0] if conv1d_of(module) is None else weight.shape[1]
     contraction = weight.numel() // max(1, outputs)
     groups = getattr(module, "groups", 1)
     if contraction * groups < SMALLEST or outputs < SMALLEST:
