@@ -31,7 +31,7 @@ RAN, MEASURED = "training steps ran", "kept bytes measured"
 LARGEST = 1 << 20  # batches are not tried beyond
 
 _SMALL, _LARGER = 2, 4  # the batches that a prediction is made from; one image alone has no batch statistics
-_AFFORDABLE = 1 << 29  # bytes up to which larger batches are measured too
+_AFFORDABLE = 1 << 27  # bytes up to which larger batches are measured too
 _ROUNDS = 12
 _STRIDE = 8  # times the largest batch that was measured, the next one at most
 
