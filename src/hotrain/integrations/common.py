@@ -15,6 +15,7 @@ from ..functional import as_method
 from ..method import Method
 from ..presets import DEFAULT
 
+DRAWS = "hotrain_draws"  # of a checkpoint: the state of the random draws
 Model = TypeVar("Model", bound=nn.Module)
 _MIB = 1 << 20
 

@@ -15,7 +15,7 @@ from .. import draws
 from .._version import require
 from ..method import Method
 from ..presets import DEFAULT
-from .common import Conversion
+from .common import DRAWS, Conversion
 
 # `pytorch_lightning` is the same code in a second package, with classes of its own.
 if importlib.util.find_spec("lightning") is None and importlib.util.find_spec("pytorch_lightning") is not None:
@@ -27,7 +27,6 @@ else:
     from lightning.pytorch import Callback  # type: ignore[assignment,no-redef,unused-ignore]
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-_DRAWS = "hotrain_draws"  # of a checkpoint
 # class of a strategy or precision plugin → what to do instead
 _UNSUPPORTED = {
     "FSDPStrategy": "FSDP of version 1 flattens the parameters and has not been tested: use strategy='ddp'",
@@ -91,11 +90,11 @@ class HadamardCallback(Conversion, Callback):  # type: ignore[misc]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the draws to a checkpoint."""
-        checkpoint[_DRAWS] = draws.state_dict(self._chosen(pl_module))
+        checkpoint[DRAWS] = draws.state_dict(self._chosen(pl_module))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take the draws from a checkpoint, if it has them."""
-        self.saved = checkpoint.get(_DRAWS)
+        self.saved = checkpoint.get(DRAWS)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Check the first step: see `Conversion.check`."""

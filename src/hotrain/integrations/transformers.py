@@ -6,7 +6,7 @@ accelerate, whose autocast replaces the model's forward, nor compiled. ``on_trai
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from .. import draws
 from .._version import require
 from ..calibration import Calibration, calibrate
+from ..files import parse_json, read_text, write_text
 from ..method import Method
 from ..presets import DEFAULT
-from .common import Conversion
+from .common import DRAWS, Conversion
 
 require("transformers", "5.0", "text")
 require("accelerate", "1.10", "text")
@@ -30,7 +31,6 @@ from transformers.utils import logging  # noqa: E402
 
 logger = logging.get_logger("transformers.trainer")
 
-_DRAWS = "hotrain_draws"  # in a checkpoint's state
 # accelerate's distributed types in which conversion has no effect or was never tested
 _UNTESTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -103,7 +103,7 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
             self.calibration = calibrate(model, batches, max_batches=self.batches)
             self.calibration.apply(model)
             logger.info(str(self.calibration))
-        found = state.stateful_callbacks.get(_DRAWS)
+        found = state.stateful_callbacks.get(DRAWS)
         if found is not None:
             self.go_on(model, found)
 
@@ -125,10 +125,9 @@ class HadamardCallback(Conversion, TrainerCallback):  # type: ignore[misc]
         """Log the report, and save the draws in the checkpoint's state, which was written just before."""
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
         if model is not None and state.is_world_process_zero and file.is_file():
-            state.stateful_callbacks[_DRAWS] = draws.state_dict(model)
-            whole = file.with_name(f"{file.name}.part")
-            state.save_to_json(str(whole))
-            os.replace(whole, file)
+            saved = parse_json(read_text(file))
+            saved["stateful_callbacks"][DRAWS] = draws.state_dict(model)
+            write_text(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
         self.on_train_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
