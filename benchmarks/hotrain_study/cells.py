@@ -103,10 +103,30 @@ class Study:
             raise ValueError(f"study {self.name}: {twice} is given twice")
 
     def missing(self, rows: Iterable[Mapping[str, Any]]) -> list[Cell]:
-        """The cells that are not done, by priority; those that failed before come last."""
+        """The cells that are not done, by priority; those that failed before come last.
+
+        A cell that starts from another's weights is done if it started from the last ones: weights are gone with their
+        machine, and what started from others is not compared.
+        """
         rows = list(rows)
-        open_cells = [c for c in self.cells if not any(r.get("status") in RESULTS and c.is_of(r) for r in rows)]
-        return sorted(open_cells, key=lambda cell: any(cell.is_of(row) for row in rows))
+        last = {cell.id: self._results(cell, rows)[-1:] for cell in self.cells}
+
+        def done(cell: Cell) -> bool:
+            return bool(last[cell.id]) and (cell.needs is None or last[cell.id] > last.get(cell.needs, []))
+
+        return sorted((c for c in self.cells if not done(c)), key=lambda cell: any(cell.is_of(row) for row in rows))
+
+    def _results(self, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Where the results of a cell are, oldest first."""
+        return [n for n, row in enumerate(rows) if row.get("status") in RESULTS and cell.is_of(row)]
+
+    def start(self, cell: Cell, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> int | None:
+        """Where the row of the weights is that this row of a cell started from; None of a cell that needs none."""
+        if cell.needs is None:
+            return None
+        own = next(n for n, other in enumerate(rows) if other is row)
+        starts = (n for other in self.cells if other.id == cell.needs for n in self._results(other, rows))
+        return max((n for n in starts if n < own), default=None)
 
     def last(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """The row that counts of each cell that has one: the last result, or else the last failure."""
@@ -191,7 +211,7 @@ class Line:
         group, method, kind: of the cells.
         planned: number of its cells.
         rows: those that have one, in the order of the cells.
-        gaps: accuracy minus that of exact with the same seed, in points, for each seed that both finished.
+        gaps: accuracy minus that of exact with the same seed and from the same weights, in points, where both finished.
     """
 
     group: str
@@ -223,29 +243,32 @@ class Line:
 
 def lines(study: Study, rows: Iterable[Mapping[str, Any]], kind: str = "train") -> list[Line]:
     """Summarize the cells of one kind, a line for each group and method, also where nothing ran."""
+    rows = list(rows)
     last = study.last(rows)
     cells = [cell for cell in study.cells if cell.kind == kind]
     exact = {
-        (cell.group, cell.run.seed): last[cell.id]
+        (cell.group, cell.run.seed): cell
         for cell in cells
         if cell.method == CONTROL and cell.id in last and last[cell.id]["status"] == FINISHED
     }
+
+    def gaps(cell: Cell) -> list[float]:
+        row, control = last.get(cell.id), exact.get((cell.group, cell.run.seed))
+        if control is None or row is None or row["status"] != FINISHED:
+            return []
+        other = last[control.id]
+        if row.get("accuracy") is None or other.get("accuracy") is None:
+            return []
+        same = cell.needs is None or study.start(cell, row, rows) == study.start(control, other, rows)
+        return [row["accuracy"] - other["accuracy"]] if same else []
+
     out = []
     for group, method in dict.fromkeys((cell.group, cell.method) for cell in cells):
         mine = [cell for cell in cells if (cell.group, cell.method) == (group, method)]
         ran = tuple(last[cell.id] for cell in mine if cell.id in last)
-        gaps = () if method == CONTROL else tuple(_gaps(ran, exact))
-        out.append(Line(group, method, kind, len(mine), ran, gaps))
+        pairs = () if method == CONTROL else tuple(gap for cell in mine for gap in gaps(cell))
+        out.append(Line(group, method, kind, len(mine), ran, pairs))
     return out
-
-
-def _gaps(rows: Iterable[Mapping[str, Any]], exact: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[float]:
-    pairs = [(row, exact.get((row["group"], row["seed"]))) for row in rows if row["status"] == FINISHED]
-    return [
-        row["accuracy"] - control["accuracy"]
-        for row, control in pairs
-        if control is not None and row.get("accuracy") is not None and control.get("accuracy") is not None
-    ]
 
 
 def mean_text(values: Sequence[float], *, error: bool = False, sign: str = "", digits: int = 2) -> str:

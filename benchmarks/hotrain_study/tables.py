@@ -65,9 +65,10 @@ def _accuracies(study: Study, rows: list[Row]) -> list[Table]:
         return predicted
     modelled = replace(study, cells=tuple(cell for cell in study.cells if cell.run.model in language.DECODERS))
     of = "texts, of a GPT of the next bytes" if modelled.cells else "images"
+    same = "seeds, from the same weights" if any(cell.needs for cell in study.cells) else "seeds"
     note = (
-        f"Percent of the test {of}, mean ± deviation over seeds; in brackets the gap to exact with the same "
-        "seeds, in points, mean ± standard error."
+        f"Percent of the test {of}, mean ± deviation over seeds; in brackets the gap to exact with the same {same}, in "
+        "points, mean ± standard error, of how many runs where not of all."
     )
     probed = replace(study, cells=tuple(cell for cell in study.cells if cell.run.task in contrastive.TASKS))
     shown = [_matrix("Accuracy", study, rows, note)]
@@ -139,7 +140,8 @@ def _cell(line: Line | None, digits: int) -> str:
         return NOT_RUN
     text = mean_text(line.accuracies, digits=digits) if line.accuracies else ""
     if line.gaps:
-        text += f" ({mean_text(line.gaps, error=True, sign='+', digits=digits)})"
+        of = f", {len(line.gaps)} of {len(line.accuracies)}" if len(line.gaps) < len(line.accuracies) else ""
+        text += f" ({mean_text(line.gaps, error=True, sign='+', digits=digits)}{of})"
     ended = [f"{line.count(status)} {status}" for status in (DIVERGED, FAILED) if line.count(status)]
     if len(line.rows) < line.planned:
         ended.append(f"{len(line.rows)} of {line.planned} runs")
@@ -416,8 +418,8 @@ def _chosen_scales(studies: Mapping[str, Study], rows: list[Row]) -> list[str]:
 def head(studies: Mapping[str, Study], rows: Sequence[Row], default: str) -> list[str]:
     """At most ten lines: how much was run, which claims held, and what to choose for which model; gaps in points."""
     rows = list(rows)
-    done = {name: sum(row["status"] != FAILED for row in study.last(rows).values()) for name, study in studies.items()}
-    first = "Run so far: " + ", ".join(f"{name} {done[name]} of {len(studies[name].cells)}" for name in studies) + "."
+    count = {name: (len(study.cells) - len(study.missing(rows)), len(study.cells)) for name, study in studies.items()}
+    first = "Run so far: " + ", ".join(f"{name} {done} of {cells}" for name, (done, cells) in count.items()) + "."
     said = [verdict(claim, studies[claim.study], rows) for claim in CLAIMS]
     told = [f"{kind}: {'; '.join(t for k, t in said if k == kind)}." for kind in dict.fromkeys(k for k, _ in said)]
     told += [*_counted(studies["costs"], rows), *_chosen_scales(studies, rows)]

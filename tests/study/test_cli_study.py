@@ -314,6 +314,19 @@ def test_gaps_are_paired_and_every_cell_has_a_line() -> None:
     assert lines(chosen, rows)[1].gaps == (-1.0,)
 
 
+def test_what_started_from_other_weights_is_not_compared() -> None:
+    """Weights that were lost are trained again, and are others: a gap needs two runs from the same ones."""
+    first, exact, hot = CELLS[0], CELLS[2], CELLS[3]
+    exact, hot = (dataclasses.replace(cell, needs=first.id) for cell in (exact, hot))
+    chosen = Study("s", "title", (first, exact, hot))
+    rows = [row_of(first, 90.0), row_of(exact, 92.0), row_of(first, 91.0), row_of(hot, 90.0)]
+    assert [line.gaps for line in lines(chosen, rows)] == [(), ()]
+    assert chosen.missing(rows) == [exact], "it started from the weights before"
+    rows.append(row_of(exact, 92.5))
+    assert lines(chosen, rows)[1].gaps == (-2.5,)
+    assert chosen.missing(rows) == []
+
+
 def test_a_failure_counts_until_there_is_a_result() -> None:
     chosen = Study("s", "title", tuple(CELLS))
     failed = row_of(CELLS[0], None, "failed")
