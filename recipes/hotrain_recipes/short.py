@@ -45,7 +45,7 @@ def vit(model: str, data: str) -> TrainRun:
     Source: AdamW and weight decay as usual for ViTs; the rate is that of ``small_vit_cifar10``, times the root of two
     for twice the batch. ``vit`` is ``small_vit`` (7 blocks, width 256, 64 tokens), ``deit_tiny`` is timm's DeiT-Ti
     with patches of 4 pixels (12 blocks, width 192, 65 tokens).
-    Measured: not yet measured here.
+    Measured: 83.30 % for vit on CIFAR-10 (exact, one seed, commit 9e84746, docs/results.md).
     """
     tiny = model == "deit_tiny"
     return TrainRun(
@@ -73,7 +73,7 @@ def efficientformer(data: str) -> TrainRun:
 
     Source: HOT supplement, AdamW and rate 1e-3 at batch 128; 12 of its 200 epochs, because the model is built for 224
     pixels alone. It compares methods early in training and reaches no published level.
-    Measured: not yet measured here.
+    Measured: 71.34 % on CIFAR-10 (exact, one seed, commit d828958, docs/results.md).
     """
     return TrainRun(
         model="efficientformer_l1",
@@ -97,7 +97,8 @@ def two_views(task: str, data: str) -> TrainRun:
 
     Source: EVMT-HLA trains SimCLR with Adam, batches of 256 and a ResNet-50 for 200 epochs; batch, rate and length are
     ours. Its BYOL never trained projector and predictor; this one does.
-    Measured: not yet measured here.
+    Measured: linear probe on CIFAR-10, simclr 77.61 %, byol 73.13 % (exact, one seed, commit c489af6,
+    docs/results.md).
     """
     return TrainRun(
         task=task,  # type: ignore[arg-type]
@@ -178,8 +179,7 @@ def encoder() -> TrainRun:
 
     Source: sizes of BERT-mini with two blocks more; words of the training phrases that occur twice, 64 of a phrase.
     Without pre-training an encoder is expected at 78 to 82 % on GLUE's dev set.
-    Measured: not yet measured here; 300 updates of 64 phrases cut to 32 words, at 5e-4, end at 77.9 % on a CPU (exact;
-    hq8: 77.8 %).
+    Measured: 79.93 % (exact, one seed, commit d87a70c, docs/results.md).
     """
     return TrainRun(
         model="small_bert",
@@ -204,7 +204,7 @@ def decoder() -> TrainRun:
 
     Source: sizes, dropout (0.2), rate and batch of nanoGPT's character model, which ends at 1.47 nats a byte on
     Tiny Shakespeare. Its accuracy is the share of next bytes that are right; bits per byte are its test loss / log 2.
-    Measured: not yet measured here.
+    Measured: 61.45 % (exact, one seed, commit d87a70c, docs/results.md).
     """
     return TrainRun(
         model="small_gpt",
