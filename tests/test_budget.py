@@ -173,6 +173,31 @@ def test_a_budget_that_cannot_be_met_names_the_least() -> None:
         hotrain.checkpoint_blocks(model, X, budget_bytes="1KiB")  # a size, as the frontier takes it
 
 
+class Heads(nn.Module):
+    """Two blocks read one tensor, whose codes they share: recomputed, both need it whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(16, 64, 1)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return sum(head(x).sum() for head in self.heads)
+
+
+def test_recomputing_that_keeps_more_is_no_least() -> None:
+    """Of a detector's heads, kept in codes, recomputing all keeps their input whole: the least is below that."""
+    model, x = Heads(), torch.randn(4, 16, 32, 32)
+    hotrain.convert(model, filter_fn=lambda *_: True)
+    full = hotrain.saved_bytes(model, x).total
+    hotrain.checkpoint_blocks(model)
+    assert hotrain.saved_bytes(model, x).total > full, "or the case shows nothing"
+    with pytest.raises(ValueError, match="cannot be met") as caught:
+        hotrain.checkpoint_blocks(model, x, budget_bytes=full // 2)
+    assert int(re.search(r"and (\d+) ", str(caught.value))[1]) <= full
+
+
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="no blocks"):
         hotrain.checkpoint_blocks(nn.Linear(4, 4))

@@ -131,7 +131,7 @@ def _within(
         return CheckpointReport([], list(found), full.total, full.total, budget)
     gains = by_gain(model, found, full, inputs, kwargs)
     order = list(gains)
-    count, after = 0, full.total
+    count, after, reached = 0, full.total, {full.total: 0}
     while after > budget and count < len(order):
         expected = after
         while count < len(order) and expected > budget:
@@ -139,10 +139,13 @@ def _within(
             count += 1
         recompute({name: found[name] for name in order[:count]})
         after = saved_bytes(model, *inputs, **kwargs).total
+        reached.setdefault(after, count)
     if after > budget:
+        least = min(reached)
         raise ValueError(
             f"checkpoint_blocks: budget_bytes={budget} ({bytes_text(budget)}) cannot be met: {bytes_text(full.total)} "
-            f"are kept without recomputing, and {after} ({bytes_text(after)}) at least, with {count} blocks recomputed"
+            f"are kept without recomputing, and {least} ({bytes_text(least)}) at least, with {reached[least]} blocks "
+            "recomputed"
         )
     chosen = order[:count]
     spared, slack = list(chosen), budget - after
@@ -174,6 +177,11 @@ def by_gain(
     keep_all(model)
     inside, at_least = bytes_inside(full, found), bytes_inside(least, found)
     gains = {name: inside[name] - at_least[name] for name in found if inside[name] > at_least[name]}
+    for name in [name for name in gains if not at_least[name]]:  # its input is counted for another block that reads it
+        recompute({name: found[name]})
+        gains[name] = full.total - saved_bytes(model, *inputs, **kwargs).total
+        keep_all(model)
+    gains = {name: gain for name, gain in gains.items() if gain > 0}
     seconds = _seconds(model, {name: found[name] for name in gains}, inputs, kwargs)
     # Equal blocks differ in their measured times by noise; rounding gives them the same priority, and the first ones
     # are recomputed first.
