@@ -210,7 +210,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_attention_masks(mask: str, dtype: torch.dtype) -> None:
     """Booleans and numbers, of two, three and four axes; a row that may look at nothing."""
     m = MASKS[mask]
@@ -289,6 +289,19 @@ def test_a_result_can_be_changed_in_place(name: str) -> None:
         return y.detach(), *torch.autograd.grad(y.square().sum(), inputs)
 
     assert all(torch.equal(g, w) for g, w in zip(run(False), run(True), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_as_any_tensor(name: str) -> None:
+    """An embedding's weight goes into DeBERTa's dropout: the same mask, and the same draws behind it."""
+    inputs = [nn.Parameter(t.detach().clone()) for t in CASES[name].inputs()]
+
+    def run(call: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return call(*inputs).detach(), torch.rand(())
+
+    got, want = run(lambda *t: with_operators(CASES[name].call, *t)), run(CASES[name].call)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 INPLACE = {

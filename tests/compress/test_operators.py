@@ -24,7 +24,7 @@ def both(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], tuple[Tens
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_forward_is_pytorchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
     """The same kernels run; only what they leave is changed. Gradients have the dtypes of their tensors."""
     case = CASES[name]
@@ -58,7 +58,7 @@ LOSS = {"slopes": 0.2, 4: 0.2, 8: 0.02}
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gradients_are_as_close_as_the_format(name: str, dtype: torch.dtype) -> None:
     got, want = both(CASES[name], dtype)
     assert all(g.isfinite().all() for g in got)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import autograd
 from ..private import constant_in_graphs, dispatch_modes
@@ -30,8 +31,8 @@ def supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_eager(t: Tensor) -> bool:
-    """Whether t is a plain tensor in eager mode, not traced or fake."""
-    return type(t) is Tensor and not torch.compiler.is_compiling()
+    """Whether t is a plain tensor, or a parameter, in eager mode, not traced or fake."""
+    return type(t) in (Tensor, Parameter) and not torch.compiler.is_compiling()
 
 
 def supported_in_eager(t: Tensor, dtype: torch.dtype | None = None) -> bool:

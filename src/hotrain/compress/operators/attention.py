@@ -60,7 +60,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
         return None
     flash, efficient, cudnn = _switches()
     if q.device.type in ("cpu", "meta"):  # meta tensors are counted as a CPU's (`audit.predicted`)
-        fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        fits = flash and dropout == 0 and q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         trained = mask is not None and mask.requires_grad
         return "cpu" if fits and not trained else None
     if q.device.type != "cuda":
