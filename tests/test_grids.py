@@ -135,6 +135,20 @@ def test_a_grid_given_by_hand_goes_to_every_layer() -> None:
         assert {s.grid for _, _, s in hotrain.converted_layers(model)} == {tiled}
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_grid_that_fits_no_layer_is_said(compiles: bool) -> None:
+    """The report names it; a grid that some layers' tokens have (heads have none) is not named."""
+    if compiles:
+        torch.compiler.reset()
+    for grid, said in (((7, 7), True), ((8, 8), False)):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        report = hotrain.convert(model, "hla", grid=grid)
+        assert "grid" not in str(report), "nothing has run"
+        call = torch.compile(model, backend="aot_eager") if compiles else model
+        call(torch.randn(4, 64, 64)).sum().backward()
+        assert ("grid 7×7: no input has 49 tokens" in str(report)) == said
+
+
 def test_the_grid_changes_the_gradient_and_a_grid_that_does_not_fit_does_not() -> None:
     """On a 8×8 map that varies along its height only, square tiles keep all and lines of 16 lose: the grid is used."""
     height = torch.linspace(-1, 1, 8).repeat_interleave(8)

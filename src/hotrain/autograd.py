@@ -252,7 +252,7 @@ class Call:
         found = source, trained, self.layer.repeats
         if found not in self.records:
             config, ran = self.config, Ran()
-            ran.kept(x, packed, self.layer.repeats)
+            ran.kept(x, packed, self.layer.repeats, config.fits(x.shape[:-1]))
             of = config.product(outputs) if config.overlaps else "tokens"
             ran.step(config.method, config.kernels, of, source, not trained)
             self.records[found] = ran

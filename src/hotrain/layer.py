@@ -66,6 +66,12 @@ class Config:
         rows, across = self.method.grad_weight, self.method.grad_input.transform != "lowpass"
         return layout(tuple(map(int, lead)), rows.tile, rows.rank, rows.sampled, rows.order, self.grid, across)
 
+    def fits(self, lead: tuple[int, ...]) -> bool | None:
+        """Whether the grid has as many tokens as an input of shape (*lead, C); None where no grid is used."""
+        if self.grid is None or self.geometry is not None or len(lead) != 2 or self.method.grad_weight.tile == 1:
+            return None
+        return self.grid.tokens == lead[1]
+
     def layout_of(self, shape: tuple[int, ...]) -> Layout:
         """The layout of an input of that shape: of its tokens, or of a convolution's patches or positions."""
         if self.geometry is None:

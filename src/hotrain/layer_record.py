@@ -59,6 +59,7 @@ class Ran:
         frozen: whether the weight requires no gradient, so that nothing of the input is saved.
         exact_bytes: of the input as exact training saves it, for one call.
         elements: of the input.
+        fits: whether the layer's grid has as many tokens as its input; None where no grid is used.
         recomputed: whether backward made the codes: of a checkpointed block's input, or where a compiler keeps the
             input itself, for another reader.
     """
@@ -71,11 +72,12 @@ class Ran:
     frozen: bool = False
     exact_bytes: int = 0
     elements: int = 0
+    fits: bool | None = None
     recomputed: bool = False
 
-    def kept(self, x: Sized, tensors: Sequence[Tensor | None], in_backward: bool) -> None:
+    def kept(self, x: Sized, tensors: Sequence[Tensor | None], in_backward: bool, fits: bool | None) -> None:
         """Record the tensors that are saved of x, in forward, or in backward where that makes them again."""
-        self.exact_bytes, self.elements, self.recomputed = x.nbytes, x.numel(), in_backward
+        self.exact_bytes, self.elements, self.recomputed, self.fits = x.nbytes, x.numel(), in_backward, fits
         self.shapes = [(_name(t.dtype), t.nbytes) for t in tensors if t is not None]
 
     def step(self, method: Method, kernels: bool, product: str, source: str, frozen: bool) -> None:

@@ -95,7 +95,7 @@ def _pair(packed: Packed, like: Tensor) -> tuple[Tensor, Tensor]:
 def _keep(x: Tensor, key: Tensor | None, history: Tensor, config: str) -> tuple[Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     packed = autograd.pack(x, key, found, found.layout(x.shape[:-1]), amax)
-    ran.kept(x, packed, graph_task() != -1)
+    ran.kept(x, packed, graph_task() != -1, found.fits(x.shape[:-1]))
     return _pair(packed, x)
 
 
@@ -120,7 +120,7 @@ def _keep_from_codes(
     found, (amax, ran) = Config.of(config), _layer_with(history)
     x = (coded(recipe, given, shape, dtype) if found.kernels else None) or whole(recipe, given, shape, dtype)
     codes, scale = autograd.pack(x, key, found, found.layout(tuple(shape[:-1])), amax)
-    ran.kept(x, (codes, scale), True)
+    ran.kept(x, (codes, scale), True, found.fits(tuple(shape[:-1])))
     assert codes is not None
     return _pair((codes, scale), codes)
 
@@ -139,7 +139,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     found, (amax, ran) = Config.of(config), _layer_with(history)
     y, packed = autograd.product(x, w, b, key, found, found.layout(x.shape[:-1]), amax, keeps)
-    ran.kept(x, packed, graph_task() != -1)
+    ran.kept(x, packed, graph_task() != -1, found.fits(x.shape[:-1]))
     return y, *_pair(packed, x)
 
 
@@ -153,7 +153,7 @@ def _forward_fake(
 def _note(ran: Ran, config: Config, product: str, codes: Tensor | None, source: str, needs: Sequence[bool]) -> None:
     """Record what this backward computes, for the report."""
     if codes is not None and config.method.saved.bits is None and config.method.grad_weight.tile == 1:
-        ran.kept(codes, (codes,), False)  # x itself, saved without an op
+        ran.kept(codes, (codes,), False, None)  # x itself, saved without an op
     ran.step(config.method, config.kernels, product, source, not needs[1])
 
 

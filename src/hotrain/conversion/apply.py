@@ -124,7 +124,7 @@ def convert(
             report.buffers = wrap(model)  # whoever asks for this asks for memory: no plan keeps a tensor exact
         return report
     grids = {} if grid is not None else token_grids(model)
-    everywhere = _as_grid(grid, prefix_tokens)
+    everywhere = report.grid = _as_grid(grid, prefix_tokens)
     chosen: list[tuple[str, nn.Module, type[nn.Module]]] = []
     for name, module, reason in candidates(model):
         if filter_fn is not None and reason is None and not filter_fn(module, name):

@@ -16,6 +16,7 @@ from ..method import Method
 from ..nn.state import REVERTED, LayerState
 from ..plans import Point
 from ..tables import bytes_text
+from ..transform.tokens import Grid
 from .undo import converted_layers, revert
 
 _UNCALLED = "no training forward has called it (it is in evaluation mode, or its weight is used without calling it)"
@@ -92,6 +93,7 @@ class ConversionReport:
         activations: names of the ReLUs that save 1 bit per element; their gradient is exact.
         times: (exact, converted), ms of forward and backward, measured by `hotrain.compile`.
         point: that the model follows, where `convert` was given one.
+        grid: of the tokens, where `convert` was given one.
         model: a weak reference to the model; None for a copy, which reads no model.
     """
 
@@ -103,6 +105,7 @@ class ConversionReport:
     plan: str = "speed"
     times: tuple[float, float] | None = None
     point: Point | None = None
+    grid: Grid | None = None
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _totals: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
     _unknown: str = field(default="", init=False, repr=False, compare=False)
@@ -226,6 +229,16 @@ class ConversionReport:
             except ValueError:
                 self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures it"
 
+    def _misfit(self, grid: Grid) -> str:
+        """That no layer's input has as many tokens as the grid that `convert` was given, or nothing."""
+        fits = {row.ran.fits for row in self.converted} - {None}
+        if fits != {False}:
+            return ""
+        ends = f" + {grid.prefix} before" * bool(grid.prefix) + f" + {grid.suffix} behind" * bool(grid.suffix)
+        return (
+            f"grid {grid.height}×{grid.width}{ends}: no input has {grid.tokens} tokens; tiles are of consecutive ones"
+        )
+
     def __str__(self) -> str:
         converted, kept, gone = self.converted, self.kept, self.gone
         rows = [(row.name, str(row)) for row in converted]
@@ -254,6 +267,8 @@ class ConversionReport:
             head += f"\n  kept for backward: {self._unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):
             head += f"\n  {_PLANNED}"
+        if self.grid is not None and (wrong := self._misfit(self.grid)):
+            head += f"\n  {wrong}"
         for group in self.ran():
             if group["g_x"] is not None and group["method"] != "exact":
                 head += f"\n  {line_of(group)}"
