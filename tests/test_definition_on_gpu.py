@@ -21,8 +21,8 @@ PRESETS = [name for name in hotrain.presets() if name != "exact"]
 
 
 def test_noise_is_the_same_on_both_devices() -> None:
-    cpu = draws.noise16(10_001, 1234567, draws.SAVED, torch.device("cpu"))
-    assert torch.equal(cpu, draws.noise16(10_001, 1234567, draws.SAVED, torch.device("cuda")).cpu())
+    cpu = draws.noise(1234567, draws.SAVED, torch.device("cpu"))(0, 10_001)
+    assert torch.equal(cpu, draws.noise(1234567, draws.SAVED, torch.device("cuda"))(0, 10_001).cpu())
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "pseudo"])

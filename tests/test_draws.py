@@ -45,7 +45,7 @@ def test_a_key_on_a_device_draws_the_same(key: int, stream: int, start: int) -> 
     """Its two rounds of mixing are on int64, which wraps: with and without the top bit, and derived keys too."""
     own = on_device(key)
     assert torch.equal(draws.hash_bits(257, own, stream, CPU, start), draws.hash_bits(257, key, stream, CPU, start))
-    assert torch.equal(draws.noise16(7, own, stream, CPU), draws.noise16(7, key, stream, CPU))
+    assert torch.equal(draws.noise(own, stream, CPU)(0, 7), draws.noise(key, stream, CPU)(0, 7))
     more, known = draws.derived(own, 1), draws.derived(key, 1)
     assert isinstance(more, draws.DeviceKey)
     assert known == mix(key, 1)
@@ -54,19 +54,19 @@ def test_a_key_on_a_device_draws_the_same(key: int, stream: int, start: int) -> 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 4096])
 def test_noise_is_the_halves_of_the_hash(count: int) -> None:
-    got = draws.noise16(count, 77, 3, CPU)
+    got = draws.noise(77, 3, CPU)(0, count)
     assert got.dtype == torch.int16
     assert got.tolist() == noise(count, 77, 3).tolist()
 
 
 def test_noise_of_an_entry_does_not_depend_on_how_the_tensor_is_cut() -> None:
     """Quantizers work block by block, kernels in any order."""
-    whole = draws.noise16(1000, 5, 1, CPU)
-    assert torch.equal(torch.cat([draws.noise16(10, 5, 1, CPU, start) for start in range(0, 1000, 10)]), whole)
+    whole = draws.noise(5, 1, CPU)(0, 1000)
+    assert torch.equal(torch.cat([draws.noise(5, 1, CPU)(start, 10) for start in range(0, 1000, 10)]), whole)
 
 
 def uniform(count: int, key: int, stream: int, start: int = 0) -> np.ndarray:
-    return (draws.noise16(count, key, stream, CPU, start).numpy().astype(np.float64) + 0.5) / 2**16
+    return (draws.noise(key, stream, CPU)(start, count).numpy().astype(np.float64) + 0.5) / 2**16
 
 
 N = 1 << 20
@@ -76,7 +76,7 @@ KEYS = [0, 1, mix(42, 0, 123, 7)]
 @pytest.mark.parametrize("key", KEYS)
 def test_noise_is_uniform_over_all_values(key: int) -> None:
     """Chi-square over all 2¹⁶ values, 16 expected in each: mean 65535, deviation √(2·65535) = 362; both tails at 5σ."""
-    counts = np.bincount(draws.noise16(N, key, 2, CPU).numpy().astype(np.int64) + 2**15, minlength=2**16)
+    counts = np.bincount(draws.noise(key, 2, CPU)(0, N).numpy().astype(np.int64) + 2**15, minlength=2**16)
     chi2 = float(((counts - 16) ** 2 / 16).sum())
     assert abs(chi2 - 65535) < 5 * math.sqrt(2 * 65535)
 
@@ -162,7 +162,7 @@ def test_without_a_seed_of_its_own_it_follows_torch(own_seed: None) -> None:
 
 def test_drawing_leaves_torchs_generator_alone() -> None:
     state = torch.get_rng_state()
-    draws.noise16(100, 1, 2, CPU)
+    draws.noise(1, 2, CPU)(0, 100)
     draws.Draws.of("x").next()
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -374,12 +374,7 @@ def _signed32(word: int) -> int:
 _THIRD = _signed32(0x846CA68B)
 
 
-def noise16(count: int, key: Key, stream: int, device: torch.device, start: int = 0) -> Tensor:
-    """`count` int16 values, uniform over all 2¹⁶; two neighbours share a hash. `start` must be even."""
-    return noise(key, stream, device)(start, count)
-
-
 def noise(key: Key, stream: int, device: torch.device) -> Callable[[int, int], Tensor]:
-    """`noise16` as a function of (start, count), for a tensor that is processed in blocks."""
+    """(start, count) → int16 values, uniform over all 2¹⁶; two neighbours share a hash. `start` must be even."""
     hashes = _hashes(key, stream, device)
     return lambda start, count: hashes(start // 2, (count + 1) // 2).view(torch.int16)[:count]

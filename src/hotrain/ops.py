@@ -26,6 +26,7 @@ from .autograd import Call, Grads, Origin, Packed
 from .casting import autocast_to
 from .compress import rematerialize
 from .compress.codes import coded, sloped, whole
+from .compress.launcher import opaque
 from .draws import layer_of, next_key
 from .geometry import channels_last
 from .layer import Config
@@ -316,9 +317,6 @@ for _schema, _run, _fake in (
     ),
     ("conv2d_gradients" + _OF_GRADIENTS.format("int[]", "shape"), _conv2d_gradients, _gradients_fake),
 ):
-    _name = _schema.partition("(")[0]
-    _lib.define(_schema)
-    _lib.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hotrain::{_name}", _fake, lib=_lib)
+    opaque(_schema, _fake, inlined=False)(_run)
 
 linear, conv2d = torch.ops.hotrain.linear, torch.ops.hotrain.conv2d

@@ -266,8 +266,7 @@ class _Layer:
     """One layer on random data, exact and converted."""
 
     def __init__(self, q: Question) -> None:
-        state = torch.cuda.get_rng_state(q.device) if q.device.type == "cuda" else torch.get_rng_state()
-        try:
+        with torch.random.fork_rng([q.device] if q.device.type == "cuda" else [], device_type="cuda"):
             x = self._noise(q, q.x, q.dtype)
             if q.geometry is not None:
                 x = x.to(memory_format=torch.channels_last)
@@ -278,11 +277,6 @@ class _Layer:
             with self.mode():
                 self.call = autograd.call_of(config, self.x)
                 self.g = torch.randn_like(self.exact())
-        finally:
-            if q.device.type == "cuda":
-                torch.cuda.set_rng_state(state, q.device)
-            else:
-                torch.set_rng_state(state)
 
     @staticmethod
     def _noise(q: Question, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

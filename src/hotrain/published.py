@@ -39,7 +39,7 @@ def factors(kept: Quantized | Tensor, dtype: torch.dtype, alpha: Tensor) -> tupl
 
 def dropped(g_y: Tensor, share: float, key: draws.Key) -> Tensor:
     """g_y with that share of its elements set to zero, drawn independently; not rescaled."""
-    noise = draws.noise16(g_y.numel(), key, draws.DROP, g_y.device).view(g_y.shape)
+    noise = draws.noise(key, draws.DROP, g_y.device)(0, g_y.numel()).view(g_y.shape)
     # A product, so that a NaN or infinity stays one where it is dropped.
     return g_y * (noise >= round(share * 2**16) - 2**15).to(g_y.dtype)
 
@@ -78,7 +78,7 @@ def luq_codes(t: Tensor, alpha: Tensor, key: draws.Key, stream: int, dtype: torc
     """The codes of `luq`, given alpha."""
     t = wide(t)
     y = t.abs() / alpha
-    noise = draws.noise16(t.numel(), key, stream, t.device).view(t.shape)
+    noise = draws.noise(key, stream, t.device)(0, t.numel()).view(t.shape)
     u = noise.to(t.dtype).add_(0.5 + 2**15).mul_(2.0**-16)  # in (0, 1)
     # The exponent is exact, where a logarithm would be rounded.
     floor = torch.exp2((torch.frexp(y.clamp(min=1.0)).exponent - 1).to(t.dtype))

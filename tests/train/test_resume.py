@@ -26,7 +26,7 @@ from hotrain.train import (
     train,
 )
 from hotrain.train import checkpoint as checkpoints
-from hotrain.train.distributed import LostProcess, processes
+from hotrain.train.distributed import processes
 from hotrain.train.record import read
 
 loop = importlib.import_module("hotrain.train.loop")
@@ -311,21 +311,19 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_good(tiny: Make, monke
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "message"),
+    ("text", "message"),
     [
-        ("[pair.cc:553/gloo/] Connection closed by peer", LostProcess, "process 1 of 2: another process .* has ended"),
-        ("mat1 and mat2 shapes cannot be multiplied", RuntimeError, "^mat1"),
+        ("[pair.cc:553/gloo/] Connection closed by peer", "process 1 of 2: another process .* has ended"),
+        ("mat1 and mat2 shapes cannot be multiplied", "^mat1"),
     ],
 )
-def test_a_process_that_is_lost_is_named(
-    text: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_lost_is_named(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two real processes: `benchmarks/campaign.py faults`."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    with pytest.raises(kind, match=message), processes("cpu"):
+    with pytest.raises(RuntimeError, match=message), processes("cpu"):
         raise RuntimeError(text)
 
 

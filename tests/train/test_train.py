@@ -282,7 +282,7 @@ def test_the_bar_shows_throughput_time_left_and_memory(monkeypatch: pytest.Monke
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     with progress_bar("vit hot") as report:
-        report(Progress(1, 3, 5, 20, 1.5, 1e-3, 1234.0, 75.0, 2**30))
+        report(Progress(1, 3, 5, 20, 1.5, 1234.0, 75.0, 2**30))
     text = terminal.getvalue()
     for part in ("vit hot", "5/20", "1:15 left", "1,234 img/s", "loss 1.5000", "peak 1.00 GiB"):
         assert part in text
@@ -297,8 +297,8 @@ def test_a_log_gets_a_line_an_epoch_and_a_line_a_minute(
     with progress_bar("vit hot") as report:
         for update in range(1, 601):
             seconds = float(update)
-            report(Progress(1, 1, update, 600, 1.5, 1e-3, 1234.0, 0.0))
-        report(Progress(1, 1, 600, 600, 1.5, 1e-3, 1234.0, 0.0, accuracy=90.0))
+            report(Progress(1, 1, update, 600, 1.5, 1234.0, 0.0))
+        report(Progress(1, 1, 600, 600, 1.5, 1234.0, 0.0, accuracy=90.0))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "vit hot · update 60/600 · epoch 1/1 · loss 1.5000 · 1,234 img/s"
     assert lines[-1] == "vit hot · epoch 1/1 · loss 1.5000 · accuracy 90.00 % · 1,234 img/s"

@@ -14,7 +14,7 @@ pace                      which blocks stay exact in eager mode, where the host 
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
 nodes                     values, readers and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
-exact_norms               batch norm of exact training, put back into such a step
+exact_norms, exact_attention  of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
 layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
 losses                    cross entropy of interpolated logits as one operator, a pass on Dynamo's graphs

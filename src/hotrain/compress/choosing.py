@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
-from . import costs, exact_norms, fusing, layer_codes
+from . import costs, exact_attention, exact_norms, fusing, layer_codes
 from .formats import is_static
-from .nodes import bytes_of, called, is_move, is_ours, numel, readers_of, result_of, source_of
+from .nodes import bytes_of, called, is_move, is_ours, numel, part_of, readers_of, source_of
 from .rematerialize import ATTENTION, CUSTOM, PACKED
 
 _aten = torch.ops.aten
@@ -340,13 +340,13 @@ def _readers(node: Node) -> list[Node]:
 
 def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], others: list[Node]) -> Candidate | None:
     args: Any = node.args
-    g, q, k, _, bias, _, dropout, causal, scale, _, wants_mask, number = args
-    both = [n for target in _BACKWARD for n in graph.find_nodes(op="call_function", target=target)]
+    _, q, k, _, bias, _, _, causal, _, _, wants_mask, number = args
+    both = [n for target in exact_attention.KINDS for n in graph.find_nodes(op="call_function", target=target)]
     forward = next((n for n in both if _note(n, ATTENTION) == number), None)
-    if forward is None or (wants_mask and _BACKWARD[forward.target] is not _backward_of_efficient):
+    if forward is None or (wants_mask and exact_attention.KINDS[forward.target][0] != "efficient"):
         return None
     given: Any = forward.args
-    tensors = [*given[:3], _part(graph, forward, 0)]
+    tensors = [*given[:3], part_of(graph, forward, 0)]
     # Codes of the output are read by the layer behind as well.
     mine = [reading for reading in readings if any(_packed(keeper) is forward for keeper in reading.keepers)]
     for reading in mine:
@@ -364,7 +364,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     rate = roofs.product * _ATTENTION_RATE * min(width, 128) / 64
 
     def apply() -> None:
-        results = _BACKWARD[forward.target](graph, node, forward, g, dropout, causal, scale)
+        results = exact_attention.put_back(graph, node, forward)
         for user in list(node.users):
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place] if place < 3 + wants_mask else node)
@@ -408,64 +408,6 @@ def _note(node: Node, name: str) -> Any:
     return (node.meta.get(CUSTOM) or {}).get(name)
 
 
-def _part(graph: Graph, of: Node, place: int) -> Any:
-    """A result of an operator; as it is where it is no tensor, which a partitioner would neither save nor compute."""
-    if not isinstance(of.meta["val"][place], Tensor):
-        return of.meta["val"][place]
-    known = result_of(of, place)
-    return called(graph, of.next, of, operator.getitem, of, place) if known is None else known
-
-
 def _called(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A node before `like`, with its metadata."""
     return called(graph, like, like, target, *args, **kwargs)
-
-
-def _backward_of_flash_or_cudnn(
-    graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
-) -> list[Node]:
-    parts = [_part(graph, forward, place) for place in range(8)]
-    out, lse, ends_q, ends_k, longest_q, longest_k, seed, offset = parts
-    given: Any = forward.args
-    q, k, v = given[:3]
-    if forward.target is _aten._scaled_dot_product_flash_attention.default:
-        target = _aten._scaled_dot_product_flash_attention_backward.default
-        args: tuple[Any, ...] = (g, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, dropout, causal)
-        args = (*args, seed, offset)
-    else:
-        target = _aten._scaled_dot_product_cudnn_attention_backward.default
-        args = (g, q, k, v, out, lse, seed, offset, given[3], ends_q, ends_k, longest_q, longest_k, dropout, causal)
-    made = _called(graph, node, target, *args, scale=scale)
-    return [_called(graph, node, operator.getitem, made, place) for place in range(3)]
-
-
-def _backward_of_efficient(
-    graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
-) -> list[Node]:
-    out, lse, seed, offset = (_part(graph, forward, place) for place in range(4))
-    given: Any = forward.args
-    wants_mask: Any = node.args[10]
-    args = (g, *given[:4], out, lse, seed, offset, dropout, [True, True, True, wants_mask], causal)
-    made = _called(graph, node, _aten._scaled_dot_product_efficient_attention_backward.default, *args, scale=scale)
-    return [_called(graph, node, operator.getitem, made, place) for place in range(3 + wants_mask)]
-
-
-def _backward_on_cpu(
-    graph: Graph, node: Node, forward: Node, g: Node, dropout: float, causal: bool, scale: float
-) -> list[Node]:
-    out, lse = (_part(graph, forward, place) for place in range(2))
-    given: Any = forward.args
-    target = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    made = _called(
-        graph, node, target, g, *given[:3], out, lse, dropout, causal,
-        attn_mask=forward.kwargs.get("attn_mask"), scale=scale,
-    )  # fmt: skip
-    return [_called(graph, node, operator.getitem, made, place) for place in range(3)]
-
-
-_BACKWARD: dict[Any, Callable[..., list[Node]]] = {
-    _aten._scaled_dot_product_flash_attention.default: _backward_of_flash_or_cudnn,
-    _aten._scaled_dot_product_cudnn_attention.default: _backward_of_flash_or_cudnn,
-    _aten._scaled_dot_product_efficient_attention.default: _backward_of_efficient,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _backward_on_cpu,
-}

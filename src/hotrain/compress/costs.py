@@ -140,9 +140,8 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     if torch.cuda.is_current_stream_capturing():
         return None
     device = _device(node)
-    state = torch.cuda.get_rng_state(device)
     try:
-        with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
+        with torch.random.fork_rng([device]), no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
             target: Any = node.target
             read = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
             given = _sets(lambda: map_arg(node.args, _random), read, device)
@@ -158,6 +157,4 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
             own_ms, copy_ms = fastest((own, copy)) if nbytes else (*fastest((own,)), 0.0)
     except RuntimeError:  # out of memory, or an operator that does not run alone: training goes on without it
         return None
-    finally:
-        torch.cuda.set_rng_state(state, device)
     return own_ms / _CALLS, copy_ms / _CALLS * max(nbytes // 2, 1) / half

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..saved import Bits, Grouped, Levels, Logarithmic, as_it_was, group_size, memory_order
 from . import rules
+from .launcher import opaque
 
 # Rounded to nearest: stochastic rounding has no bias, but 1.5 times the error (docs/numerics.md).
 GROUPED = {
@@ -52,10 +53,9 @@ def restored(form: Grouped | Levels | Bits, kept: Sequence[Tensor], shape: Seque
     return form.restore(kept, shape, dtype)
 
 
-_lib = torch.library.Library("hotrain", "FRAGMENT")
-_lib.define("cut(Tensor rows, int columns) -> Tensor")
-_lib.impl("cut", lambda rows, columns: rows[..., :columns].contiguous(), "CompositeExplicitAutograd")
-torch.library.register_fake("hotrain::cut", lambda rows, n: rows.new_empty((*rows.shape[:-1], n)), lib=_lib)
+opaque("cut(Tensor rows, int columns) -> Tensor", lambda rows, n: rows.new_empty((*rows.shape[:-1], n)), inlined=False)(
+    lambda rows, columns: rows[..., :columns].contiguous()
+)
 
 
 def packer(

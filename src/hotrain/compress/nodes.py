@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,6 +151,14 @@ def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kw
             map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
         )
     return made
+
+
+def part_of(graph: Graph, of: Node, place: int) -> Any:
+    """A result of an operator; as it is where it is no tensor, which a partitioner would neither save nor compute."""
+    if not isinstance(of.meta["val"][place], Tensor):
+        return of.meta["val"][place]
+    known = result_of(of, place)
+    return called(graph, of.next, of, operator.getitem, of, place) if known is None else known
 
 
 def computed(node: Node) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels, memory_order
 from .formats import GROUPED, is_static, restored
+from .launcher import opaque
 from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
@@ -31,12 +32,9 @@ ATTENTION = "hotrain_attention"  # there: a number that an attention's forward a
 PACKED = 0  # the number of a tensor that a formula packs
 
 _sources = itertools.count(PACKED + 1)
-_lib = torch.library.Library("hotrain", "FRAGMENT")
-_lib.define("marked(Tensor t, int number) -> Tensor")
-torch.library.register_fake("hotrain::marked", lambda t, number: t.clone(), lib=_lib)
 
 
-@torch.library.impl(_lib, "marked", "CompositeExplicitAutograd")
+@opaque("marked(Tensor t, int number) -> Tensor", lambda t, number: t.clone(), inlined=False)
 def _marked(t: Tensor, number: int) -> Tensor:
     """t, by a node that `choosing` finds and removes; an alias would be removed by Inductor before. A custom operator
     must not return its argument: where another partitioner runs, this is a copy."""

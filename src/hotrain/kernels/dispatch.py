@@ -17,6 +17,7 @@ from ..private import version_of
 from ..quantize import floating
 from ..quantize.integer import largest_code
 from ..transform.tokens import Layout
+from . import reference as plain
 from . import row_scales
 from .formats import (
     COPY,
@@ -130,9 +131,7 @@ def _filled_side(lay: Layout, key: Tensor) -> Tensor:
 
 def _fill_side(lay: Layout, key: Tensor, side: Tensor, scale: Tensor | None) -> None:
     """Fill `side` with the rows and the scale (None for none) of the reference."""
-    from .reference import kept_rows
-
-    _rows(side)[: lay.samples * lay.tiles * lay.lines.rank] = kept_rows(lay, key).flatten()
+    _rows(side)[: lay.samples * lay.tiles * lay.lines.rank] = plain.kept_rows(lay, key).flatten()
     if scale is not None:
         side[:1] = scale
 
@@ -176,9 +175,7 @@ def compressed(
         )  # fmt: skip
 
     def reference() -> tuple[Tensor | None, ...]:
-        from .reference import compress
-
-        found = compress(_decoded(t), lay, key, *outputs, rotate=rotate, sums=sums)
+        found = plain.compress(_decoded(t), lay, key, *outputs, rotate=rotate, sums=sums)
         if draw and side is not None:
             _fill_side(lay, key, side, found[3])
         return found
@@ -340,9 +337,7 @@ def _weight_codes(w: Tensor, method: Method, key: Tensor | None, history: AmaxHi
         return module("quantize_kernels").compress_weight(w, key, output, history, rotates, tiling)  # type: ignore[no-any-return]
 
     def reference() -> tuple[Tensor, Tensor]:
-        from .reference import compress_weight
-
-        return compress_weight(w, key, output, rotates)
+        return plain.compress_weight(w, key, output, rotates)
 
     return or_reference("weight", kernel, reference)
 

@@ -54,7 +54,7 @@ def _high(h):
 
 @triton.jit
 def noise16(rows, first, PITCH, k0, k1, N: tl.constexpr, PAIRS: tl.constexpr):
-    """`draws.noise16` of a block, (M, N), as float32.
+    """`draws.noise` of a block, (M, N), as float32.
 
     Args:
         rows: (M, 1), row indices.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import draws, published
 from .formats import Tiling
+from .reference import int8_product
 from .support import module, run, unsupported_device
 
 
@@ -64,8 +65,6 @@ def product(a: Tensor, b: Tensor, scale_b: Tensor, scale_a: Tensor | None, dtype
         return found if columns == found.shape[1] else found[:, :columns].contiguous()
 
     def reference() -> Tensor:
-        from .reference import int8_product
-
         return int8_product(a, b[:columns], scale_a, scale_b, dtype)
 
     return run("gemm.int8_product", reference, a, b[:columns], scale_a, scale_b, dtype)  # type: ignore[no-any-return]

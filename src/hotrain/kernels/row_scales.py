@@ -16,6 +16,7 @@ from ..transform.importance import drawn
 from ..transform.tokens import Layout
 from .formats import Output
 from .operands import device_key, product
+from .reference import codes_of, padded_to_16
 from .support import run
 
 Kept = tuple[Tensor, ...]
@@ -47,8 +48,6 @@ def packed(copied: Tensor, columns: int, lay: Layout, output: Output, method: Me
     assert bits is not None
 
     def reference() -> Kept:
-        from .reference import codes_of
-
         codes, scale = codes_of(copied[:columns, : lay.rows].T, output, "token", device_key(key))
         return (pack(codes) if bits == 4 else codes.contiguous()), scale[:, None]
 
@@ -78,8 +77,6 @@ def grad_weight(
     (outputs, columns), (codes, scales) = size, kept
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
-        from .reference import codes_of, padded_to_16
-
         g, x, factor = copied[:outputs, : lay.rows].T, _codes(codes, columns), scales[:, 0]
         if share < 1:
             of_g, of_x = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (g, x.to(torch.float32)))
@@ -100,8 +97,6 @@ def restored(kept: Kept, columns: int, dtype: torch.dtype) -> Tensor:
     """P x as a copy, transposed and padded, (I', R'), as `lift` reads it."""
 
     def reference() -> Tensor:
-        from .reference import padded_to_16
-
         return padded_to_16((_codes(kept[0], columns) * kept[1]).to(dtype).T)
 
     return run("picked_rows.restored", reference, kept, columns, dtype)  # type: ignore[no-any-return]

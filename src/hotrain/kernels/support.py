@@ -126,12 +126,7 @@ def reason(method: Method, lay: Layout, dtype: torch.dtype, device: torch.device
 
 def buffers_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels of saved activations do not run on a device, as a clause; None where they do."""
-    return _SWITCHED_OFF if switched_off() else _unsupported_buffers(device, dtype)
-
-
-@functools.cache
-def _unsupported_buffers(device: torch.device, dtype: torch.dtype) -> str | None:
-    return unsupported_device(device) or _unsupported_dtype(dtype)
+    return _off_or_unsupported(device) or _unsupported_dtype(dtype)
 
 
 def switched_off() -> bool:

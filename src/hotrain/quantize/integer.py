@@ -61,7 +61,7 @@ class Quantized:
 
 def row_blocks(t: Tensor) -> Iterator[slice]:
     """The blocks of rows that a quantizer processes one by one; a single one but on CPUs, and of fake tensors."""
-    # An even number of rows per block: pairs of neighbours share a hash (draws.noise16).
+    # An even number of rows per block: pairs of neighbours share a hash (draws.noise).
     height = max(2, _BLOCK * torch.get_num_threads() // max(1, t.shape[1]) // 2 * 2)
     if t.device.type != "cpu" or isinstance(t, fakes.tensor):
         height = max(1, t.shape[0])

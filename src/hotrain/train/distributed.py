@@ -15,10 +15,6 @@ from torch import Tensor
 from hotrain.train.models import resolve_device
 
 
-class LostProcess(RuntimeError):
-    """Another process of the run ended, or cannot be reached any more."""
-
-
 @dataclass(frozen=True)
 class Processes:
     """The processes of a run as one of them sees them: its index, their number, its device."""
@@ -61,7 +57,7 @@ def processes(device: str) -> Iterator[Processes]:
 
     Raises:
         ValueError: a CUDA device that is not available.
-        LostProcess: another process ended, or cannot be reached any more.
+        RuntimeError: another process ended, or cannot be reached any more.
     """
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes(device=resolve_device(device))
@@ -79,7 +75,7 @@ def processes(device: str) -> Iterator[Processes]:
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):  # gloo has no exception of its own
             raise
         own = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        raise LostProcess(
+        raise RuntimeError(
             f"{own}: another process of this run has ended or cannot be reached; see what it printed. Resume from the "
             f"run's last checkpoint with as many processes. PyTorch says: {' '.join(str(error).split())}"
         ) from error

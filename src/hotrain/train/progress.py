@@ -20,7 +20,6 @@ class Progress:
         epoch, epochs: number of the epoch, from 1, and of all.
         update, updates: finished optimizer updates, and all of the run.
         loss: mean training loss of the epoch so far.
-        lr: learning rate of the next update.
         images_per_second: training images per second since the start of this process.
         eta_seconds: estimated seconds to the end of the run.
         peak_bytes: PyTorch's peak allocation on a CUDA device, else None.
@@ -32,7 +31,6 @@ class Progress:
     update: int
     updates: int
     loss: float
-    lr: float
     images_per_second: float
     eta_seconds: float
     peak_bytes: int | None = None

@@ -263,7 +263,6 @@ class Training:
             update=self.update,
             updates=self.updates,
             loss=loss,
-            lr=self.optimizer.param_groups[0]["lr"],
             images_per_second=images / elapsed,
             eta_seconds=elapsed / max(1, done) * (self.updates - self.update),
             peak_bytes=self._peak_bytes(),

@@ -32,7 +32,7 @@ from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
 from ...saved import group_size
-from .. import rematerialize
+from .. import exact_attention, rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import launch, opaque, operator_for, supported, supported_in_eager
@@ -204,25 +204,10 @@ def _gradients(
     out, lse, (ends_q, ends_k, seed, offset), (max_q, max_k) = _run(kind, q, k, v, bias, 0.0, causal, scale)
     if dropout:
         out, seed, offset = dropped
-    g_mask = None
-    if kind == "flash":
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_backward.default(
-            g, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, offset, scale=scale
-        )
-    elif kind == "cudnn":
-        g_q, g_k, g_v = _aten._scaled_dot_product_cudnn_attention_backward.default(
-            g, q, k, v, out, lse, seed, offset, bias, ends_q, ends_k, max_q, max_k, dropout, causal, scale=scale
-        )
-    elif kind == "efficient":
-        needs = [True, True, True, wants_mask]
-        g_q, g_k, g_v, g_mask = _aten._scaled_dot_product_efficient_attention_backward.default(
-            g, q, k, v, bias, out, lse, seed, offset, dropout, needs, causal, scale=scale
-        )
-    else:
-        g_q, g_k, g_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            g, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-    return g_q, g_k, g_v, g_mask if wants_mask and g_mask is not None else g.new_empty(0)
+    parts = out, lse, ends_q, ends_k, max_q, max_k, seed, offset
+    run, args, more = exact_attention.backward(kind, g, q, k, v, bias, parts, dropout, causal, wants_mask)
+    g_q, g_k, g_v, *rest = run(*args, **more, scale=scale)
+    return g_q, g_k, g_v, rest[0] if wants_mask and rest else g.new_empty(0)
 
 
 # ---- kernels: the four tensors, (B, T, H, D), in one launch ----

@@ -1,0 +1,64 @@
+"""The exact backward of attention: PyTorch's operators for the kernel that forward ran, of tensors or as nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .nodes import called, part_of
+
+_aten = torch.ops.aten
+
+# Forward's operator → the kind of kernel, and which of its results are the parts of `backward`.
+KINDS: dict[Any, tuple[str, tuple[int | None, ...]]] = {
+    _aten._scaled_dot_product_flash_attention.default: ("flash", tuple(range(8))),
+    _aten._scaled_dot_product_cudnn_attention.default: ("cudnn", tuple(range(8))),
+    _aten._scaled_dot_product_efficient_attention.default: ("efficient", (0, 1, None, None, None, None, 2, 3)),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: ("cpu", (0, 1, *[None] * 6)),
+}
+
+
+def put_back(graph: Graph, node: Node, forward: Node) -> list[Node]:
+    """The gradients of q, k and v, and of the mask if it is wanted, before the operator that computes them of codes."""
+    args: Any = node.args
+    given: Any = forward.args
+    g, _, _, _, _, _, dropout, causal, scale, _, wants_mask, _ = args
+    kind, places = KINDS[forward.target]
+    bias = forward.kwargs.get("attn_mask") if kind in ("flash", "cpu") else given[3]
+    parts = [None if place is None else part_of(graph, forward, place) for place in places]
+    q, k, v, *_ = given
+    run, operands, more = backward(kind, g, q, k, v, bias, parts, dropout, causal, wants_mask)
+    made = called(graph, node, node, run, *operands, **more, scale=scale)
+    return [called(graph, node, node, operator.getitem, made, place) for place in range(3 + wants_mask)]
+
+
+def backward(
+    kind: str, g: Any, q: Any, k: Any, v: Any, bias: Any, parts: Sequence[Any], dropout: float, causal: bool, mask: bool
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """PyTorch's operator of backward and its arguments but for the scale, which are tensors, or nodes of a graph.
+
+    Args:
+        kind: of `backend`.
+        g, q, k, v: gradient of the result, and the inputs.
+        bias: the mask as numbers; None for none.
+        parts: forward's result, the logsumexp, the sequences' ends and longest in q and k, seed and offset of dropout.
+        dropout, causal: of forward.
+        mask: whether the gradient of the mask is wanted.
+    """
+    out, lse, ends_q, ends_k, max_q, max_k, seed, offset = parts
+    first, ends = (g, q, k, v), (ends_q, ends_k, max_q, max_k, dropout, causal)
+    if kind == "flash":
+        run = _aten._scaled_dot_product_flash_attention_backward.default
+        return run, (*first, out, lse, *ends, seed, offset), {}
+    if kind == "cudnn":
+        run = _aten._scaled_dot_product_cudnn_attention_backward.default
+        return run, (*first, out, lse, seed, offset, bias, *ends), {}
+    if kind == "efficient":
+        run = _aten._scaled_dot_product_efficient_attention_backward.default
+        return run, (*first, bias, out, lse, seed, offset, dropout, [True, True, True, mask], causal), {}
+    run = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return run, (*first, out, lse, dropout, causal), {"attn_mask": bias}
