@@ -10,6 +10,7 @@ rows of g_w = g_Yᵀ x and of g_b.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ def _row_normalizer(y: Tensor, classes: int) -> Tensor:
     if not supported(y.device, y.dtype):
         return reference()
     return launch(y.device, "head.normalizer", reference, y, classes)  # type: ignore[no-any-return]
+
+
+def _logits_fake(x: Tensor, w: Tensor, b: Tensor | None, classes: int) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(*x.shape[:-1], classes)
+    return y, y.new_empty(math.prod(x.shape[:-1]), dtype=wide(y).dtype)
+
+
+@opaque("padded_logits(Tensor x, Tensor w, Tensor? b, int classes) -> (Tensor, Tensor)", _logits_fake, inlined=False)
+def _padded_logits(x: Tensor, w: Tensor, b: Tensor | None, classes: int) -> tuple[Tensor, Tensor]:
+    """Y of the first classes of a padded weight, contiguous, with `row_normalizer` of it.
+
+    The product has rows of aligned length, Y has not: of the product a few tokens exist at a time, beside Y.
+    """
+    matrix = x.reshape(-1, x.shape[-1])
+    y, normalizers = matrix.new_empty(len(matrix), classes), []
+    each = max(_PIECE // len(w) // _ALIGNED, 1) * _ALIGNED
+    for first in range(0, len(matrix), each):
+        rows = F.linear(matrix[first : first + each], w, b)
+        y[first : first + each] = rows[:, :classes]
+        normalizers.append(_row_normalizer(rows, classes))
+    return y.view(*x.shape[:-1], classes), torch.cat(normalizers)
 
 
 @opaque(
@@ -84,16 +106,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         classes = len(w)
         more = _padded(classes, w.device) - classes
         padded = (F.pad(w, (0, 0, 0, more)), None if b is None else F.pad(b, (0, more))) if more else (w, b)
-        whole = not_a_view(F.linear(x, *padded))
-        rows = whole.reshape(-1, classes + more).contiguous()
+        if returned and more:
+            y, normalizers = torch.ops.hotrain.padded_logits(x, *padded, classes)
+            rows = y.view(-1, classes)
+        else:
+            whole = not_a_view(F.linear(x, *padded))
+            rows = whole.reshape(-1, classes + more).contiguous()
+            normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
+            y = whole if returned else whole.new_empty(0)
         counts = target != ignored
-        normalizers = torch.ops.hotrain.row_normalizer(rows, classes)
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
-        y = whole if returned else whole.new_empty(0)
-        if returned and more:
-            y = whole[..., :classes].contiguous()
-            rows = y.view(-1, classes)
         ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         return loss.to(dtype), y, *with_codes(ctx, *own(kept, ctx.form))
 
