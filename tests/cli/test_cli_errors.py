@@ -30,6 +30,7 @@ MISTAKES = {
     "override of the preset's name": ((*TRAIN, "-m", "hot:name=x"), "unknown override 'name'"),
     "unknown data": ((*TRAIN, "--data", "digit"), "did you mean 'digits'?"),
     "no such checkpoint": ((*TRAIN, "--resume", "nowhere"), "no checkpoint at 'nowhere'"),
+    "a file for a folder": ((*TRAIN, "--out", f"{__file__}/runs"), f"--out: {__file__} is no folder"),
     "no CUDA device": ((*TRAIN, "--device", "cuda:99"), "CUDA device"),
     "no CUDA device for the demo": (("demo", "--device", "cuda"), "device: got 'cuda'"),
     "nothing to train": (("train",), "`hotrain recipes` lists them"),

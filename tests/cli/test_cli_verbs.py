@@ -334,6 +334,8 @@ def test_a_comparison_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: p
     trained.clear()
     rest = answer(*said.partition("with: hotrain ")[2].split(), "-q")
     assert trained == [("exact", 0)]
+    anew = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "whole"), "-q"])
+    assert f"2 of these runs are in {tmp_path / 'whole'} and are trained again" in anew.stderr
 
     def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**row, "step_ms": None, "step_ratio": None} for row in rows]

@@ -20,6 +20,7 @@ from hotrain.train import data as data_module
 from hotrain.train.batches import Feed, channel_statistics, random_crop, random_flip
 from hotrain.train.data import ArrayData, FolderData, load_data
 from hotrain.train.distributed import Processes
+from hotrain.train.image_file import open_image
 
 
 def arrays(**changes: Any) -> dict[str, np.ndarray]:
@@ -310,6 +311,31 @@ def test_a_class_on_another_disk_is_read(folder: Path, tmp_path: Path) -> None:
     data = load_data(str(folder))
     assert isinstance(data, FolderData)
     assert len(data.train) == 12
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_sixteen_bits_keep_their_upper_eight(mode: str, tmp_path: Path) -> None:
+    """Pillow's own conversion clips at 255: scans and depth maps would be white."""
+    pixels = np.random.default_rng(0).integers(0, 1 << 16, (5, 7))
+    file = tmp_path / "scan.tif"
+    Image.frombytes(mode, (7, 5), pixels.astype(">u2" if mode == "I;16B" else "<u2").tobytes()).save(file)
+    got = np.asarray(open_image(str(file)))
+    assert (got == (pixels >> 8)[..., None]).all()
+    Image.fromarray(pixels.astype(np.uint16)).save(tmp_path / "scan.png")
+    assert (np.asarray(open_image(str(tmp_path / "scan.png"))) == got).all()
+
+
+def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "depth.tif"
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(file)
+    with pytest.raises(ValueError, match=r"depth\.tif cannot be decoded \(its pixels have mode F"):
+        open_image(str(file))
+
+
+def test_what_macos_puts_beside_a_file_is_no_image(folder: Path) -> None:
+    before = load_data(str(folder))
+    (folder / "train" / "dark" / "._0.png").write_bytes(b"\x00\x05\x16\x07")
+    assert load_data(str(folder)) == before
 
 
 def _bomb(path: Path) -> None:

@@ -228,7 +228,8 @@ def test_a_finished_run_is_returned_as_it_is(tiny: Make, tmp_path: Path, capfd: 
         assert (again.finished, again.updates, again.accuracy) == (True, 0, whole.accuracy)
         assert again.checkpoint_path.is_file()
         assert [row["status"] for row in read(again.record_path)] == ["finished"]
-        assert capfd.readouterr().err == f"{whole.run_id} is finished: nothing to train\n"
+        said = capfd.readouterr().err
+        assert said == f"{whole.run_id} is finished: nothing to train; it is in {whole.checkpoint_path.parent}\n"
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -68,7 +68,11 @@ def compare(
             folder = out or Path("runs") / f"compare-{recipe}"
             chosen, numbers = options.split_names(methods, "--methods"), options.split_seeds(seeds)
             run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
-            labels(run, chosen)  # a bad one is refused before anything is built
+            again = set(library.finished_cells(run)) & {
+                (name, seed) for name in labels(run, chosen) for seed in numbers
+            }
+            if again:
+                note(f"{len(again)} of these runs are in {folder} and are trained again; --resume trains what it lacks")
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
         else:

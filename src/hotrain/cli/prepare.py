@@ -92,6 +92,9 @@ def with_options(
     """
     from hotrain.train import with_preset, with_settings
 
+    there = next((path for path in (out, *out.parents) if path.exists()), None) if out else None
+    if there is not None and not there.is_dir():
+        raise ValueError(f"--out: {there} is no folder")
     given = {**fields, "out_dir": out}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     run = with_settings(run, [*(settings or ()), *options])

@@ -196,8 +196,10 @@ def _layers(records: Records) -> list[dict[str, Any]]:
 def _cell(column: str, value: Any) -> str:
     if value is None:
         return "–"
-    if column == "bytes" and isinstance(value, int | float):
+    if column in ("bytes", "exact_bytes") and isinstance(value, int | float):
         return lines.bytes_text(value)
+    if column == "kernels":
+        return "Triton" if value else "PyTorch"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)

@@ -272,7 +272,7 @@ def _list_images(split: Path, index: dict[str, int]) -> list[tuple[str, int]]:
         for entry in os.scandir(folder):
             if os.path.isdir(entry.path):
                 nested.append(entry.path)
-            elif entry.name.lower().endswith(endings):
+            elif entry.name.lower().endswith(endings) and not entry.name.startswith("._"):  # macOS's beside each
                 files.append((entry.path, index[folder.name]))
     if nested:
         warnings.warn(

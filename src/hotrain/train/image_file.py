@@ -45,10 +45,10 @@ def open_image(path: str, mode: str | None = "RGB") -> Image.Image:
     """Decode one image file.
 
     Args:
-        mode: what its pixels are converted to; None: as the file has them.
+        mode: what its pixels are converted to, 16 bits to their upper 8; None: as the file has them.
 
     Raises:
-        ValueError: a file that cannot be decoded.
+        ValueError: a file that cannot be decoded, or of pixels whose range it does not say.
     """
     from PIL import Image
 
@@ -58,7 +58,19 @@ def open_image(path: str, mode: str | None = "RGB") -> Image.Image:
         if os.path.exists(path) and not os.path.isfile(path):
             raise ValueError("it is no regular file")  # opening a pipe would wait for ever
         with Image.open(path) as image:
-            return image.convert(mode) if mode else image.copy()
+            return _in_8_bits(image).convert(mode) if mode else image.copy()
     except bad as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"data: {path} cannot be decoded ({reason}); repair or remove it") from error
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """The image, one of 16 bits by their upper 8: Pillow's `convert` would clip them at 255."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels have mode {image.mode}, of an unknown range; save it with 8 or 16 bits")
+    return image

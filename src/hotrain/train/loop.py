@@ -72,7 +72,8 @@ def train(
             training.good = training.update, file
             if training.update == training.updates and (found := _finished_record(training.run_id, file)) is not None:
                 if ranks.is_main and report is not silent:
-                    print(f"{training.run_id} is finished: nothing to train", file=sys.stderr, flush=True)
+                    done = f"{training.run_id} is finished: nothing to train; it is in {file.parent}"
+                    print(done, file=sys.stderr, flush=True)
                 return replace(training.result(True), record_path=found, checkpoint_path=file)
         if ranks.is_main:
             busy = f"{training.folder}: another process is training this run; wait for it, or stop it first"
