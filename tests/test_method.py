@@ -196,7 +196,7 @@ def test_fp8_draws_its_rows_and_nothing_else() -> None:
 
 def test_fp8_with_other_rows() -> None:
     method = hotrain.preset("hot-unbiased", number="e4m3", rank=6, sampled=2, order="sequency")
-    assert str(method) == "hot-unbiased  g_x:e4m3  g_w:P4+2of16·e4m3  saved:e4m3"
+    assert str(method) == "hot-unbiased  g_x:e4m3  g_w:P4+2of16/sequency·e4m3  saved:e4m3"
     assert method == hotrain.preset("hot-unbiased", rank=6, sampled=2, order="sequency").override(number="e4m3")
     other = method.override(number="e5m2")
     assert (other.grad_input.number, other.grad_weight.number, other.saved.number) == ("e5m2", "e5m2", "e4m3")

@@ -219,9 +219,14 @@ class GradWeight:
 
     @property
     def rows_text(self) -> str:
-        """P in text: ``"P8of16"``, ``"P4+4of16"`` with drawn rows, ``"H16"`` for all rows, empty for none."""
+        """P in text: ``"P8of16"``, ``"P4+4of16"`` with drawn rows, ``"H16"`` for all rows, empty for none.
+
+        An order that is not ``"auto"`` follows: ``"P8of16/sequency"``.
+        """
+        if self.tile == 1 or self.rank == self.tile:
+            return "" if self.tile == 1 else f"H{self.tile}"
         rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
-        return "" if self.tile == 1 else f"P{rows}of{self.tile}" if self.rank < self.tile else f"H{self.tile}"
+        return f"P{rows}of{self.tile}" + ("" if self.order == "auto" else f"/{self.order}")
 
     @property
     def number_text(self) -> str:

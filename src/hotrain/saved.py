@@ -28,6 +28,21 @@ Kept = Quantized | Tensor
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How codes (R, C), a byte each, are stored: `pack` makes (R, width(C)) of them, `unpack` takes that and C."""
+
+    pack: Callable[[Tensor], Tensor]
+    unpack: Callable[[Tensor, int], Tensor]
+    width: Callable[[int], int]
+
+
+PACKINGS = {
+    8: Packing(lambda codes: codes, lambda codes, columns: codes, lambda columns: columns),
+    4: Packing(pack, unpack, lambda columns: -(-columns // 2)),
+}
+
+
+@dataclass(frozen=True)
 class Format:
     """The format of a matrix (R, C): unquantized, int8, e4m3 or packed int4 codes.
 
@@ -59,20 +74,20 @@ class Format:
         else:
             axis = "token" if spec.scale == "row" else "tensor"
             kept = QUANTIZERS[spec.number](rows, spec.bits, axis, spec.rounding, key, draws.SAVED)
-        return pack(kept.codes) if spec.bits == 4 else kept.codes, kept.scale
+        return PACKINGS[spec.bits].pack(kept.codes), kept.scale
 
     def restore(self, kept: tuple[Tensor, ...]) -> Kept:
         """The inverse of `keep` up to rounding; codes are not dequantized."""
         if self.spec.bits is None:
             return kept[0]
         codes, scale = kept
-        return Quantized(unpack(codes, self.columns) if self.spec.bits == 4 else codes, scale, self.spec.bits)
+        return Quantized(PACKINGS[self.spec.bits].unpack(codes, self.columns), scale, self.spec.bits)
 
     def nbytes(self, rows: int) -> int:
         """Bytes of what `keep` returns for that many rows."""
         if self.spec.bits is None:
             return rows * self.columns * self.dtype.itemsize
-        codes = rows * (self.columns if self.spec.bits == 8 else -(-self.columns // 2))
+        codes = rows * PACKINGS[self.spec.bits].width(self.columns)
         scale = 8 if self.dtype == torch.float64 else 4
         return codes + scale * (rows if self.spec.scale == "row" else 1)
 

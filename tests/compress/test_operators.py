@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from operator_cases import CASES, Case, Whole, differentiate, nbytes, saving, with_operators
+from operator_cases import CASES, Case, Whole, differentiate, distance, nbytes, saving, with_operators
 from torch import Tensor
 
-from hotrain.compress.formats import BITS, FORMATS, GROUPED
+from hotrain.compress.formats import BITS, GROUPED
 from hotrain.compress.slopes import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("small_tensors_too")
@@ -51,26 +51,13 @@ def test_the_formula_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(g, w, rtol=0, atol=(1e-3 if name == "gelu" else 1e-7) * float(w.abs().max()))
 
 
-# Of the error of the gradients together, against their size. Levels 1/11 apart leave an error of 1/11/√6 of |g_y| where
-# slopes are near 1 and more where they are smaller; four bits with 7 steps to a group's largest entry, 0.06 to 0.1 of
-# the values' size; eight bits, 1/18 of that. A factor of two covers these small tensors.
-LOSS = {"slopes": 0.2, 4: 0.2, 8: 0.02}
-
-
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gradients_are_as_close_as_the_format(name: str, dtype: torch.dtype) -> None:
     got, want = both(CASES[name], dtype)
     assert all(g.isfinite().all() for g in got)
-    error = torch.cat([(g.double() - w.double()).flatten() for g, w in zip(got[1:], want[1:], strict=True)])
-    size = torch.cat([w.double().flatten() for w in want[1:]])
-    kept = CASES[name].kept
-    form = kept[0][0] if kept else None
-    exact = form is None or form == BITS
-    kind = min(GROUPED[FORMATS[form]].bits for form, _ in kept) if isinstance(form, str) else "slopes"
-    loss = 0.0 if exact else LOSS[kind]
     rounding = 2 * max(torch.finfo(dtype).eps, 2.0**-24)
-    assert error.norm() <= (loss + rounding) * size.norm()
+    assert distance(got[1:], want[1:]) <= CASES[name].loss + rounding
 
 
 @every

@@ -228,6 +228,10 @@ def test_reasons_name_what_is_unsupported(device, monkeypatch):
     method = METHODS["hot-unbiased"]
     assert kernels.reason(method, lay, torch.bfloat16, device) is None
     assert "float64" in kernels.reason(method, lay, torch.float64, device)
+    with monkeypatch.context() as patch:  # a format of other bits is refused until its kernels are written
+        patch.setattr("hotrain.method.BITS", (4, 6, 8, None))
+        six = dataclasses.replace(preset("hq4"), saved=Saved(6, scale="row"))
+        assert "codes of 4 and 8 bits" in kernels.reason(six, lay, torch.bfloat16, device)
     assert "tiles" in kernels.reason(preset("lbp-wht"), lay, torch.bfloat16, device)
     assert "one scale" in kernels.reason(preset("hq4").override(forward="int8"), lay, torch.bfloat16, device)
     no_codes = preset("hot-importance", saved_bits=None, grad_weight_bits=None)

@@ -71,6 +71,9 @@ def has_fp8(device: torch.device) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _unsupported_method(method: Method) -> str | None:
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
+    for bits in (g_x.bits, g_w.bits, saved.bits):
+        if bits not in (4, 8, None):
+            return f"the kernels have codes of 4 and 8 bits, {method.name} has some of {bits}"
     if g_w.tile != 16:
         return f"the kernels have tiles of 16 tokens, {method.name} has {g_w.tile}"
     if g_w.drop:

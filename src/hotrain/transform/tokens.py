@@ -199,7 +199,7 @@ def layout(
     samples = math.prod(outer)
     if grid is not None and (grid.tokens != length or order == "sequency" or math.isqrt(tile) ** 2 != tile):
         grid = None
-    squares = Rows(tile, rank, sampled, "lp_l1" if tile > 1 else "sequency")
+    squares = Rows(tile, rank, sampled, "sequency" if tile == 1 else "lp_l1" if order == "auto" else order)
     lines = Rows(tile, rank, sampled, "sequency" if order == "auto" or tile == 1 else order)
     if tile == 1:
         return Layout(samples, length, 0, length, 0, squares, lines)

@@ -5,14 +5,14 @@
 with means over the axes of the statistics. RMS norms have no μ and no mean(γg). Backward needs γ, r, and x̂, which is
 quantized; the next layer's input is rematerialized from the same codes.
 
-Kinds of norm are ``"layer"``, ``"rms"``, ``"rms_cast"`` (x̂ is rounded to x's dtype before γ, as in transformers) and
-``"group"``. ``dims`` is the number of axes that the statistics reduce; for ``"group"`` the number of groups. x is
-(..., C), for group norm (N, C, ...); γ and β may be None.
+`KINDS` says what the kinds of norm differ in. ``dims`` is the number of axes that the statistics reduce; for
+``"group"`` the number of groups. x is (..., C), for group norm (N, C, ...); γ and β may be None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +39,33 @@ from .base import (
     with_codes,
     without_autocast,
 )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of norm differs in.
+
+    Attributes:
+        centered: whether μ is subtracted, and with it mean(γg) in backward; else μ = 0.
+        by_token: whether statistics are over the last axes; else over groups of channels.
+        rounds: whether x̂ is rounded to x's dtype before γ.
+        function: PyTorch's, as autocast names it; None where it has none.
+        has_kernels: whether the kernels over rows compute it.
+    """
+
+    centered: bool = False
+    by_token: bool = True
+    rounds: bool = False
+    function: str | None = None
+    has_kernels: bool = True
+
+
+KINDS = {
+    "layer": Kind(centered=True, function="layer_norm"),
+    "rms": Kind(function="rms_norm"),
+    "rms_cast": Kind(rounds=True),  # written out by hand, as in transformers
+    "group": Kind(centered=True, by_token=False, function="group_norm", has_kernels=False),
+}
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
 LONGEST_ROW_OF_GRADIENT = 4096
@@ -72,6 +99,7 @@ def _forward(
     r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
     if kind == "rms":
         return F.rms_norm(x, shape[-dims:], w, eps), None, r
+    assert kind == "rms_cast", kind
     normal = (lifted * r).to(x.dtype)
     return normal if w is None else w * normal, None, r
 
@@ -80,7 +108,7 @@ def _gradients(
     g: Tensor, normal: Tensor, w: Tensor | None, r: Tensor, kind: str, dims: int, needs: Sequence[bool]
 ) -> Grads:
     """The gradients, None where not needed."""
-    shape, by_token = g.shape, kind != "group"
+    shape, by_token = g.shape, KINDS[kind].by_token
     leading = list(range(len(shape) - dims)) if by_token else [0, *range(2, len(shape))]
     g_w, g_b = g * normal if needs[1] else None, g if needs[2] else None
     if leading:  # a sum over no axes is one over all of them
@@ -88,11 +116,11 @@ def _gradients(
     if not needs[0]:
         return None, (g_b, g_w)
     scaled = g if w is None else g * (w if by_token else along_channels(w, len(shape)))
-    if kind == "group":
+    if not by_token:
         scaled, normal = (t.reshape(shape[0], dims, -1) for t in (scaled, normal))
     over = list(range(-dims, 0)) if by_token else [2]
     inner = scaled - normal * (scaled * normal).mean(over, keepdim=True)
-    if kind in ("layer", "group"):
+    if KINDS[kind].centered:
         inner = inner - scaled.mean(over, keepdim=True)
     return (inner * r).reshape(shape), (g_b, g_w)
 
@@ -124,7 +152,7 @@ def pack_normalized(
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
     """Whether the kernels over rows run for t (x, or its gradient); ``dtype`` is x's."""
-    if kind == "group" or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
+    if not KINDS[kind].has_kernels or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
         return False
     columns = t.shape[-1]
     same = t.dtype == dtype or supported(t.device, dtype)
@@ -239,19 +267,19 @@ class Norm(torch.autograd.Function):
         compiled = has_kernels and not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
         if compiled and all(t is None or t.dtype == dtype for t in (w, b)):
             # Compiled, one kernel: a compiler reads x again to pack it.
-            cast = kind == "rms_cast" and dtype != torch.float32
-            flags = kind == "layer", cast, False
+            flags = KINDS[kind].centered, KINDS[kind].rounds and dtype != torch.float32, False
             args = (x.view(-1, shape[-1]), None, w, b, eps, dtype, dtype, *flags, None, None, 1.0)
             _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(w, r, codes, scale)
             return y.view(shape), *with_codes(ctx, codes, scale)
         y, mean, r = _forward(x, w, b, kind, dims, eps)
+        by_token = KINDS[kind].by_token
 
         def normalized() -> Tensor:
-            lifted = wide(x) if kind != "group" else wide(x).reshape(shape[0], dims, -1)
+            lifted = wide(x) if by_token else wide(x).reshape(shape[0], dims, -1)
             return ((lifted if mean is None else lifted - mean) * r).view(shape)
 
-        if kind == "group":
+        if not by_token:
             codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
         elif dims > 1 or not eager:
             codes, scale = GROUPED[form].keep(normalized())
@@ -269,12 +297,12 @@ class Norm(torch.autograd.Function):
             rows = g_y.contiguous().view(-1, shape[-1])
             run = operator_for(g_y, "norm_backward")
             flat = r if run is _norm_backward else r.reshape(-1)
-            g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, kind == "layer", None, None, 1.0)
+            g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, KINDS[kind].centered, None, None, 1.0)
             if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
                 sums = _as(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
-            g, by_token = _as(g_y, torch.promote_types(g_y.dtype, torch.float32)), kind != "group"
+            g, by_token = _as(g_y, torch.promote_types(g_y.dtype, torch.float32)), KINDS[kind].by_token
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
             g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
@@ -289,9 +317,9 @@ class Norm(torch.autograd.Function):
 
 
 def _cast(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *args: Any) -> list[Any]:
-    """The arguments as autocast casts them; ``"rms_cast"`` is no function of PyTorch."""
-    given = [x, w, b, kind, *args]
-    return given if kind == "rms_cast" else float32(f"{kind}_norm", *given)
+    """The arguments as autocast casts them for PyTorch's function."""
+    given, function = [x, w, b, kind, *args], KINDS[kind].function
+    return given if function is None else float32(function, *given)
 
 
 norm = custom_op(
@@ -308,7 +336,7 @@ def _replaced(
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
     scope.record(f"{kind}_norm", form)
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, form, image=kind == "group")
+    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, form, image=not KINDS[kind].by_token)
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:

@@ -1,0 +1,74 @@
+"""Each operator by the kernels, where they support its call, and the layer behind it: no operator runs another's
+kernel, and the input that it lets a layer rematerialize is the one that the layer gets.
+
+The kernels run in Triton's interpreter, or on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from operator_cases import CASES, differentiate, distance, with_operators
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from hotrain import autograd, kernels
+from hotrain.compress import sharing
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+every = pytest.mark.parametrize("name", CASES)
+# numpy, of which the interpreter is made, warns of infinities and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _by_kernels(small_tensors_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "SMALL", 2)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
+
+
+def inputs(name: str) -> list[Tensor]:
+    return [t.detach().to(DEVICE).requires_grad_() for t in CASES[name].inputs()]
+
+
+@every
+def test_gradients_are_as_close_as_the_format(name: str) -> None:
+    """In eager mode, where forward is PyTorch's to the bit."""
+    given = inputs(name)
+    got = differentiate(lambda *t: with_operators(CASES[name].call, *t), given)
+    want = differentiate(CASES[name].call, given)
+    assert torch.equal(got[0], want[0])
+    assert distance(got[1:], want[1:]) <= CASES[name].loss + 2.0**-20
+
+
+@every
+def test_compiled_it_is_as_close(name: str) -> None:
+    """A compiled graph has other operators, whose forward is a kernel of ours for some: float32 in another order."""
+    if name == "dropout":
+        pytest.skip("compiled, it draws another mask (tests/kernels/test_masks.py)")
+    given = inputs(name)
+    torch._dynamo.reset()
+    compiled: Callable[..., Tensor] = torch.compile(CASES[name].call, backend="aot_eager")
+    got = differentiate(lambda *t: with_operators(compiled, *t), given)
+    want = differentiate(CASES[name].call, given)
+    assert distance(got[:1], want[:1]) <= 2.0**-18
+    assert distance(got[1:], want[1:]) <= CASES[name].loss + 2.0**-18
+
+
+@every
+def test_a_layer_behind_it_gets_its_input(name: str) -> None:
+    """g_w of a linear layer, whose x may be made of the operator's codes: within what they lose."""
+    given = inputs(name)
+    w = torch.randn(5, CASES[name].call(*given).shape[-1], device=DEVICE, requires_grad=True)
+
+    def behind(*t: Tensor) -> Tensor:
+        return F.linear(CASES[name].call(*t[1:]), t[0])
+
+    got, want = (differentiate(call, [w, *given])[1:2] for call in (lambda *t: with_operators(behind, *t), behind))
+    # x in int8, or in 4 bits where it is made of codes of 4
+    assert distance(got, want) <= 0.2
