@@ -141,7 +141,7 @@ def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
         return None
     device = _device(node)
     try:
-        with torch.random.fork_rng([device]), no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device):
+        with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([device]):
             target: Any = node.target
             read = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
             given = _sets(lambda: map_arg(node.args, _random), read, device)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision import ops
 
 NO_OBJECT = 0.1  # weight of predictions without an object in the cross-entropy
 L1, GIOU = 5.0, 2.0  # weights of the boxes' two losses, and of their costs when matched
@@ -19,7 +18,22 @@ L1, GIOU = 5.0, 2.0  # weights of the boxes' two losses, and of their costs when
 
 def corners(boxes: Tensor) -> Tensor:
     """Left, top, right, bottom of boxes given as centre and size, (…, 4)."""
-    return ops.box_convert(boxes, "cxcywh", "xyxy")
+    return torch.cat((boxes[..., :2] - boxes[..., 2:] / 2, boxes[..., :2] + boxes[..., 2:] / 2), -1)
+
+
+def overlap(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """IoU and generalized IoU (Rezatofighi et al., CVPR 2019) of boxes as `corners`, (…, 4) each: (…)."""
+
+    def area(box: Tensor) -> Tensor:
+        size = (box[..., 2:] - box[..., :2]).clamp(min=0)
+        return size[..., 0] * size[..., 1]
+
+    low, high = torch.minimum(first, second), torch.maximum(first, second)
+    shared = area(torch.cat((high[..., :2], low[..., 2:]), -1))
+    around = area(torch.cat((low[..., :2], high[..., 2:]), -1))
+    union = area(first) + area(second) - shared
+    iou = shared / union.clamp(min=1e-9)
+    return iou, iou - (around - union) / around.clamp(min=1e-9)
 
 
 @torch.no_grad()
@@ -38,8 +52,8 @@ def match(predicted: Tensor, objects: Tensor) -> Tensor:
     logits, boxes = predicted[..., :-4], predicted[..., -4:]
     label, there = objects[..., 0].long(), objects[..., 0] >= 0
     chance = logits.softmax(-1).gather(2, label.clamp(min=0)[:, None].expand(-1, logits.shape[1], -1))
-    apart = torch.cdist(boxes, objects[..., 1:], p=1)
-    cost = L1 * apart - GIOU * ops.generalized_box_iou(corners(boxes), corners(objects[..., 1:])) - chance
+    pairs = boxes[:, :, None], objects[:, None, :, 1:]
+    cost = L1 * (pairs[0] - pairs[1]).abs().sum(-1) - GIOU * overlap(*map(corners, pairs))[1] - chance
     costs, which = cost.nan_to_num(1e6, 1e6, 1e6).cpu().numpy(), there.cpu().numpy()
     found = np.full(which.shape, -1)
     for image, (matrix, real) in enumerate(zip(costs, which, strict=True)):
@@ -62,7 +76,7 @@ def set_loss(predicted: Tensor, objects: Tensor) -> Tensor:
     mine = boxes.gather(1, chosen.clamp(min=0)[..., None].expand(-1, -1, 4))
     wanted = objects[..., 1:]
     distance = (mine - wanted).abs().sum(-1)
-    apart = ops.generalized_box_iou_loss(corners(mine), corners(wanted))
+    apart = 1 - overlap(corners(mine), corners(wanted))[1]
     count = real.sum().clamp(min=1)
     return (
         F.cross_entropy(logits.transpose(1, 2), labels, weight)
@@ -85,7 +99,7 @@ def judged(predicted: Tensor, objects: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     labels = labels.gather(1, order)
     boxes = predicted[..., -4:].gather(1, order[..., None].expand(-1, -1, 4))
-    iou = ops.box_iou(corners(boxes), corners(objects[..., 1:]))
+    iou = overlap(corners(boxes)[:, :, None], corners(objects[:, None, :, 1:]))[0]
     iou = iou * (labels[:, :, None] == objects[:, None, :, 0])
     hit = torch.zeros_like(labels, dtype=torch.bool)
     free = torch.ones_like(objects[..., 0])
