@@ -129,3 +129,15 @@ def test_a_note_is_broken_between_words_on_a_terminal_alone(monkeypatch: pytest.
     lines = wrapped(text, terminal).splitlines()
     assert max(map(len, lines[:-1])) <= 40
     assert " ".join(line.strip() for line in lines) == text
+
+
+def test_a_warning_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own has the path and the line of source that warned."""
+    import warnings
+
+    from hotrain.cli import __main__, main
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(main, "app", lambda: None)
+    __main__.main()
+    assert warnings.formatwarning("a class\n  is empty", UserWarning, "data.py", 7) == "warning: a class is empty\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import Any
 
 
 def main() -> None:
@@ -21,7 +23,13 @@ def main() -> None:
             f"hotrain {__version__}: the command line needs {missing.name}; {install_extra('train,plot')} brings it, "
             "and what draws reports and figures"
         ) from None
+    warnings.formatwarning = _warning
     app()
+
+
+def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning as one line, without the line of source that warned."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 if __name__ == "__main__":
