@@ -69,6 +69,21 @@ def test_an_outlier_token_asks_for_a_scale_a_token() -> None:
     assert "1 of 2 layers take per-token scales" in str(calibration)
 
 
+def test_a_compiled_model_is_its_module() -> None:
+    """Names are those of the module, for one and the other."""
+    model = _two()
+    compiled = torch.compile(model, backend="eager")
+    calibration = hotrain.calibrate(compiled, [_batch()], _given)
+    assert calibration == hotrain.calibrate(model, [_batch()], _given)
+    calibration.apply(compiled)
+    assert {state.method.grad_input.scale for _, state in layer_states(model)} == {"token", "tensor"}
+    for wrong in (lambda: hotrain.calibrate(None, []), lambda: calibration.apply(None), lambda: hotrain.cost(None)):
+        with pytest.raises(TypeError, match="the model is a NoneType; accepted is a"):
+            wrong()
+    with pytest.raises(TypeError, match="saved_bytes: the model is a str"):
+        hotrain.saved_bytes("vit")
+
+
 @pytest.mark.parametrize("method", ["hot", "int4"])
 def test_errors_are_those_of_the_tensor_that_is_quantized(method: str) -> None:
     g_y = _batch()[1].flatten(0, 1)

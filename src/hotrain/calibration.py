@@ -23,6 +23,7 @@ from . import draws
 from .audit.unchanged import as_found
 from .backward import rotated_grad
 from .files import digest, is_a, parse_json, read_text, write_text
+from .functional import plain_model
 from .layer_gradients import LossFn, exact_calls
 from .method import GradInput
 from .nn.state import LayerState, layer_states
@@ -154,7 +155,7 @@ class Calibration:
             ValueError: the calibration names layers that the model does not quantize, or lacks one that it does.
                 Nothing is changed then.
         """
-        states = _quantized(model)
+        states = _quantized(plain_model("Calibration.apply", model))
         unknown = [name for name in self.layers if name not in states]
         missing = [name for name in states if name not in self.layers]
         if unknown or missing:
@@ -192,7 +193,7 @@ def calibrate(
         statistic: ``"l2"``, the rule of the published code, or ``"mse"``, which compares the squares.
 
     Raises:
-        TypeError: the batches cannot be iterated over.
+        TypeError: it is no model, or the batches cannot be iterated over.
         ValueError: no batch, no layer to calibrate, a loss or gradient that is not finite, or a bad argument.
     """
     if statistic not in STATISTICS:
@@ -203,6 +204,7 @@ def calibrate(
         raise ValueError(f"calibrate: threshold={threshold!r} is not in (0, 1]")
     if not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: the batches are a {type(batches).__name__}; accepted is an iterable of batches")
+    model = plain_model("calibrate", model)
     names = _quantized(model)
     if not names:
         raise ValueError(
@@ -311,7 +313,7 @@ class BitSchedule:
             The names of the layers whose bits were set.
         """
         changed = []
-        for name, state in layer_states(model):
+        for name, state in layer_states(plain_model("BitSchedule.apply", model)):
             if state.running.grad_input.bits is not None and "grad_input_bits" in state.running.knobs:
                 state.method = state.method.override(grad_input_bits=self.at(epoch))
                 changed.append(name)

@@ -13,6 +13,7 @@ from .geometry import Geometry, Pair
 from .layer import Config
 from .method import Method
 from .presets import DEFAULT, preset
+from .private import compiled_part
 from .transform.tokens import Grid
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,6 +43,16 @@ def check_model(function: str, model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hotrain.{function}: the model is a {type(model).__name__}; accepted is a torch.nn.Module")
+
+
+def plain_model(function: str, model: nn.Module) -> nn.Module:
+    """The model that a function of this name was given; of a compiled one the module that was compiled.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    check_model(function, model)
+    return compiled_part(model) or model
 
 
 class Named(Protocol):

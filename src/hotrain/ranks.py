@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from .audit.unchanged import as_found
 from .convolution import share_of_lines, sizes_of_lines
+from .functional import plain_model
 from .geometry import Geometry, patches
 from .layer import Config
 from .layer_gradients import Call, LossFn, exact_calls
@@ -148,7 +149,7 @@ class Ranks:
         Raises:
             ValueError: a layer is missing from the model, or draws no rows. Nothing is changed then.
         """
-        states = _with_rows(model)
+        states = _with_rows(plain_model("Ranks.apply", model))
         unknown = sorted(set(self.layers) - set(states))
         if unknown:
             raise ValueError(
@@ -190,6 +191,7 @@ def calibrate_ranks(
     """
     if not RANKS[0] <= budget <= RANKS[-1]:
         raise ValueError(f"calibrate_ranks: budget={budget!r} is not from {RANKS[0]} to {RANKS[-1]}")
+    model = plain_model("calibrate_ranks", model)
     names = _with_rows(model)
     if not names:
         raise ValueError(

@@ -90,10 +90,12 @@ def parse_bytes(text: str | int) -> int:
         text: as ``24GB``, ``24GiB``, ``800 MB`` or ``1000``: powers of 1000, with an i of 1024.
 
     Raises:
-        ValueError: the text is not a size, or a number below 1000 without its unit, which is meant otherwise.
+        ValueError: it is no size, or a number below 1000 as text without its unit, which is meant otherwise.
     """
-    if not isinstance(text, str):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
+    if not isinstance(text, str):
+        raise ValueError(f"got {text!r}, accepted are numbers of bytes and sizes as 24GB, 24GiB or 800MB")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     factor = {**_UNITS, **_BINARY}.get(match[2].lower()) if match else None
     if match is None or factor is None or (size := int(float(match[1]) * factor)) <= 0:

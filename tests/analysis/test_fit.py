@@ -110,6 +110,14 @@ def test_bad_calls() -> None:
     model = Blocks()
     with pytest.raises(ValueError, match="budget_bytes=0"):
         hotrain.fit(model, inputs, 0)
+    for budget in (float("nan"), True, None, 1e8):
+        with pytest.raises(ValueError, match="accepted are numbers of bytes and sizes as 24GB"):
+            hotrain.fit(model, inputs, budget)  # type: ignore[arg-type]
+    for variants in ("exact", []):
+        with pytest.raises(ValueError, match="accepted are sequences of exact, "):
+            hotrain.fit(model, inputs, 1000, variants=variants)
+    with pytest.raises(ValueError, match="largest=0"):
+        hotrain.fit(model, inputs, 1000, largest=0)
     with pytest.raises(ValueError, match="'fast'"):
         hotrain.fit(model, inputs, 1000, variants=("fast",))
     with pytest.raises(ValueError, match="no blocks"):

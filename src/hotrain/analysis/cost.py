@@ -27,7 +27,7 @@ from torch import nn
 
 from ..conversion import convert, revert
 from ..convolution import LEAST_LINES
-from ..functional import as_method
+from ..functional import as_method, check_model
 from ..layer import Config
 from ..method import Method
 from ..nn.state import REVERTED, LayerState, layer_states
@@ -128,8 +128,10 @@ def cost(
         **kwargs: of the model.
 
     Raises:
+        TypeError: it is no model.
         ValueError: the method is unknown, or the model calls no layer.
     """
+    check_model("cost", model)
     if type(float_bits) is not int or float_bits < 1:
         raise ValueError(f"cost: float_bits={float_bits!r} is not a positive integer (32 for float32, 16 for bf16)")
     asked = None if method is None else as_method(method)

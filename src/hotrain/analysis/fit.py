@@ -133,9 +133,13 @@ def fit(
         The largest batch of each variant, and the bytes of its step.
 
     Raises:
-        ValueError: the model is converted, a variant is unknown, or the budget is not positive or larger than the
-            device.
+        ValueError: the model is converted, a variant is unknown, the largest batch is none, or the budget is no size,
+            not positive, or larger than the device.
     """
+    if isinstance(variants, str) or (variants is not None and not variants):
+        raise ValueError(f"fit: got variants={variants!r}, accepted are sequences of {', '.join((*VARIANTS, BOTH))}")
+    if type(largest) is not int or largest < 1:
+        raise ValueError(f"fit: got largest={largest!r}, accepted are numbers from 1")
     if unknown := [name for name in variants or () if name not in (*VARIANTS, BOTH)]:
         raise ValueError(f"fit: unknown variant {unknown[0]!r}, accepted are {', '.join((*VARIANTS, BOTH))}")
     budget_bytes = parse_bytes(budget_bytes)

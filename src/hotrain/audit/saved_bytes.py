@@ -27,6 +27,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..compress.report import tensors
+from ..functional import check_model
 from ..nn.state import layer_states
 from ..private import compiled_part, node_number
 from ..tables import bytes_text, table
@@ -90,8 +91,10 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         **kwargs: its keyword arguments.
 
     Raises:
+        TypeError: it is no model.
         ValueError: no output requires grad, or ``device_peak`` with no input on a CUDA device.
     """
+    check_model("saved_bytes", model)
     device = _cuda_device(inputs, kwargs) if device_peak else None
     with as_found(model), torch.enable_grad():
         if not model.training:

@@ -263,7 +263,11 @@ class ConversionReport:
             share, batch = totals[0] / max(totals[1], 1), self._first_batch()
             now, exact = bytes_text(totals[0]), bytes_text(totals[1])
             head += f"\n  kept for backward{batch}: {now}, exact keeps {exact} ({share:.2f})"
-        elif totals is None and self._unknown:
+        elif totals is not None:
+            exact = bytes_text(totals[1])
+            head += f"\n  kept for backward{self._first_batch()}: not seen; exact keeps {exact}, and "
+            head += "hotrain.saved_bytes(compiled, batch) measures what the compiled model keeps"
+        elif self._unknown:
             head += f"\n  kept for backward: {self._unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):
             head += f"\n  {_PLANNED}"
