@@ -414,7 +414,7 @@ def curve(w: _Writer) -> None:
         ("x = x.clamp(max=2).exp()", WIDE), ("x = x.abs()", EXACT), ("x = (x.abs() + 0.1).sqrt()", WIDE),
         ("x = (x.abs() + 0.1).log()", WIDE), ("x = x / (1 + x.square())", ROUND), ("x = torch.erf(x)", ROUND),
         ("x = F.normalize(x, dim=-1)", WIDE), ("x = x.clamp(-1, 1)", EXACT), ("x = F.glu(x)", ROUND),
-        ("x = x.sin()", EXACT), ("x = torch.where(x > 0, x, 0.1 * x)", EXACT),
+        ("x = x.sin()", ROUND), ("x = torch.where(x > 0, x, 0.1 * x)", EXACT),
         ("x = x - x.mean(-1, keepdim=True)", EXACT),
         ("x = x / x.std()", ROUND), ("x = x.cumsum(1) / 4", EXACT), ("x = torch.maximum(x, -x)", EXACT),
     ])  # fmt: skip
