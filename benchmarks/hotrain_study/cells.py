@@ -109,24 +109,19 @@ class Study:
         machine, and what started from others is not compared.
         """
         rows = list(rows)
-        last = {cell.id: self._results(cell, rows)[-1:] for cell in self.cells}
+        places = self.results(rows)
 
         def done(cell: Cell) -> bool:
-            return bool(last[cell.id]) and (cell.needs is None or last[cell.id] > last.get(cell.needs, []))
+            return bool(places[cell.id]) and places[cell.id][-1:] > places.get(cell.needs or "", [])[-1:]
 
         return sorted((c for c in self.cells if not done(c)), key=lambda cell: any(cell.is_of(row) for row in rows))
 
-    def _results(self, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Where the results of a cell are, oldest first."""
-        return [n for n, row in enumerate(rows) if row.get("status") in RESULTS and cell.is_of(row)]
-
-    def start(self, cell: Cell, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> int | None:
-        """Where the row of the weights is that this row of a cell started from; None of a cell that needs none."""
-        if cell.needs is None:
-            return None
-        own = next(n for n, other in enumerate(rows) if other is row)
-        starts = (n for other in self.cells if other.id == cell.needs for n in self._results(other, rows))
-        return max((n for n in starts if n < own), default=None)
+    def results(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+        """Where in the rows the results of each cell are, oldest first, by its id."""
+        return {
+            cell.id: [n for n, row in enumerate(rows) if row.get("status") in RESULTS and cell.is_of(row)]
+            for cell in self.cells
+        }
 
     def last(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """The row that counts of each cell that has one: the last result, or else the last failure."""
@@ -252,15 +247,18 @@ def lines(study: Study, rows: Iterable[Mapping[str, Any]], kind: str = "train") 
         if cell.method == CONTROL and cell.id in last and last[cell.id]["status"] == FINISHED
     }
 
+    places = study.results(rows) if any(cell.needs for cell in cells) else {}
+
+    def start(cell: Cell) -> int | None:
+        """Where the row of the weights is that the last result of a cell started from; None of one that needs none."""
+        return max((n for n in places.get(cell.needs or "", ()) if n < places[cell.id][-1]), default=None)
+
     def gaps(cell: Cell) -> list[float]:
-        row, control = last.get(cell.id), exact.get((cell.group, cell.run.seed))
-        if control is None or row is None or row["status"] != FINISHED:
+        control, row = exact.get((cell.group, cell.run.seed)), last.get(cell.id)
+        if control is None or row is None or row["status"] != FINISHED or start(cell) != start(control):
             return []
-        other = last[control.id]
-        if row.get("accuracy") is None or other.get("accuracy") is None:
-            return []
-        same = cell.needs is None or study.start(cell, row, rows) == study.start(control, other, rows)
-        return [row["accuracy"] - other["accuracy"]] if same else []
+        ours, theirs = row.get("accuracy"), last[control.id].get("accuracy")
+        return [] if ours is None or theirs is None else [ours - theirs]
 
     out = []
     for group, method in dict.fromkeys((cell.group, cell.method) for cell in cells):

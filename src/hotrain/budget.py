@@ -177,10 +177,11 @@ def by_gain(
     keep_all(model)
     inside, at_least = bytes_inside(full, found), bytes_inside(least, found)
     gains = {name: inside[name] - at_least[name] for name in found if inside[name] > at_least[name]}
-    for name in [name for name in gains if not at_least[name]]:  # its input is counted for another block that reads it
-        recompute({name: found[name]})
-        gains[name] = full.total - saved_bytes(model, *inputs, **kwargs).total
-        keep_all(model)
+    for name in gains:
+        if not at_least[name]:  # its input is counted for another block that reads it
+            recompute({name: found[name]})
+            gains[name] = full.total - saved_bytes(model, *inputs, **kwargs).total
+            keep_all(model)
     gains = {name: gain for name, gain in gains.items() if gain > 0}
     seconds = _seconds(model, {name: found[name] for name in gains}, inputs, kwargs)
     # Equal blocks differ in their measured times by noise; rounding gives them the same priority, and the first ones

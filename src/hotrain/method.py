@@ -223,8 +223,10 @@ class GradWeight:
 
         An order that is not ``"auto"`` follows: ``"P8of16/sequency"``.
         """
-        if self.tile == 1 or self.rank == self.tile:
-            return "" if self.tile == 1 else f"H{self.tile}"
+        if self.tile == 1:
+            return ""
+        if self.rank == self.tile:
+            return f"H{self.tile}"
         rows = f"{self.fixed}+{self.sampled}" if self.sampled else f"{self.rank}"
         return f"P{rows}of{self.tile}" + ("" if self.order == "auto" else f"/{self.order}")
 

@@ -214,8 +214,8 @@ def differentiate(call: Callable[..., Tensor], inputs: list[Tensor], seed: int =
 def distance(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     """|got − want| / |want| of all tensors together, in float64."""
     pairs = [(g.double().flatten(), w.double().flatten()) for g, w in zip(got, want, strict=True)]
-    size = torch.cat([w for _, w in pairs]).norm()
-    return float(torch.cat([g - w for g, w in pairs]).norm() / size) if size > 0 else 0.0
+    error, size = torch.cat([g - w for g, w in pairs]).norm(), torch.cat([w for _, w in pairs]).norm()
+    return float(error / size) if error else 0.0
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import operator_cases
 import pytest
 import torch
 from operator_cases import CASES, differentiate, nbytes, saving, with_operators
@@ -25,12 +26,8 @@ X = (2, 7, 48)
 
 
 def distance(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """Of all gradients together, against their size."""
-    pairs = [(g.double().nan_to_num(), w.double().nan_to_num()) for g, w in zip(got[1:], want[1:], strict=True)]
-    error, size = (
-        torch.cat([t.flatten() for t in ts]).norm() for ts in ([g - w for g, w in pairs], [w for _, w in pairs])
-    )
-    return float(error / size) if error else 0.0
+    """Of all gradients together, against their size, without what is NaN."""
+    return operator_cases.distance(*([t.double().nan_to_num() for t in ts[1:]] for ts in (got, want)))
 
 
 def outcome(call: Callable[..., Any], *inputs: Any) -> Any:

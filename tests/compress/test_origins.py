@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from operator_cases import Whole, nbytes, saving
+from operator_cases import Whole, distance, nbytes, saving
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -53,12 +53,6 @@ def step(model: Any, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     loss(model(x)).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def distance(got: list[Tensor], want: list[Tensor]) -> float:
-    """Of all gradients together, against their size."""
-    a, b = (torch.cat([t.flatten() for t in ts]) for ts in (got, want))
-    return float((a - b).norm() / b.norm())
 
 
 def origins(model: nn.Module) -> Origins:

@@ -68,17 +68,16 @@ def compare(
             folder = out or Path("runs") / f"compare-{recipe}"
             chosen, numbers = options.split_names(methods, "--methods"), options.split_seeds(seeds)
             run = configure(recipe, data=data, settings=settings, device=device, out=folder, log=log)
-            again = set(library.finished_cells(run)) & {
-                (name, seed) for name in labels(run, chosen) for seed in numbers
-            }
-            if again:
-                note(f"{len(again)} of these runs are in {folder} and are trained again; --resume trains what it lacks")
         elif recipe is not None or methods is not None:
             raise ValueError("--resume: the comparison's folder says what is compared; leave out RECIPE and --methods")
         else:
             folder, (run, chosen, numbers) = resume, _from_plan(resume)
-            wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
-            finished = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
+        wanted = {(label, seed) for label in labels(run, chosen) for seed in numbers}
+        there = {cell: row for cell, row in library.finished_cells(run).items() if cell in wanted}
+        if resume is not None:
+            finished = there
+        elif there:
+            note(f"{len(there)} of these runs are in {folder} and are trained again; --resume trains what it lacks")
         if len(finished) < len(chosen) * len(numbers):
             library.build(library.with_preset(run, "exact"))  # are data and model available?
     cells, done = len(chosen) * len(numbers), len(finished)

@@ -42,7 +42,7 @@ def backward(
     """PyTorch's operator of backward and its arguments but for the scale, which are tensors, or nodes of a graph.
 
     Args:
-        kind: of `backend`.
+        kind: of `operators.attention.backend`.
         g, q, k, v: gradient of the result, and the inputs.
         bias: the mask as numbers; None for none.
         parts: forward's result, the logsumexp, the sequences' ends and longest in q and k, seed and offset of dropout.

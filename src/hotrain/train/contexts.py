@@ -16,18 +16,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hotrain.train.distributed import Processes
 
 
-def without_cudnn_attention() -> contextlib.AbstractContextManager[None]:
-    """Context without cuDNN's attention.
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Disable cuDNN's attention.
 
     Its backward gave a NaN in dq for finite bf16 inputs with a logit range of 365 within a row, where the flash,
     memory-efficient and math kernels are finite (seen with torch 2.11 on an H200; docs/limitations.md).
     """
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # type: ignore[no-any-return]
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextlib.contextmanager
