@@ -90,7 +90,7 @@ def _table_5(tokens: int, outputs: int, inputs: int) -> dict[str, float]:
 
 
 def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
-    """Time and memory of a training step on random images; nothing else may run on the device.
+    """Time and kept bytes of a training step on random images; nothing else may run on the device.
 
     Args:
         run: model, image size, batch, optimizer, method, plan.
@@ -98,8 +98,8 @@ def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
         steps: that are timed, after ten that are not.
 
     Returns:
-        ``step_ms`` (median) and ``spread_ms`` (deviation), ``peak_bytes`` of the allocator (None on a CPU), ``kept``
-        between forward and backward, ``layers``: what ran.
+        ``step_ms`` (median), ``spread_ms`` (deviation), ``kept`` bytes between forward and backward, ``layers``: what
+        ran.
     """
     device = resolve_device(run.device)
     torch.manual_seed(run.seed)
@@ -118,11 +118,7 @@ def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
         net = torch.compile(model, mode="reduce-overhead" if run.plan != "speed" and device.type == "cuda" else None)
     optimizer = create_optimizer(run, model)
     times: list[float] = []
-    peak: int | None = None
-    for number in range(10 + steps):
-        if number == 10 and device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(10 + steps):
         begun = clock(device)
         with autocast(run, device):
             loss = nn.functional.cross_entropy(net(images).float(), labels)
@@ -130,12 +126,9 @@ def step(run: TrainRun, classes: int = 100, steps: int = 30) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         times.append((clock(device) - begun) * 1e3)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
     return {
         "step_ms": statistics.median(times[10:]),
         "spread_ms": statistics.stdev(times[10:]),
-        "peak_bytes": peak,
         "kept": kept,
         "batch": run.batch_size,
         "layers": None if report is None else report.ran(),

@@ -173,13 +173,12 @@ def _steps(study: Study, rows: list[Row]) -> list[Table]:
         for cell, row in cells:
             mine = _figures(row)
             if mine is None:
-                body.append([f"`{cell.method}`", _state(row), "", "", ""])
+                body.append([f"`{cell.method}`", _state(row), "", ""])
                 continue
             ratio = "" if exact is None else f"{mine['step_ms'] / exact['step_ms']:.2f}"
-            peak = "–" if mine["peak_bytes"] is None else f"{mine['peak_bytes'] / GIB:.2f}"
             time = f"{mine['step_ms']:.1f} ± {mine['spread_ms']:.1f}"
-            body.append([f"`{cell.method}`", time, ratio, peak, f"{mine['kept'] / GIB:.2f}"])
-        headers = ["method", "ms/step", "× exact", "peak GiB", "kept GiB"]
+            body.append([f"`{cell.method}`", time, ratio, f"{mine['kept'] / GIB:.2f}"])
+        headers = ["method", "ms/step", "× exact", "kept GiB"]
         note = "Alone on the device; kept is what autograd holds between forward and backward."
         out.append(Table(f"{group}: {cells[0][0].run.batch_size} images", headers, body, note))
     return out
