@@ -435,3 +435,9 @@ def test_cells_start_from_the_weights_of_the_cell_they_need(tmp_path: Path, monk
     assert set(saved) - same == {"head.weight", "head.bias"}, (
         "all but the classifier, which is drawn with the run's seed"
     )
+
+
+def test_cells_that_are_named_bring_those_they_start_from() -> None:
+    """Without the start's row, results from different weights would be compared."""
+    shown = json.loads(invoke("study", "lora", "--list", "--json", "--cells", "CIFAR-10-CIFAR-100-exact-s1").stdout)
+    assert [name for name in json.dumps(shown).split('"') if "first-CIFAR-10-" in name]
