@@ -57,10 +57,6 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     key = torch.empty((), dtype=torch.int64, device="cuda")
     yield "drawn_mask", lambda key: OPS.drawn_mask(key, 512, 0.1), [key]
     yield "row_normalizer", lambda x: OPS.row_normalizer(x, 200), [x]
-    labels = torch.empty(ROWS, dtype=torch.int64, device="cuda")
-    for other in ([], [x + 1]):
-        some = lambda y, r, t, *g: OPS.logits_gradient(y, r, t, r, *(g or [None]), 64, 128)  # noqa: E731
-        yield "logits_gradient", some, [x, r, labels, *other]
     yield "channel_statistics", OPS.channel_statistics, [image]
     yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, x, "silu"), [image, v]
     flat = 4 * 6 * 6

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import hotrain
@@ -346,6 +348,25 @@ def test_no_gradient_of_all_classes_is_in_a_graph(
     assert large == {"forward": {torch.bfloat16}, "backward": tangent}
     assert copies == []
     assert bool(whole) == (padded and kind is OnlyTheLoss)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_piece_of_the_gradient_exists_at_a_time(bias: bool) -> None:
+    """In the order in which Inductor runs them: the products of a piece are behind it and before the next piece."""
+    model, x, target = OnlyTheLoss(causal, bias), torch.randn(*TOKENS, CHANNELS), labels()
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.compile(model)(x, target)
+        loss.backward()
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(step)
+    (backward,) = [code for code in codes if "logits_gradient.default(" in code]
+    calls = re.findall(r"= torch\.ops\.hotrain\.(logits_gradient)\.default\(|extern_kernels\.(mm)\(", backward)
+    assert ["piece" if piece else "mm" for piece, _ in calls] == ["piece", "mm", "mm"] * 4
 
 
 def test_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

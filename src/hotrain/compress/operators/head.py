@@ -11,6 +11,7 @@ rows of g_w = g_Yᵀ x and of g_b.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,14 +64,20 @@ def _padded_logits(x: Tensor, w: Tensor, b: Tensor | None, classes: int) -> tupl
 
 
 @opaque(
-    "logits_gradient(Tensor y, Tensor normalizers, Tensor labels, Tensor factors, Tensor? other, int first, "
-    "int columns) -> Tensor",
+    "logits_gradient(Tensor y, Tensor normalizers, Tensor labels, Tensor factors, Tensor? other, Tensor[] behind, "
+    "int first, int columns) -> Tensor",
     lambda y, *args: y.new_empty(len(y), args[-1]),
+    inlined=False,
 )
 def _logits_gradient(
-    y: Tensor, normalizers: Tensor, labels: Tensor, factors: Tensor, other: Tensor | None, first: int, columns: int
-) -> Tensor:
-    """g_Y of some classes; arguments and result as the kernel's."""
+    y: Tensor, normalizers: Tensor, labels: Tensor, factors: Tensor, other: Tensor | None, behind: Sequence[Tensor],
+    first: int, columns: int,
+) -> Tensor:  # fmt: skip
+    """g_Y of some classes; arguments and result as the kernel's.
+
+    It is computed behind the tensors ``behind``, which it does not read: Inductor may move each operator to the front
+    as soon as its arguments exist, and would have g_Y of all classes before it reads any.
+    """
 
     def reference() -> Tensor:
         part = slice(first, first + columns)
@@ -128,15 +135,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         x = input_of(ctx, kept) if needs_w else None
         g_x, of_w, of_b = None, [], []
+        behind: list[Tensor] = []
         for first, columns in _pieces(len(rows), len(w)):
-            d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, first, columns)
+            d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, behind, first, columns)
+            behind = []
             if needs_x:
-                part = wide(d @ w[first : first + columns])
+                behind.append(d @ w[first : first + columns])
+                part = wide(behind[0])
                 g_x = part if g_x is None else g_x + part
             if x is not None:
                 of_w.append(d.T @ x)
+                behind.append(of_w[-1])
             if needs_b:
                 of_b.append(wide(d).sum(0))
+                behind.append(of_b[-1])
         grads = (
             None if g_x is None else g_x.to(ctx.dtype).view(ctx.shape),
             torch.cat(of_w) if of_w else None,
