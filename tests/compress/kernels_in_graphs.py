@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     two = torch.empty(2, device="cuda")
     yield "norm_forward", lambda x, w, f: OPS.norm_forward(x, x, w, None, *norm, True, w, f, 1.0), [x, w, two]
     backward = lambda *t: OPS.norm_backward(*t, None, BF16, True, torch.float32, None, 1.0)  # noqa: E731
-    yield "norm_backward", backward, [x, codes, scale, r, w]
+    yield "norm_backward", backward, [x, codes, scale, r, torch.empty(2, CHANNELS, device="cuda")]
     yield "activate", lambda x, w: OPS.activate(x, "gelu", "int8", w), [x, w]
     bytes_of_x = torch.empty(ROWS, 2, CHANNELS // 2, dtype=torch.uint8, device="cuda")
     scales = torch.empty(ROWS, 2, 1, dtype=BF16, device="cuda")

@@ -111,10 +111,10 @@ CASES = {
         lambda x, w, b: F.layer_norm(x, (48,), w, b),
         ((2, 7, 48), (48,), (48,)),
         (("norm", (2, 7, 48)),),
-        beside=14,
+        beside=14 + 2 * 48,
     ),
     "layer_norm, plain": Case(
-        lambda x: F.layer_norm(x, (100,), eps=1e-3), ((1, 49, 100),), (("norm", (1, 49, 100)),), beside=49
+        lambda x: F.layer_norm(x, (100,), eps=1e-3), ((1, 49, 100),), (("norm", (1, 49, 100)),), beside=49 + 2 * 100
     ),
     "layer_norm, two axes": Case(
         lambda x, w, b: F.layer_norm(x, (6, 20), w, b),
@@ -123,24 +123,29 @@ CASES = {
         beside=3,
     ),
     "layer_norm, every axis": Case(
-        lambda x, w, b: F.layer_norm(x, (6, 20), w, b), ((6, 20), (6, 20), (6, 20)), (("norm", (6, 20)),), beside=1
+        lambda x, w, b: F.layer_norm(x, (6, 20), w, b),
+        ((6, 20), (6, 20), (6, 20)),
+        (("norm", (6, 20)),),
+        beside=1,
     ),
     "rms_norm": Case(
-        lambda x, w: F.rms_norm(x, (48,), w, 1e-6), ((2, 7, 48), (48,)), (("norm", (2, 7, 48)),), beside=14
+        lambda x, w: F.rms_norm(x, (48,), w, 1e-6), ((2, 7, 48), (48,)), (("norm", (2, 7, 48)),), beside=14 + 2 * 48
     ),
     "rms_norm, two axes": Case(
         lambda x, w: F.rms_norm(x, (6, 20), w, 1e-2), ((3, 6, 20), (6, 20)), (("norm", (3, 6, 20)),), beside=3
     ),
     "rms_norm, plain, epsilon of the dtype": Case(
-        lambda x: F.rms_norm(x * 1e-3, (12,)), ((4, 5, 12),), (("norm", (4, 5, 12)),), beside=20
+        lambda x: F.rms_norm(x * 1e-3, (12,)), ((4, 5, 12),), (("norm", (4, 5, 12)),), beside=20 + 2 * 12
     ),
     "group_norm": Case(
         lambda x, w, b: F.group_norm(x, 4, w, b),
         ((2, 24, 5, 3), (24,), (24,)),
         (("norm", (2, 5, 3, 24)),),
-        beside=8,
+        beside=8 + 2 * 24,
     ),
-    "group_norm, plain, 3 axes": Case(lambda x: F.group_norm(x, 3), ((2, 12, 7),), (("norm", (2, 7, 12)),), beside=6),
+    "group_norm, plain, 3 axes": Case(
+        lambda x: F.group_norm(x, 3), ((2, 12, 7),), (("norm", (2, 7, 12)),), beside=6 + 2 * 12
+    ),
     "batch_norm": Case(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
         ((3, 20, 4, 5), (20,), (20,)),

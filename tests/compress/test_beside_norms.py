@@ -26,8 +26,9 @@ def joint(
     """Forward and backward of one norm, traced."""
 
     def step(x: Tensor, g: Tensor) -> list[Tensor]:
-        _, y, r, codes, scale = torch.ops.hotrain.norm_forward(x, None, None, None, 1e-5, *FLAT, False, None, None, 1.0)
-        grads = torch.ops.hotrain.norm_backward(gradient(g), codes, scale, r, None, None, *FLAT[1:3], None, None, 1.0)
+        _, y, r, *kept = torch.ops.hotrain.norm_forward(x, None, None, None, 1e-5, *FLAT, False, None, None, 1.0)
+        given = gradient(g), *kept[:2], r, kept[2], None
+        grads = torch.ops.hotrain.norm_backward(*given, *FLAT[1:3], None, None, 1.0)
         return [behind(y), *grads[:2]]
 
     x, g = (torch.randn(ROWS, CHANNELS) for _ in range(2))
@@ -37,15 +38,15 @@ def joint(
 def joint_with_a_shortcut(cast: bool) -> Graph:
     """Backward of a norm whose gradient is added to a shortcut's, and then cast for a product, or not."""
 
-    def step(g: Tensor, other: Tensor, codes: Tensor, scale: Tensor, r: Tensor) -> list[Tensor]:
-        g_x, sums, _ = torch.ops.hotrain.norm_backward(g, codes, scale, r, None, None, *FLAT[1:3], None, None, 1.0)
+    def step(g: Tensor, other: Tensor, *kept: Tensor) -> list[Tensor]:
+        g_x, sums, _ = torch.ops.hotrain.norm_backward(g, *kept, None, *FLAT[1:3], None, None, 1.0)
         total = g_x + other
         return [total, total.to(torch.bfloat16) if cast else total.sin(), sums]
 
     g, other = (torch.randn(ROWS, CHANNELS) for _ in range(2))
     codes = torch.zeros(ROWS, 1, CHANNELS // 2, dtype=torch.uint8)
     scale = torch.ones(ROWS, 1, 1, dtype=torch.bfloat16)
-    return make_fx(step, tracing_mode="fake")(g, other, codes, scale, torch.ones(ROWS)).graph
+    return make_fx(step, tracing_mode="fake")(g, other, codes, scale, torch.ones(ROWS), torch.ones(2, CHANNELS)).graph
 
 
 def one_of(graph: Graph, target: Any) -> Any:

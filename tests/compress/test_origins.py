@@ -222,7 +222,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
     "norm, three Linears": (
         lambda: Called(_three, norm=nn.LayerNorm(48), q=linear(), k=linear(), v=linear()),
         (2, 8, 48),
-        _kept(("norm", (2, 8, 48))) + 4 * 16,
+        _kept(("norm", (2, 8, 48))) + 4 * 16 + 2 * 4 * 48,  # r, and what channels are divided by
         3,
     ),
     "silu, Linear": (

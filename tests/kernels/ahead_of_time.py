@@ -71,11 +71,11 @@ def calls() -> None:
         x, w = torch.empty(rows, columns, dtype=torch.bfloat16), torch.empty(columns)
         r, dtypes = torch.empty(rows), (torch.float32, torch.bfloat16)
         found = norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, bias=w)
-        norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16)
+        norm.gradient(x, *found[3:5], r, found[5], torch.float32, True, x.float(), torch.bfloat16)
         for factor in (torch.empty(8), torch.empty(1, columns), torch.empty(rows * columns // 8, dtype=torch.uint8)):
             norm.forward(x.float(), x, w, w, 1e-5, dtypes, True, False, True, None, factor, 1.25)
-            norm.gradient(x, *found[3:], r, w, torch.float32, True, x.float(), torch.bfloat16, factor, 1.25)
-        norm.pack(x, None, r, True)
+            norm.gradient(x, *found[3:5], r, found[5], torch.float32, True, x.float(), torch.bfloat16, factor, 1.25)
+        norm.pack(x, r, r, True, norm.channels(x, r, r, w))
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
             y, *kept = codes.activate(x, "gelu", 128, bits, w)

@@ -21,7 +21,7 @@ from hotrain.compress.interpose import Compressed
 from hotrain.compress.operators import base
 from hotrain.compress.operators.activation import Curve, Slope
 from hotrain.compress.operators.batch_norm import BatchNorm
-from hotrain.compress.operators.norm import Norm
+from hotrain.compress.operators.norm import Norm, channels_of
 from hotrain.compress.report import Buffers
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import activation, attention, norm, support
@@ -61,6 +61,12 @@ def draw(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> T
     """Rows of many sizes, whose channels have means of their own."""
     t = torch.randn(rows, columns, device=device) * torch.exp2(torch.arange(rows, device=device) % 5)[:, None]
     return (t + torch.randn(columns, device=device)).to(dtype)
+
+
+def alike(columns: int, device: torch.device, w: Tensor | None = None) -> Tensor:
+    """c = 1 of all channels, and γ."""
+    ones = torch.ones(columns, device=device)
+    return torch.stack([ones, ones if w is None else w])
 
 
 def statistics(x: Tensor, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -122,7 +128,7 @@ def test_gradients_of_a_norm(shape: tuple[int, int], dtype: torch.dtype, centere
     mean, r = statistics(x, True)
     kept = norm.pack(x, mean if centered else None, r, True)
     w = torch.randn(shape[1], device=device)
-    g_x, sums, _ = norm.gradient(g, *kept, r, w, dtype, centered)
+    g_x, sums, _ = norm.gradient(g, *kept, r, alike(shape[1], device, w), dtype, centered)
     normal, wide = FORMAT.restore(kept, shape, torch.float32).double(), g.double()
     scaled = wide * w.double()
     inner = scaled - normal * (scaled * normal).mean(1, keepdim=True)
@@ -145,7 +151,7 @@ def test_a_shortcut_s_gradient_is_added_and_the_sum_copied(shape: tuple[int, int
         draw(*shape, torch.float32, device),
     )
     mean, r = statistics(x, True)
-    kept, w = norm.pack(x, mean, r, True), torch.randn(shape[1], device=device)
+    kept, w = norm.pack(x, mean, r, True), alike(shape[1], device, torch.randn(shape[1], device=device))
     alone, sums, none = norm.gradient(g, *kept, r, w, torch.float32, True)
     assert none.numel() == 0
     total, again, copy = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float16)
@@ -169,7 +175,7 @@ def test_a_norm_with_its_codes(
     w, b = torch.randn(shape[1], device=device), torch.randn(shape[1], device=device)
     centered, eps = kind == "layer", 1e-5
     found = norm.forward(x, more, w, b if centered else None, eps, (dtype, y_dtype), centered, kind == "rms_cast")
-    total, y, r, codes, scale = found
+    total, y, r, codes, scale, channels = found
     lifted = x if more is None else x + more
     if more is None:
         assert total.numel() == 0
@@ -183,7 +189,9 @@ def test_a_norm_with_its_codes(
     near = (wide.abs() + mean.abs()) * factor * w.double().abs() * 2.0**-19 + 1e-6
     rounding = torch.finfo(y_dtype).eps * (2 if device.type == "cpu" else 1)  # the interpreter cuts off
     assert ((y.double() - want).abs() <= rounding * want.abs() + near).all()
-    same = norm.pack(lifted, mean[:, 0].float() if centered else None, r, True)
+    means = mean[:, 0].float() if centered else None
+    torch.testing.assert_close(channels, norm.channels(lifted, means, r, w), rtol=2.0**-18, atol=0)
+    same = norm.pack(lifted, means, r, True, channels)
     torch.testing.assert_close(scale.float(), same[1].float(), rtol=2.0**-7, atol=0)
     assert (codes != same[0]).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
 
@@ -212,10 +220,11 @@ def test_a_norm_of_a_sum_with_a_bias(
     same = norm.forward(x.float() + bias.float(), more, *vectors, dtypes, *flags)
     monkeypatch.setattr(autograd, "KERNELS", {})
     want = torch.ops.hotrain.norm_forward(x, more, *vectors, *dtypes, *flags, bias, None, 1.0)
-    for total, y, r, codes, scale in (same, want):
+    for total, y, r, codes, scale, channels in (same, want):
         torch.testing.assert_close(got[0], total, rtol=2.0**-22, atol=2.0**-20)
         torch.testing.assert_close(got[1], y, rtol=2.0**-16, atol=2.0**-16)
         torch.testing.assert_close(got[2], r, rtol=2.0**-19, atol=0)
+        torch.testing.assert_close(got[5], channels, rtol=2.0**-18, atol=0)
         torch.testing.assert_close(got[4].float(), scale.float(), rtol=2.0**-7, atol=0)
         assert (got[3] != codes).float().mean() < 0.01 + 8 / codes.numel(), "halves may fall otherwise"
 
@@ -248,7 +257,7 @@ def test_a_branch_and_a_gradient_are_multiplied(
     # One addition may keep its product unrounded.
     torch.testing.assert_close(got[0], want[0], rtol=2.0**-22, atol=2.0**-22)
     torch.testing.assert_close(got[1], want[1], rtol=2.0**-16, atol=2.0**-16)
-    kept, r = got[3:], got[2]
+    kept, r, w = got[3:5], got[2], got[5]
     plain = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.float32)
     multiplied = norm.gradient(g, *kept, r, w, torch.float32, True, other, torch.bfloat16, factor, times)
     # Two compilations, which may contract other products and sums to one rounding; terms of up to 2⁴ cancel.
@@ -259,19 +268,51 @@ def test_a_branch_and_a_gradient_are_multiplied(
     assert torch.equal(multiplied[2] == 0, wanted == 0)
     monkeypatch.setattr(autograd, "KERNELS", {})
     ops, flat = torch.ops.hotrain, (torch.float32, torch.float32, True, False, True, None)
-    total, *_ = ops.norm_forward(x, more, w, b, 1e-5, *flat, factor, times)
+    total, *_ = ops.norm_forward(x, more, *rest[:3], *flat, factor, times)
     torch.testing.assert_close(total, want[0], rtol=2.0**-22, atol=2.0**-22)
     *_, copy = ops.norm_backward(g, *kept, r, w, other, torch.float32, True, torch.float32, factor, times)
     torch.testing.assert_close(copy, wanted, rtol=2.0**-12, atol=2.0**-12)
 
 
-def test_gradients_without_parameters(device: torch.device) -> None:
-    x, g = draw(33, 48, torch.float32, device), draw(33, 48, torch.float32, device)
+def test_channels_that_stand_out(device: torch.device) -> None:
+    """Of numbers alike c is 1. A channel at 30 times the others keeps its own numbers, and the others keep theirs.
+
+    Without c the step is a seventh of that channel's: the others, below half of it, are zero.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(4096, 256, device=device)
+    x[:, 7] += 30
+    for mean, r in (statistics(x, True), (None, torch.rsqrt(x.square().mean(1)))):
+        c = norm.channels(x, mean, r, None)
+        assert torch.equal(c[0], c[1])
+        assert 4 <= c[0, 7] <= 16
+        assert (c[0, torch.arange(256) != 7] <= 2).all()
+        w = torch.randn(256, device=device)
+        assert torch.equal(norm.channels(x, mean, r, w), torch.stack([c[0], w * c[0]]))
+        normal = (x if mean is None else x - mean[:, None]) * r[:, None]
+        torch.testing.assert_close(channels_of(normal, w), norm.channels(x, mean, r, w), rtol=2.0**-20, atol=0)
+        got = FORMAT.restore(norm.pack(x, mean, r, True, c), x.shape, torch.float32) * c[0]
+        # Half a step, 1/7 of a row's largest entry, of 4 to 5 deviations; rounded to bfloat16 and up.
+        assert ((got - normal).abs() <= 0.5 / 6.9 * c[0] * (normal / c[0]).abs().amax(1, keepdim=True)).all()
+        error = (got - normal).norm(dim=0) / normal.norm(dim=0)
+        assert (error < 0.3).all()
+        plain = FORMAT.restore(norm.pack(x, mean, r, True), x.shape, torch.float32)
+        assert (plain[:, :7] == 0).float().mean() > 0.9
+    even = torch.randn(4096, 256, device=device)
+    assert (norm.channels(even, *statistics(even, True), None) <= 2).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_channels_of_few_rows(rows: int, device: torch.device) -> None:
+    """Fewer than are sampled, and a number that is not finite: c stays 1, and the row has no finite scale."""
+    x = torch.randn(rows, 48, device=device)
     mean, r = statistics(x, True)
-    kept = norm.pack(x, mean, r, True)
-    alone, *_ = norm.gradient(g, *kept, r, None, torch.float32, True)
-    ones, *_ = norm.gradient(g, *kept, r, torch.ones(48, device=device), torch.float32, True)
-    torch.testing.assert_close(alone, ones, rtol=1e-6, atol=1e-6)  # products with 1 may be contracted otherwise
+    normal = (x - mean[:, None]) * r[:, None]
+    torch.testing.assert_close(norm.channels(x, mean, r, None), channels_of(normal, None), rtol=2.0**-20, atol=0)
+    x[0, 3] = float("nan")
+    assert (norm.channels(x, mean, r, None) == 1).all()
+    assert (channels_of((x - mean[:, None]) * r[:, None], None) == 1).all()
+    assert (norm.channels(torch.zeros_like(x), mean * 0, r, None) == 1).all()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -282,11 +323,12 @@ def test_what_is_not_finite_stays_in_its_row(bad: float, device: torch.device) -
     x[4, 5] = bad
     kept = norm.pack(x, mean, r, True)
     assert not FORMAT.restore(kept, x.shape, torch.float32)[4].isfinite().all()
-    g_x, *_ = norm.gradient(g, *kept, r, None, torch.float32, True)
+    g_x, *_ = norm.gradient(g, *kept, r, alike(48, device), torch.float32, True)
     assert not g_x[4].isfinite().any()
     assert g_x[torch.arange(9) != 4].isfinite().all()
     g[2, 7] = bad
-    g_x, sums, _ = norm.gradient(g, *norm.pack(torch.randn_like(g), mean, r, True), r, None, torch.float32, True)
+    again = norm.pack(torch.randn_like(g), mean, r, True)
+    g_x, sums, _ = norm.gradient(g, *again, r, alike(48, device), torch.float32, True)
     assert not g_x[2].isfinite().any()
     assert not sums[0, 7].isfinite()
     assert sums[0, :7].isfinite().all()
@@ -327,7 +369,8 @@ def test_a_norm_in_eager_mode_is_the_kernels(
         return y if given is not None else y + b
 
     got = gradients(norm, x, w, b)
-    assert calls == ["norm.pack", "norm.gradient" if by_row else "batch_norm.gradient"]
+    before = ["norm.channels", "norm.pack", "norm.gradient"]
+    assert calls == (before if by_row else ["norm.pack", "batch_norm.gradient"])
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "is_eager", lambda t: False)
         want = gradients(norm, x, w, b)

@@ -165,14 +165,12 @@ class Normed:
         w, b = next(supply), next(supply)
         if self.cast:
             normal = wide(normal.to(dtype))
-        along = (1, -1, *[1] * (len(shape) - 2)) if image else (-1,)
-        shaped = b if w is None else w
-        if shaped is not None and shaped.dim() > 1:
-            normal, along = normal.view(-1, *shaped.shape), tuple(shaped.shape)
-        if w is not None:
-            normal = normal * w.view(along)
-        if b is not None:
-            normal = normal + b.view(along)
+        if image:
+            w, b = (None if t is None else t.view(1, -1, *[1] * (len(shape) - 2)) for t in (w, b))
+        elif (of_axes := next((t for t in (w, b) if t is not None and t.dim() > 1), None)) is not None:
+            normal = normal.view(-1, *of_axes.shape)
+        normal = normal if w is None else normal * w
+        normal = normal if b is None else normal + b
         return normal.to(dtype).reshape(tuple(shape))
 
     def __str__(self) -> str:

@@ -5,6 +5,9 @@
 with means over the axes of the statistics. RMS norms have no μ and no mean(γg). Backward needs γ, r, and x̂, which is
 quantized; the next layer's input is rematerialized from the same codes.
 
+A row has one scale. So that channels far above the others do not round these to zero, x̂ is divided by a factor c of
+each channel before (`quantize.channels`; most are 1): backward reads c x̂', the next layer γ c x̂' + β.
+
 `KINDS` says what the kinds of norm differ in. ``dims`` is the number of axes that the statistics reduce; for
 ``"group"`` the number of groups. x is (..., C), for group norm (N, C, ...); γ and β may be None.
 """
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 from ... import autograd
 from ...autograd import once
 from ...private import differentiates, memory_format_of
+from ...quantize.channels import factors
 from ...quantize.integer import wide
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
@@ -79,6 +83,7 @@ def saved_format() -> str:
 # ---- reference ----
 
 Grads = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]  # of x, and of β and γ
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _forward(
@@ -130,24 +135,55 @@ def along_channels(t: Tensor, axes: int) -> Tensor:
     return wide(t).view(1, -1, *[1] * (axes - 2))
 
 
+def channels_of(normal: Tensor, w: Tensor | None) -> Tensor:
+    """c of rows x̂ (..., C), and γ c, (2, C)."""
+    c = factors(normal)
+    return torch.stack([c, c if w is None else w.to(c.dtype) * c])
+
+
+def _divided(normal: Tensor, channels: Tensor) -> Tensor:
+    """x̂ / c, of rows (..., C)."""
+    return normal / channels[0].to(normal.dtype)
+
+
 # ---- kernels ----
 
 
 def pack_normalized(
-    x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x̂ for x (..., C); the reference takes x̂ from `normalized`.
+    x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True,
+    channels: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes and scales of x̂ / c for x (..., C); the reference takes x̂ from `normalized`.
 
-    μ (None for 0) and r are one number per row, or per channel unless `by_row`, contiguous.
+    μ (None for 0) and r are one number per row, or per channel unless `by_row`, contiguous; c is 1 if not given.
     """
 
     def reference() -> tuple[Tensor, Tensor]:
-        return GROUPED[form].keep(normalized())
+        normal = normalized()
+        return GROUPED[form].keep(normal if channels is None else _divided(normal, channels))
 
-    columns, fits = x.shape[-1], form == KERNEL_FORMAT and x.is_contiguous() and supported_in_eager(x)
-    if not fits or columns % 4 or columns > LONGEST_ROW:
+    if not _fits(x, form):
         return reference()
-    return launch(x.device, "norm.pack", reference, x, mean, r, by_row)  # type: ignore[no-any-return]
+    return launch(x.device, "norm.pack", reference, x, mean, r, by_row, channels)  # type: ignore[no-any-return]
+
+
+def _fits(x: Tensor, form: str) -> bool:
+    """Whether x is packed by the kernels."""
+    fits = form == KERNEL_FORMAT and x.is_contiguous() and supported_in_eager(x)
+    return fits and x.shape[-1] % 4 == 0 and x.shape[-1] <= LONGEST_ROW
+
+
+def _kept(
+    x: Tensor, mean: Tensor | None, r: Tensor, w: Tensor | None, form: str, normalized: Callable[[], Tensor],
+    in_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Codes and scales of x̂ / c, and `channels_of`; ``in_rows``: whether kernels may make them."""
+    if in_rows and _fits(x, form):
+        channels = launch(x.device, "norm.channels", lambda: channels_of(normalized(), w), x, mean, r, w)
+        return *pack_normalized(x, mean, r, form, normalized, channels=channels), channels
+    normal = normalized()
+    channels = channels_of(normal, w)
+    return *GROUPED[form].keep(_divided(normal, channels)), channels
 
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
@@ -161,7 +197,7 @@ def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) 
 
 def _norm_forward_fake(
     x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Six:
     total, y, _, _, keeps, *_ = args
     rows, columns = x.shape
     return (
@@ -170,22 +206,21 @@ def _norm_forward_fake(
         x.new_empty(rows, dtype=torch.float32),
         x.new_empty(rows, 1, columns // 2, dtype=torch.uint8),
         x.new_empty(rows, 1, 1, dtype=torch.bfloat16),
+        x.new_empty(2, columns, dtype=torch.float32),
     )
 
 
 @opaque(
     "norm_forward(Tensor x, Tensor? branch, Tensor? w, Tensor? b, float eps, ScalarType total, ScalarType y, "
     "bool centered, bool cast, bool keeps, Tensor? bias, Tensor? factor, float times) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _norm_forward_fake,
 )
-def _norm_forward(
-    x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _norm_forward(x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor | None, eps: float, *args: Any) -> Six:
     """A norm over rows (R, C), of x + bias + branch · factor, for compiled graphs; all as the kernel's."""
     total, y, centered, cast, keeps, bias, *factor = args
 
-    def reference() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def reference() -> Six:
         added = x if bias is None else wide(x) + bias
         added = added if branch is None else (added + _multiplied(branch, *factor)).to(total)
         lifted = wide(added)
@@ -196,7 +231,8 @@ def _norm_forward(
         made = made if w is None else made * w
         made = made if b is None else made + b
         kept = added if keeps and branch is not None else x.new_empty(0, dtype=total)
-        return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(normal)
+        channels = channels_of(normal, w)
+        return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(_divided(normal, channels)), channels
 
     dtypes = total, y
     given = x, branch, w, b, eps, dtypes, centered, cast, keeps, bias, *factor
@@ -220,19 +256,20 @@ def _norm_backward_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @opaque(
-    "norm_backward(Tensor g, Tensor codes, Tensor scale, Tensor r, Tensor? w, Tensor? other, ScalarType dtype, "
+    "norm_backward(Tensor g, Tensor codes, Tensor scale, Tensor r, Tensor channels, Tensor? other, ScalarType dtype, "
     "bool centered, ScalarType? copy, Tensor? factor, float times) -> (Tensor, Tensor, Tensor)",
     _norm_backward_fake,
 )
 def _norm_backward(
-    g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, w: Tensor | None, other: Tensor | None, *args: Any
+    g: Tensor, codes: Tensor, scale: Tensor, r: Tensor, channels: Tensor, other: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a norm over rows (R, C); arguments and results as the kernel's, r of any shape."""
     dtype, centered, copy, *factor = args
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         lifted = wide(g)
-        normal = GROUPED[KERNEL_FORMAT].restore((codes, scale), g.shape, lifted.dtype)
+        normal = GROUPED[KERNEL_FORMAT].restore((codes, scale), g.shape, lifted.dtype) * channels[0]
+        w = channels[1] / channels[0]
         kind = "layer" if centered else "rms"
         g_x, (g_b, g_w) = _gradients(lifted, normal, w, r.reshape(-1, 1), kind, 1, (True, True, True))
         assert g_x is not None
@@ -242,7 +279,7 @@ def _norm_backward(
         twin = g.new_empty(0, dtype=dtype) if copy is None else _multiplied(g_x, *factor).to(copy)
         return g_x.to(dtype), torch.stack([g_b, g_w]), twin
 
-    given = g, codes, scale, r, w, dtype, centered, other, copy, *factor
+    given = g, codes, scale, r, channels, dtype, centered, other, copy, *factor
     return launch(g.device, "norm.gradient", reference, *given)  # type: ignore[no-any-return]
 
 
@@ -255,7 +292,7 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Norm(torch.autograd.Function):
-    """Returns y, and codes and scales of x̂."""
+    """Returns y, codes and scales of x̂ / c, and `channels_of`, empty for a norm over several axes (c = 1)."""
 
     @staticmethod
     def forward(
@@ -269,41 +306,41 @@ class Norm(torch.autograd.Function):
             # Compiled, one kernel: a compiler reads x again to pack it.
             flags = KINDS[kind].centered, KINDS[kind].rounds and dtype != torch.float32, False
             args = (x.view(-1, shape[-1]), None, w, b, eps, dtype, dtype, *flags, None, None, 1.0)
-            _, y, r, codes, scale = torch.ops.hotrain.norm_forward(*args)
-            ctx.save_for_backward(w, r, codes, scale)
-            return y.view(shape), *with_codes(ctx, codes, scale)
+            _, y, r, *kept = torch.ops.hotrain.norm_forward(*args)
+            ctx.save_for_backward(w, r, *kept)
+            return y.view(shape), *with_codes(ctx, *kept)
         y, mean, r = _forward(x, w, b, kind, dims, eps)
         by_token = KINDS[kind].by_token
 
         def normalized() -> Tensor:
             lifted = wide(x) if by_token else wide(x).reshape(shape[0], dims, -1)
-            return ((lifted if mean is None else lifted - mean) * r).view(shape)
+            normal = ((lifted if mean is None else lifted - mean) * r).view(shape)
+            return normal if by_token else normal.movedim(1, -1)
 
-        if not by_token:
-            codes, scale = GROUPED[form].keep(normalized().movedim(1, -1))
-        elif dims > 1 or not eager:
-            codes, scale = GROUPED[form].keep(normalized())
+        if by_token and dims > 1:  # γ is of several axes, and as large as an image
+            kept = *GROUPED[form].keep(normalized()), x.new_empty(0)
         else:
-            codes, scale = pack_normalized(x, mean, r, form, normalized)
-        ctx.save_for_backward(w, r, codes, scale)
-        return y, *with_codes(ctx, codes, scale)
+            kept = _kept(x, mean, r, w, form, normalized, by_token and eager)
+        ctx.save_for_backward(w, r, *kept)
+        return y, *with_codes(ctx, *kept)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        w, r, *kept = ctx.saved_tensors
+        w, r, *kept, channels = ctx.saved_tensors
         kind, dims, form, shape, dtype, b_dtype = ctx.facts
         needs, w_dtype = ctx.needs_input_grad, b_dtype if w is None else w.dtype
         if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             run = operator_for(g_y, "norm_backward")
             flat = r if run is _norm_backward else r.reshape(-1)
-            g_x, sums, _ = run(rows, *kept, flat, w, None, dtype, KINDS[kind].centered, None, None, 1.0)
+            g_x, sums, _ = run(rows, *kept, flat, channels, None, dtype, KINDS[kind].centered, None, None, 1.0)
             if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
                 sums = _as(sums, w_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = _as(g_y, torch.promote_types(g_y.dtype, torch.float32)), KINDS[kind].by_token
             normal = unpack(form, kept, shape if by_token else [shape[0], *shape[2:], shape[1]], g.dtype)
+            normal = normal * channels[0].to(g.dtype) if channels.numel() else normal
             g_x, (g_b, g_w) = _gradients(g, normal if by_token else normal.movedim(-1, 1), w, r, kind, dims, needs)
         grads = (
             _as(g_x, dtype) if needs[0] else None,
@@ -323,7 +360,7 @@ def _cast(x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *args: Any) 
 
 
 norm = custom_op(
-    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor)",
+    "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor, Tensor)",
     without_autocast(Norm.apply, _cast),
     direct(Norm),
 )
@@ -336,7 +373,9 @@ def _replaced(
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
     scope.record(f"{kind}_norm", form)
-    return note_norm(scope, norm(x, w, b, kind, dims, eps, form), w, b, form, image=not KINDS[kind].by_token)
+    y, codes, scale, channels = norm(x, w, b, kind, dims, eps, form)
+    factor = channels[1] if channels.numel() else w
+    return note_norm(scope, (y, codes, scale), factor, b, form, image=not KINDS[kind].by_token)
 
 
 def _ends_in(input: Tensor, shape: Any) -> bool:
@@ -398,13 +437,13 @@ class ComposedRMSNorm:
 
 def _composed_norm(
     scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """A handler of the operator itself, as a composed norm calls it; others are called in place of PyTorch's."""
     if kind != "rms_cast":
         return None
-    found: tuple[Tensor, Tensor, Tensor] = norm(x, w, b, kind, *rest)
-    note_norm(scope, found, w, b, saved_format(), cast=True)
-    return found
+    y, codes, scale, channels = norm(x, w, b, kind, *rest)
+    note_norm(scope, (y, codes, scale), channels[1], b, saved_format(), cast=True)
+    return y, codes, scale, channels
 
 
 def _epsilon(module: Any) -> float:
