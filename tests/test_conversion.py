@@ -831,3 +831,13 @@ def test_a_parametrization_that_is_added_to_a_converted_layer() -> None:
     got = torch.autograd.grad(y, [dict(model.named_parameters())[name] for name in names], g)
     for name, a, b in zip(names, got, torch.autograd.grad(want, list(names.values()), g), strict=True):
         assert (a - b).norm() <= 0.1 * b.norm(), name
+
+
+def test_a_step_whose_layers_all_stay_exact_is_a_step() -> None:
+    """A low rank of rows that are samples: the report says why, not that there was no training forward."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    report = hotrain.convert(model, "hot-unbiased")
+    assert "no training forward yet" in str(report)
+    model(torch.randn(512, 64)).square().mean().backward()
+    assert "no training forward yet" not in str(report)
+    assert all("2-D input" in row.reason for row in report.kept)

@@ -617,3 +617,50 @@ def test_on_a_gpu_codes_are_packed_and_unpacked_by_kernels(monkeypatch: pytest.M
         y = torch.erf(x + 0)
     y.sum().backward()
     assert launched == ["codes.pack", "codes.unpack"], launched
+
+
+class _Marked(Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda t: F.layer_norm(t, (64,)),
+        F.gelu,
+        F.relu,
+        lambda t: F.softmax(t, -1),
+        lambda t: F.dropout(t, 0.5),
+        lambda t: F.scaled_dot_product_attention(*[t.unflatten(-1, [2, 32]).transpose(1, 2)] * 3).transpose(1, 2),
+        torch.mul,
+    ],
+    ids=["layer_norm", "gelu", "relu", "softmax", "dropout", "attention", "product"],
+)
+def test_nested_tensors_are_left_to_pytorch(f: Callable[..., Tensor]) -> None:
+    """Of rows of several lengths: forward to the bit, and the exact gradient (mul's operands are codes of values)."""
+    offsets = torch.tensor([0, 40, 300])
+
+    def run(x: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(x * 1.5, offsets=offsets)
+        return (f(nested, nested) if f is torch.mul else f(nested)).values()
+
+    x = rand(300, 64)
+    torch.manual_seed(0)
+    got = differentiate(lambda x: with_operators(run, x), [x])
+    torch.manual_seed(0)
+    want = differentiate(run, [x])
+    assert torch.equal(got[0], want[0])
+    assert (got[1] - want[1]).norm() <= INT8_ERROR * want[1].norm()
+
+
+def test_dropout_of_a_tensor_of_another_class_draws_as_pytorch() -> None:
+    """Its mask, and what the next draw is."""
+    drawn = []
+    for run in (lambda call, *t: call(*t), with_operators):
+        torch.manual_seed(0)
+        x = rand(8, 64, 64)
+        y = run(lambda x: F.dropout((x * 1.0).as_subclass(_Marked), 0.5), x)
+        drawn.append((y.detach().as_subclass(Tensor), torch.rand(3)))
+    for one, other in zip(*drawn, strict=True):
+        assert torch.equal(one, other)

@@ -92,7 +92,7 @@ class LayerState:
     @property
     def reached(self) -> bool:
         """Whether a training step has run through the layer."""
-        return self.draws.ran.method is not None or self.draws.step > self.begun
+        return self.draws.ran.method is not None or self.draws.step > self.begun or bool(self._calls)
 
     def forget(self) -> None:
         """Begin a new record: what ran before was another conversion's."""

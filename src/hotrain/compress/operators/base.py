@@ -121,8 +121,8 @@ class Scope:
 
 
 def is_large(t: Any) -> bool:
-    """Whether t is a tensor that is worth compressing."""
-    return isinstance(t, Tensor) and t.is_floating_point() and t.numel() >= SMALL
+    """Whether t is a tensor that is worth compressing; nested tensors are left to PyTorch."""
+    return isinstance(t, Tensor) and t.is_floating_point() and not t.is_nested and t.numel() >= SMALL
 
 
 def wants_gradient(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -96,6 +96,9 @@ def _dropout(
         return input  # as PyTorch does; the next layer must find its origin
     if not (training and 0 < p <= 1 and is_large(input) and input.requires_grad):
         return None
+    if not (is_eager(input) or torch.compiler.is_compiling()):
+        scope.buffers.record_full("dropout", f"of {type(input).__name__}, whose mask is PyTorch's own")
+        return None
     scope.record("dropout", "1 bit per element")
     y = dropout(input, p)
     return written(input, y) if inplace else y  # type: ignore[no-any-return]
