@@ -91,3 +91,6 @@ def test_edges_of_factors() -> None:
     rows[0, 0] = float("nan")  # the first row is always one of them
     assert torch.equal(factors(rows), torch.ones(32))
     assert factors(torch.randn(2, 3, 5, 32)).shape == (32,)
+    assert factors(torch.randn(32)).shape == (32,)
+    image = torch.randn(2, 32, 3, 5)
+    assert torch.equal(factors(image.movedim(1, -1)), factors(image.movedim(1, -1).contiguous()))

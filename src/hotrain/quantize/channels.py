@@ -12,6 +12,8 @@ standard deviations, and outliers count little in it. Most channels have c = 1. 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,19 @@ def sampled(columns: int) -> int:
 
 def factors(rows: Tensor) -> Tensor:
     """c of rows (..., C), (C,) in their dtype; 1 for all where a number that is looked at is not finite."""
-    rows = rows.reshape(-1, rows.shape[-1])
-    count = sampled(rows.shape[1])
-    chosen = torch.arange(count, device=rows.device) * rows.shape[0] // count
-    found = rows[chosen].abs().to(torch.float32)
+    found = _some(rows).abs().to(torch.float32)
     ratio = found.amax(0) / (LARGE * found.sqrt().mean().square().clamp(min=LEAST))
     # Up to the next power of two; of a NaN the sign is set then.
     return ((ratio.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32).clamp(min=1.0).to(rows.dtype)
+
+
+def _some(rows: Tensor) -> Tensor:
+    """The rows that are looked at, as a matrix; of rows in any memory layout, which `reshape` might copy."""
+    *sizes, columns = rows.shape
+    count = sampled(columns)
+    place = torch.arange(count, device=rows.device) * math.prod(sizes) // count
+    index = []
+    for size in reversed(sizes):
+        index.append(place % size)
+        place = place // size
+    return rows[tuple(index[::-1])] if sizes else rows[None]
