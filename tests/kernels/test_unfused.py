@@ -285,14 +285,14 @@ def test_channels_that_stand_out(device: torch.device) -> None:
     for mean, r in (statistics(x, True), (None, torch.rsqrt(x.square().mean(1)))):
         c = norm.channels(x, mean, r, None)
         assert torch.equal(c[0], c[1])
-        assert 4 <= c[0, 7] <= 16
+        assert 16 <= c[0, 7] <= 64
         assert (c[0, torch.arange(256) != 7] <= 2).all()
         w = torch.randn(256, device=device)
         assert torch.equal(norm.channels(x, mean, r, w), torch.stack([c[0], w * c[0]]))
         normal = (x if mean is None else x - mean[:, None]) * r[:, None]
         torch.testing.assert_close(channels_of(normal, w), norm.channels(x, mean, r, w), rtol=2.0**-20, atol=0)
         got = FORMAT.restore(norm.pack(x, mean, r, True, c), x.shape, torch.float32) * c[0]
-        # Half a step, 1/7 of a row's largest entry, of 4 to 5 deviations; rounded to bfloat16 and up.
+        # Half a step, 1/7 of a row's largest entry; rounded to bfloat16 and up.
         assert ((got - normal).abs() <= 0.5 / 6.9 * c[0] * (normal / c[0]).abs().amax(1, keepdim=True)).all()
         error = (got - normal).norm(dim=0) / normal.norm(dim=0)
         assert (error < 0.3).all()

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.channels import LARGE, LEAST, sampled
+from ..quantize.channels import SPAN, STRIDE, sampled
 from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of, tile_of
 from .launch import Plan, aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
@@ -29,7 +29,7 @@ from .quantize_kernels import magnitude_bits
 # Chosen on an H200 for 192 to 4096 channels: 80 to 90 % of a copy's rate, where other choices fall to a third of it.
 _TILE = 512  # elements of a half of a tile of `forward`
 _SUMMED_TILE = 256  # of `gradient`, whose sums of channels stay in registers
-_LARGE, _LEAST = tl.constexpr(LARGE), tl.constexpr(LEAST)
+_STRIDE, _SPAN, _BITS = tl.constexpr(STRIDE), tl.constexpr(SPAN), tl.constexpr((1 << SPAN) - 1)
 _ROUNDS = {torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -168,7 +168,8 @@ def _channels_kernel(
     BY_CHANNEL: tl.constexpr, ROUNDS: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """c and γ c, of ROWS rows; GIVEN is whether μ and r of all rows are, else these are computed. One program."""
-    row = (tl.arange(0, ROWS).to(tl.int64) * rows // ROWS).to(tl.int32)
+    place = (tl.arange(0, ROWS).to(tl.int64) * _STRIDE) & _BITS
+    row = ((place * rows) >> _SPAN).to(tl.int32)
     column = tl.arange(0, BLOCK)
     live, there = row < rows, column < COLUMNS
     inside = live[:, None] & there[None, :]
@@ -188,11 +189,14 @@ def _channels_kernel(
     else:
         factor = tl.rsqrt(tl.sum(normal * normal, axis=1) / COLUMNS + tl.full((1,), eps, tl.float32))
     normal *= factor[:, None]
-    root = tl.sum(tl.sum(tl.sqrt(normal), axis=1)) / (ROWS * COLUMNS)
-    peak = tl.max(magnitude_bits(normal), axis=0).to(tl.float32, bitcast=True)
-    # Up to the next power of two; of a NaN the sign is set then, and c is 1.
-    bits = (magnitude_bits(peak / (_LARGE * tl.maximum(root * root, _LEAST))) + 0x7FFFFF) & -0x800000
-    c = tl.maximum(bits.to(tl.float32, bitcast=True), 1.0)
+    roots = tl.sqrt(normal)
+    largest = tl.max(magnitude_bits(roots), axis=0).to(tl.float32, bitcast=True)
+    root = (tl.sum(roots, axis=0) - largest) / (ROWS - 1)
+    ratio = root / (tl.sum(root) / COLUMNS)
+    ratio *= ratio
+    # The power of two below: what is left without a mantissa. Of what is not finite, 1.
+    whole = (ratio.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    c = tl.maximum(tl.where(ratio < float("inf"), whole, 1.0), 1.0)
     tl.store(channels + column, c, mask=there)
     if HAS_W:
         c *= tl.load(w + column, mask=there, other=0).to(tl.float32)

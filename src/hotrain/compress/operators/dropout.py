@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...draws import DeviceKey, hash_bits
+from ...private import fakes
 from ...saved import as_it_was, memory_order
 from ..formats import BITS
 from ..launcher import is_eager, launch, opaque, supported_in_eager
@@ -96,7 +97,7 @@ def _dropout(
         return input  # as PyTorch does; the next layer must find its origin
     if not (training and 0 < p <= 1 and is_large(input) and input.requires_grad):
         return None
-    if not (is_eager(input) or torch.compiler.is_compiling()):
+    if not (is_eager(input) or torch.compiler.is_compiling() or fakes.include(input)):
         scope.buffers.record_full("dropout", f"of {type(input).__name__}, whose mask is PyTorch's own")
         return None
     scope.record("dropout", "1 bit per element")
