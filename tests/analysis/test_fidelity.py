@@ -202,3 +202,29 @@ def test_bad_arguments() -> None:
         exact_calls(model, _batch(), None, ["nowhere"])
     with pytest.raises(ValueError, match="no gradient reached"):
         fidelity(model, _batch(), lambda m, b: m.head(b[0].flatten(1)[:, :32]).sum())
+
+
+@pytest.mark.parametrize("number", ["int", "e4m3"])
+def test_outputs_whose_gradients_are_far_below_the_others_are_counted(number: str) -> None:
+    """A quarter of the outputs has a thousandth of the others' g_y: in integers with one scale it is rounded to zero,
+    an error as large as the gradient and the noise of the rounding more; e4m3 has the range. The cosine is near 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    hotrain.convert(model, hotrain.preset("hq8", number=number), filter_fn=_everything)
+    x, g_y = torch.randn(2, 64, 64), torch.randn(2, 64, 64)
+    g_y[..., ::4] *= 1e-3
+    found = fidelity(model, x, _given(g_y), draws=2)
+    (row,) = found.rows
+    assert row["grad_weight_cosine"] > 0.99
+    assert row["grad_weight_lost"] == (0.25 if number == "int" else 0.0)
+    assert ("parts with more error than gradient, most 0.25" in str(found)) == (number == "int")
+
+
+def test_inputs_without_a_gradient_are_not_lost() -> None:
+    """Features that are zero: there is nothing to lose."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    hotrain.convert(model, hotrain.preset("hq8", number="int"), filter_fn=_everything)
+    x = torch.randn(2, 64, 64)
+    x[..., 8:] = 0
+    assert fidelity(model, x, _given(torch.randn(2, 64, 64)), draws=2).rows[0]["grad_weight_lost"] == 0

@@ -35,6 +35,9 @@ class Fidelity:
             - ``…_bias``: L2 error of the mean over the draws;
             - ``…_noise``: the bias that an unbiased gradient has with so many draws: compare ``…_bias`` with it;
 
+            ``grad_weight_lost``: the share of the outputs, or of the inputs if that is larger, with more error in g_w
+            than gradient (root mean square over the draws), which figures of the whole do not show;
+
             and ``g_y_energy`` and ``x_energy``: 16 fractions of the energy along blocks of 16 tokens, by sequency from
             low to high.
         draws: how often each gradient was computed.
@@ -51,17 +54,28 @@ class Fidelity:
             for path in PATHS:
                 cells += [_text(row[f"{path}_error"]), _text(row[f"{path}_cosine"])]
                 cells.append(_text(row[f"{path}_bias"] if _is_biased(row, path) else None))
+            cells.append("–" if row["grad_weight_lost"] is None else f"{row['grad_weight_lost']:.2f}")
             body.append(cells + [f"{sum(row[e][:half]):.2f}" for e in ("g_y_energy", "x_energy")])
         headers = ["layer", *(f"{g} {what}" for g in ("g_x", "g_w") for what in ("error", "cosine", "bias"))]
         lines = [
             f"layers' gradients against exact, {self.draws} draws",
-            table([*headers, "low g_y", "low x"], body),
+            table([*headers, "lost", "low g_y", "low x"], body),
             "",
             *(f"{g}: {self._verdict(path)}" for g, path in (("g_x", PATHS[0]), ("g_w", PATHS[1]))),
+            *self._losses(),
             _LEGEND,
         ]
         exact = [f"{row['layer']}: {row['method']}" for row in self.rows if row["method"].startswith("exact: ")]
         return "\n".join(lines + exact)
+
+    def _losses(self) -> list[str]:
+        """A sentence on the layers that lose parts of g_w, if there are any."""
+        rows = [row for row in self.rows if row["grad_weight_lost"]]
+        if not rows:
+            return []
+        worst = max(rows, key=lambda row: row["grad_weight_lost"])
+        share = f"{worst['grad_weight_lost']:.2f} of the outputs or inputs of {worst['layer']}"
+        return [f"g_w: {len(rows)} layers have parts with more error than gradient, most {share}"]
 
     def _verdict(self, path: str) -> str:
         """One sentence on one gradient of all layers."""
@@ -82,7 +96,8 @@ class Fidelity:
 _LEGEND = """
 error, cosine: of one draw with the exact gradient, error as a share of its norm.
 bias: error of the mean over the draws; – where it is what so many draws of an
-unbiased gradient leave.  low: share of the energy along blocks of 16 tokens that
+unbiased gradient leave.  lost: share of the outputs, or of the inputs, with more
+error in g_w than gradient.  low: share of the energy along blocks of 16 tokens that
 is in the lower 8 of 16 frequencies, which a low-pass keeps."""
 
 _BEYOND = 1.5  # times the noise of the mean, from which on its error is a bias; norms over thousands of entries agree
@@ -145,6 +160,7 @@ def _row(call: Call, draws: int) -> dict[str, Any]:
         row["method"] = f"exact: {call.state.fallback}"
     for path in PATHS:
         row |= _figures(path, exact[path], [gradients[path] for gradients in drawn])
+    row["grad_weight_lost"] = _lost(exact["grad_weight"], [gradients["grad_weight"] for gradients in drawn])
     row["g_y_energy"] = energy_by_sequency(call.token_gradient())
     row["x_energy"] = energy_by_sequency(call.module.token_matrix(call.x))  # type: ignore[operator]
     return row
@@ -180,6 +196,19 @@ def _figures(path: str, exact: Tensor | None, drawn: list[Any]) -> dict[str, flo
         f"{path}_bias": _relative((mean - exact).norm(), size),
         f"{path}_noise": _relative((variance / len(drawn)).sqrt(), size),
     }
+
+
+def _lost(exact: Tensor | None, drawn: list[Any]) -> float | None:
+    """The share of outputs, or of inputs, with more error than gradient; None without a gradient."""
+    if exact is None:
+        return None
+    squares = torch.stack([(g - exact).square() for g in drawn]).mean(0)
+    shares = []
+    for axis in (0, 1):
+        error, size = (t.transpose(0, axis).flatten(1).sum(1) for t in (squares, exact.square()))
+        there = size > 0
+        shares.append(float((error > size)[there].double().mean()) if there.any() else 0.0)
+    return max(shares)
 
 
 def _relative(error: Tensor, size: Tensor) -> float:
