@@ -127,8 +127,8 @@ def _with_settings(study: Study, settings: Sequence[str], pattern: str | None) -
     if pattern is not None:
         parts = split_names(pattern, "--cells")
         named = [cell for cell in found if any(p in cell.id or fnmatch.fnmatch(cell.id, p) for p in parts)]
-        needed = {cell.needs for cell in named}
-        found = tuple(cell for cell in found if cell in named or cell.id in needed)
+        wanted = {name for cell in named for name in (cell.id, cell.needs)}
+        found = tuple(cell for cell in found if cell.id in wanted)
         if not found:
             some = ", ".join(cell.id for cell in study.cells[:3])
             raise ValueError(f"--cells: no cell of {study.name} matches {pattern!r}; cells are {some}, …")

@@ -75,7 +75,7 @@ class Fidelity:
             return []
         worst = max(rows, key=lambda row: row["grad_weight_lost"])
         share = f"{worst['grad_weight_lost']:.2f} of the outputs or inputs of {worst['layer']}"
-        return [f"g_w: {len(rows)} layers have parts with more error than gradient, most {share}"]
+        return [f"g_w: {len(rows)} of {len(self.rows)} layers have parts with more error than gradient, most {share}"]
 
     def _verdict(self, path: str) -> str:
         """One sentence on one gradient of all layers."""

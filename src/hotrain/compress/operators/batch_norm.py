@@ -237,7 +237,7 @@ class BatchNorm(torch.autograd.Function):
         def normalized() -> Tensor:
             return ((wide(x) - mean) * r).movedim(1, -1)
 
-        codes, scale = pack_normalized(x.movedim(1, -1), mean, r, form, normalized, by_row=False)
+        codes, scale = pack_normalized(x.movedim(1, -1), mean, r, form, normalized)
         ctx.save_for_backward(w, r, codes, scale)
         ctx.form, ctx.dtype, ctx.b_dtype = form, x.dtype, None if b is None else b.dtype
         return y, *with_codes(ctx, codes, scale)

@@ -141,30 +141,20 @@ def channels_of(normal: Tensor, w: Tensor | None) -> Tensor:
     return torch.stack([c, c if w is None else w.to(c.dtype) * c])
 
 
-def _divided(normal: Tensor, channels: Tensor) -> Tensor:
-    """x̂ / c, of rows (..., C)."""
-    return normal / channels[0].to(normal.dtype)
-
-
 # ---- kernels ----
 
 
 def pack_normalized(
-    x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor], by_row: bool = True,
-    channels: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes and scales of x̂ / c for x (..., C); the reference takes x̂ from `normalized`.
-
-    μ (None for 0) and r are one number per row, or per channel unless `by_row`, contiguous; c is 1 if not given.
-    """
+    x: Tensor, mean: Tensor | None, r: Tensor, form: str, normalized: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x̂ for x (..., C), μ and r per channel, contiguous; the reference takes `normalized`."""
 
     def reference() -> tuple[Tensor, Tensor]:
-        normal = normalized()
-        return GROUPED[form].keep(normal if channels is None else _divided(normal, channels))
+        return GROUPED[form].keep(normalized())
 
     if not _fits(x, form):
         return reference()
-    return launch(x.device, "norm.pack", reference, x, mean, r, by_row, channels)  # type: ignore[no-any-return]
+    return launch(x.device, "norm.pack", reference, x, mean, r, False)  # type: ignore[no-any-return]
 
 
 def _fits(x: Tensor, form: str) -> bool:
@@ -178,12 +168,16 @@ def _kept(
     in_rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Codes and scales of x̂ / c, and `channels_of`; ``in_rows``: whether kernels may make them."""
-    if in_rows and _fits(x, form):
-        channels = launch(x.device, "norm.channels", lambda: channels_of(normalized(), w), x, mean, r, w)
-        return *pack_normalized(x, mean, r, form, normalized, channels=channels), channels
-    normal = normalized()
-    channels = channels_of(normal, w)
-    return *GROUPED[form].keep(_divided(normal, channels)), channels
+    if not (in_rows and _fits(x, form)):
+        normal = normalized()
+        channels = channels_of(normal, w)
+        return *GROUPED[form].keep(normal / channels[0]), channels
+    channels = launch(x.device, "norm.channels", lambda: channels_of(normalized(), w), x, mean, r, w)
+
+    def reference() -> tuple[Tensor, Tensor]:
+        return GROUPED[form].keep(normalized() / channels[0])
+
+    return *launch(x.device, "norm.pack", reference, x, mean, r, True, channels), channels
 
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
@@ -232,7 +226,7 @@ def _norm_forward(x: Tensor, branch: Tensor | None, w: Tensor | None, b: Tensor 
         made = made if b is None else made + b
         kept = added if keeps and branch is not None else x.new_empty(0, dtype=total)
         channels = channels_of(normal, w)
-        return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(_divided(normal, channels)), channels
+        return kept, made.to(y), r, *GROUPED[KERNEL_FORMAT].keep(normal / channels[0]), channels
 
     dtypes = total, y
     given = x, branch, w, b, eps, dtypes, centered, cast, keeps, bias, *factor
