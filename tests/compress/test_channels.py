@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.compress.rules import SMALL
-from hotrain.quantize.channels import factors, sampled
+from hotrain.quantize.channels import STRIDE, factors, sampled
 
 CHANNELS, OUT = 64, 7
 
@@ -101,6 +101,7 @@ def test_a_token_in_which_a_channel_stands_out_is_no_channel_that_does(batch: in
 
 def test_edges_of_factors() -> None:
     """Fewer rows than are looked at, constant and zero rows, and numbers that are not finite."""
+    assert sampled(1) * STRIDE < 2**31, "Inductor computes it as an index, in int32"
     assert [sampled(n) for n in (1, 16, 768, 2048, 4096, 8192, 1 << 16)] == [16, 16, 16, 16, 8, 8, 8]
     for rows in (torch.zeros(5, 32), torch.ones(1, 32), torch.full((40, 32), float("nan"))):
         assert torch.equal(factors(rows), torch.ones(32))

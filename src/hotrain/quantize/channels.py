@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 _MOST = 1 << 15  # entries that are looked at, if these are rows enough
-STRIDE, SPAN = 0x9E3779B9, 32  # of places: multiples of the golden ratio, which no period of tokens meets; their bits
+# Of places: multiples of the golden ratio, which no period of tokens meets, and their bits. 16 STRIDE is below 2^31:
+# Inductor computes k STRIDE as an index, in int32.
+STRIDE, SPAN = 0x9E3779, 24
 
 
 def sampled(columns: int) -> int:
