@@ -228,6 +228,21 @@ def test_groups_at_the_ends_of_float32(form: Grouped, scale: float) -> None:
     assert ((back.double() - t.double()).abs() <= steps(form, t) * (1 + 1e-5) + form.top * 2.0**-134).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", GROUPED, ids=str)
+def test_the_number_of_masks_stays_finite(form: Grouped, dtype: torch.dtype) -> None:
+    """finfo(dtype).min, which `masked_fill` is often given: times a derivative of 0 an infinity would be NaN."""
+    lowest = torch.finfo(dtype).min
+    for each in (lowest, -lowest, lowest * (1 - 2.0**-7)):
+        t = torch.full((2, 64), each, dtype=dtype)
+        t[1, ::3] = 0
+        back = form.restore(form.keep(t), t.shape, dtype)
+        assert back.isfinite().all()
+        assert (back[1, ::3] == 0).all()
+        below = 0.011  # a scale is one step of bfloat16 lower at most, rounding another one
+        assert ((back.double() / t.double() - 1).abs()[t != 0] <= below + form.dithered / form.top).all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("form", GROUPED, ids=str)
 def test_what_is_not_finite_spoils_its_group_alone(form: Grouped, bad: float) -> None:

@@ -190,6 +190,13 @@ def dither(rows: int, columns: int, device: torch.device, first: int = 0) -> Ten
     return (((down[:, None] + across) >> 12) & 0xFFFFF).to(torch.float32) * 2.0**-20
 
 
+def largest_scale(top: int, dtype: torch.dtype) -> float:
+    """The largest bfloat16 scale whose code `top` is a finite number of float16, or else of bfloat16."""
+    largest = torch.finfo(dtype if dtype == torch.float16 else torch.bfloat16).max / top
+    step = 2.0 ** (math.frexp(largest)[1] - 8)  # of bfloat16 at that size
+    return math.floor(largest / step) * step
+
+
 _AN_OCTAVE = 8  # codes of `Logarithmic`
 _NOTHING = 255  # its code of 0
 
@@ -231,14 +238,16 @@ class Grouped:
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
-        scale = self._scale(groups.abs().amax(-1, keepdim=True))
+        scale = self._scale(groups.abs().amax(-1, keepdim=True), t.dtype)
         divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
         codes = [self._codes(part / divisor, first) for first, part in parts(groups, self.bits)]
         return pack_parts(codes, self.bits).contiguous(), scale.contiguous()  # not as a transposed t
 
-    def _scale(self, amax: Tensor) -> Tensor:
+    def _scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
         # Rounding the scale to bfloat16 must not make it smaller: the largest element would be clipped.
-        return (amax * ((1 + 2.0**-8) / self.top)).to(self.scale_dtype)
+        scale = (amax * ((1 + 2.0**-8) / self.top)).to(self.scale_dtype)
+        # But for masks: the largest code of `finfo(dtype).min` must not be dequantized to an infinity.
+        return scale.where(amax.isinf(), scale.clamp(max=largest_scale(self.top, dtype)))
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:
         """Codes, from 0, of values divided by their scale, (rows, groups, n), each group from its element `first`."""
@@ -285,7 +294,7 @@ class Logarithmic(Grouped):
     bits: int = 8
     scale_dtype: ClassVar[torch.dtype] = torch.float32
 
-    def _scale(self, amax: Tensor) -> Tensor:
+    def _scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
         return amax.to(self.scale_dtype)
 
     def _codes(self, steps: Tensor, first: int) -> Tensor:

@@ -212,7 +212,7 @@ def differentiate(call: Callable[..., Tensor], inputs: list[Tensor], seed: int =
     """The result of the call and the gradients of all inputs for one random g_y; any dropout draws the same."""
     torch.manual_seed(seed)
     y = call(*inputs)
-    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
     return y.detach(), *torch.autograd.grad(y, inputs, g)
 
 

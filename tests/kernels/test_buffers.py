@@ -147,6 +147,21 @@ def test_a_group_under_float32s_normal_numbers_comes_back_as_small(bits: int, de
     assert (back.abs() <= 1.2 * 1e-38 * 2 ** (bits - 1) / (2 ** (bits - 1) - 1)).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_number_of_masks_stays_finite(bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    """finfo(dtype).min, and numbers just below it, whose codes the largest scale clips."""
+    lowest = torch.finfo(dtype).min
+    x = torch.tensor([lowest, -lowest, lowest * (1 - 2.0**-8), lowest * (1 - 2.0**-5)], dtype=dtype, device=device)
+    x = torch.stack([x[:, None].expand(4, 64), -x[:, None].expand(4, 64), x.repeat(4, 16)]).flatten(0, 1)
+    x[::2, ::5] = 0
+    kept, want = B.pack(x, 64, bits), Grouped(bits).keep(x)
+    assert torch.equal(kept[1], want[1])
+    assert torch.equal(kept[0], want[0])
+    assert Grouped(bits).restore(kept, x.shape, dtype).isfinite().all()
+    assert B.unpack(*kept, bits, dtype).isfinite().all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])

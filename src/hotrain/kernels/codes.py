@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..saved import largest_scale
 from .activation import apply, slope_of
 from .launch import Plan, block_of, cdiv, in_groups, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
@@ -35,8 +36,13 @@ _WAVES = 8  # programs per multiprocessor of those that leave sums
 # Factor from amax to scale: a scale is rounded to bfloat16 and must not become smaller by that.
 LIFT4 = tl.constexpr((1 + 2.0**-8) / 7)
 _LIFT8 = tl.constexpr((1 + 2.0**-8) / 127)
+# The largest scales of float16 and of other dtypes.
+_HALF4, _MOST4, _HALF8, _MOST8 = (
+    tl.constexpr(largest_scale(top, dtype)) for top in (7, 127) for dtype in (torch.float16, torch.bfloat16)
+)
 # 1.5·2²³, to which a small number is added to be rounded, halves to even: the result is in the lowest bits then.
 _MAGIC = tl.constexpr(12582912.0)
+_MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -46,9 +52,14 @@ def larger(a, b):
 
 
 @triton.jit
-def scale_of(bits, LIFT: tl.constexpr):
-    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with."""
+def scale_of(bits, LIFT: tl.constexpr, MOST: tl.constexpr = None):
+    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with.
+
+    MOST: the largest scale of a finite amax; None where no element is that large.
+    """
     lifted = bits.to(tl.float32, bitcast=True) * LIFT
+    if MOST is not None:
+        lifted = tl.where(lifted < float("inf"), tl.minimum(lifted, MOST), lifted)
     # Halves to even explicitly: the interpreter's own cast truncates.
     word = lifted.to(tl.int32, bitcast=True)
     word = (word + 0x7FFF + ((word >> 16) & 1)) & -65536
@@ -81,8 +92,26 @@ def high_codes(packed):
 
 @triton.jit
 def _byte(v, factor):
-    """int8's codes from 0."""
-    return ((v * factor + (_MAGIC + 128.0)).to(tl.int32, bitcast=True) - 1).to(tl.uint8)
+    """int8's codes from 0; those of elements above the largest scale are clipped."""
+    code = (v * factor + (_MAGIC + 128.0)).to(tl.int32, bitcast=True) - (_MAGIC_BITS + 1)
+    return tl.minimum(tl.maximum(code, 0), 254).to(tl.uint8)
+
+
+@triton.jit
+def pack_halves(low, high, codes, at, packed_at, inside, HALF: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr):
+    """Store the codes of rows of halves, at `at` or, of 4 bits, `packed_at`, and return their scales.
+
+    SMALL: whether the values are those of float16.
+    """
+    largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
+    if BITS == 4:
+        found, inverse = scale_of(largest, LIFT4, _HALF4 if SMALL else _MOST4)
+        tl.store(codes + packed_at, pair(low, high, inverse[:, None]), mask=inside)
+    else:
+        found, inverse = scale_of(largest, _LIFT8, _HALF8 if SMALL else _MOST8)
+        tl.store(codes + at, _byte(low, inverse[:, None]), mask=inside)
+        tl.store(codes + at + HALF, _byte(high, inverse[:, None]), mask=inside)
+    return found
 
 
 def tile_of(half: int) -> tuple[int, int, int]:
@@ -108,16 +137,8 @@ def pack_groups(
     first = (place // run) * stride + (place % run) * (2 * HALF)
     low = tl.load(x + first[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
     high = tl.load(x + first[:, None] + HALF + column[None, :], mask=inside, other=0).to(tl.float32)
-    largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
-    if BITS == 4:
-        found, inverse = scale_of(largest, LIFT4)
-        packed = pair(low, high, inverse[:, None])
-        tl.store(codes + place[:, None] * HALF + column[None, :], packed, mask=inside)
-    else:
-        found, inverse = scale_of(largest, _LIFT8)
-        at = codes + place[:, None] * (2 * HALF) + column[None, :]
-        tl.store(at, _byte(low, inverse[:, None]), mask=inside)
-        tl.store(at + HALF, _byte(high, inverse[:, None]), mask=inside)
+    packed_at, at = place[:, None] * HALF + column[None, :], place[:, None] * (2 * HALF) + column[None, :]
+    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16)
     tl.store(scale + place, found, mask=live)
 
 
@@ -381,14 +402,8 @@ def _activate_kernel(
         high += tl.load(bias + channel + HALF, mask=inside, other=0).to(tl.float32)
     tl.store(y + at, apply(low, F).to(y.dtype.element_ty), mask=inside)
     tl.store(y + at + HALF, apply(high, F).to(y.dtype.element_ty), mask=inside)
-    largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
-    if BITS == 4:
-        found, inverse = scale_of(largest, LIFT4)
-        tl.store(codes + place * HALF + column, pair(low, high, inverse[:, None]), mask=inside)
-    else:
-        found, inverse = scale_of(largest, _LIFT8)
-        tl.store(codes + at, _byte(low, inverse[:, None]), mask=inside)
-        tl.store(codes + at + HALF, _byte(high, inverse[:, None]), mask=inside)
+    packed_at = place * HALF + column
+    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16)
     tl.store(scale + segment, found, mask=live)
 
 
