@@ -189,6 +189,51 @@ def test_nothing_is_warned_of_where_all_is_there() -> None:
     assert "equal False" in out
 
 
+def test_inductor_takes_results_out_of_their_tuple_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuple of an operator's results holds all of them until the last one is taken, at the end in this order."""
+    from torch._inductor import config, memory
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.utils import run_and_get_code
+
+    late: list[int] = []
+
+    def at_the_end(nodes: list[object], *args: object) -> list[object]:
+        results = [n for n in nodes if isinstance(getattr(n, "node", None), MultiOutput)]
+        unread = [n for n in results if not n.mpi_node.succ_nodes]  # type: ignore[attr-defined]
+        late.append(len(unread))
+        return [*(n for n in nodes if n not in unread), *unread]
+
+    order = memory.reorder_for_peak_memory
+
+    def worst(nodes: list[object], *args: object) -> list[object]:
+        order(nodes, *args)  # which plans
+        return at_the_end(nodes, *args)
+
+    def two(x: Tensor) -> list[Tensor]:
+        found, made = x, []
+        for _ in range(3):
+            found, values = torch.ops.aten.topk.default(found * 2, 8)
+            made.append(values)
+        return [found, *made]
+
+    def places() -> list[int]:
+        """How many lines behind each operator its last result is taken."""
+        torch._dynamo.reset()
+        with config.patch(fx_graph_cache=False):
+            _, (code, *_) = run_and_get_code(torch.compile(two), torch.randn(4, 64))
+        lines = [line for line in code.splitlines() if not any(word in line for word in ("assert_", "#", "del "))]
+        names = [line.split()[0] for line in lines if "aten.topk.default(" in line and " = " in line]
+        first = {name: next(n for n, line in enumerate(lines) if line.split()[:1] == [name]) for name in names}
+        return [max(n for n, line in enumerate(lines) if f" = {name}[" in line) - first[name] for name in names]
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", worst)
+    scattered = places()
+    private._extract_at_once.__wrapped__()
+    assert places() == [2, 2, 2]
+    assert late == [3, 3]
+    assert max(scattered) > 2
+
+
 def test_inductor_describes_operators_only_where_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a deep graph that text grows exponentially, and before 2.13 each first operator of a kind made it."""
     from torch._inductor.exc import OperatorIssue

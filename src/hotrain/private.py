@@ -310,6 +310,7 @@ class Inductor(NamedTuple):
     # The target of a node that launches a Triton kernel, which writes to its arguments. None: operators stay.
     kernel: Any
     kernel_with_results: Any  # the same, written as a function: its results are new tensors
+    extract_at_once: Callable[[], None]  # of what an operator returns, before the next one runs
 
 
 @functools.cache
@@ -343,8 +344,51 @@ def inductor() -> Inductor:
         launch = None
     cut, backend = min_cut_rematerialization_partition, torch._TorchCompileInductorWrapper
     return Inductor(
-        config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, backend, launch, with_results
-    )
+        config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, backend, launch, with_results,
+        _extract_at_once,
+    )  # fmt: skip
+
+
+@functools.cache
+def _extract_at_once() -> None:
+    """Have Inductor take an operator's results out of their tuple right behind the operator.
+
+    The tuple holds all of them until the last one is taken. Inductor's order by peak memory does not count this: where
+    it takes the gradients of weights at the end of backward, all that their operators made besides stays until then.
+    Without it: more memory.
+    """
+    with suppress(ImportError, AttributeError):
+        from torch._inductor import memory
+
+        order: Callable[..., list[Any]] = memory.reorder_for_peak_memory
+
+        def with_results(*args: Any, **kwargs: Any) -> list[Any]:
+            return _results_behind(order(*args, **kwargs))
+
+        memory.reorder_for_peak_memory = with_results
+
+
+def _results_behind(nodes: Sequence[Any]) -> list[Any]:
+    """Inductor's scheduled nodes, those that take a result out of a tuple right behind what makes the tuple."""
+    made = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
+    of: dict[str, list[Any]] = {}
+    for node in nodes:
+        inner = getattr(node, "node", None)
+        if type(inner).__name__ == "MultiOutput" and (name := inner.inputs[0].get_name()) in made:  # type: ignore[union-attr]
+            of.setdefault(name, []).append(node)
+    moved = {node for results in of.values() for node in results}
+    ordered: list[Any] = []
+
+    def put(node: Any) -> None:
+        ordered.append(node)
+        for buffer in node.get_outputs():
+            for result in of.get(buffer.get_name(), ()):
+                put(result)
+
+    for node in nodes:
+        if node not in moved:
+            put(node)
+    return ordered
 
 
 _exact_names = EXACT not in MISSING.values()

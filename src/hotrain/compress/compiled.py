@@ -132,6 +132,7 @@ def partition(
     ``inner`` is the partitioner that cuts, None for PyTorch's own; the rest is as PyTorch passes it to one.
     """
     inner = inner or _inductor.cut
+    _inductor.extract_at_once()
     fusing.add_gradients(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
