@@ -61,7 +61,7 @@ def test_compiled_it_is_as_close(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*Online softmax is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")
 @pytest.mark.parametrize("layout", ["dense", "transposed"])
 @every
 def test_inductor_compiles_it(name: str, layout: str) -> None:

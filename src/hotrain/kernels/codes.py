@@ -53,10 +53,8 @@ def larger(a, b):
 
 @triton.jit
 def scale_of(bits, LIFT: tl.constexpr, MOST: tl.constexpr = None):
-    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with.
-
-    MOST: the largest scale of a finite amax; None where no element is that large.
-    """
+    """A group's bfloat16 scale from the bits of its amax, and the factor that its elements are multiplied with. MOST is
+    the largest scale of a finite amax, None where no element is that large."""
     lifted = bits.to(tl.float32, bitcast=True) * LIFT
     if MOST is not None:
         lifted = tl.where(lifted < float("inf"), tl.minimum(lifted, MOST), lifted)
@@ -99,10 +97,8 @@ def _byte(v, factor):
 
 @triton.jit
 def pack_halves(low, high, codes, at, packed_at, inside, HALF: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr):
-    """Store the codes of rows of halves, at `at` or, of 4 bits, `packed_at`, and return their scales.
-
-    SMALL: whether the values are those of float16.
-    """
+    """Store the codes of rows of halves, at `at` or, of 4 bits, `packed_at`, and return their scales. SMALL is whether
+    the values are those of float16."""
     largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
     if BITS == 4:
         found, inverse = scale_of(largest, LIFT4, _HALF4 if SMALL else _MOST4)
