@@ -340,7 +340,9 @@ def zoo(folder: Path = RESULTS) -> str:
         ]
     if not lines:
         return _none_yet("zoo")
-    notes += [f"* Checkpointing at {place}: {', '.join(which)}." for place, which in older.items()]
+    if older:
+        places = [f"{place}: {', '.join(which)}" for place, which in older.items()]
+        notes.append(f"* Checkpointing at {'; at '.join(places)}.")
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     commands = _commands(runs.values())
     table = _markdown(["model", *models.HEADERS, "commit, GPU"], ordered)
