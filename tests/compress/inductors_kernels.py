@@ -1,0 +1,105 @@
+"""Script: compile for a GPU what Inductor makes of every operator's case, forward and backward, without a GPU.
+
+What is no kernel of ours is one that Inductor writes, in Triton for a GPU and in C++ for a CPU: what Triton refuses is
+only seen there. Here Inductor writes Triton for tensors of the CPU, and Triton compiles it for sm_90. Inputs are
+transposed, as behind a patch embedding, so that nearly all is Inductor's. Nothing runs.
+
+``python tests/compress/inductors_kernels.py PART PARTS`` compiles every PARTS-th case and prints a line a kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import triton
+from operator_cases import CASES, with_operators
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch.nn import functional as F
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hotrain.compress import sharing
+from hotrain.compress.operators import base
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Driver:
+    """Of a device that is not here, as far as Inductor asks."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
+class Ran(Exception):
+    """A kernel was to run."""
+
+
+class Kernel:
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        raise Ran
+
+
+@contextmanager
+def collected() -> Iterator[dict[str, str]]:
+    """The sources of the kernels that are compiled inside, by name."""
+    sources: dict[str, str] = {}
+
+    def note(self: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Kernel:
+        sources[name] = source
+        return Kernel()
+
+    before = AsyncCompile.triton
+    AsyncCompile.triton = note  # type: ignore[method-assign]
+    try:
+        yield sources
+    finally:
+        AsyncCompile.triton = before  # type: ignore[method-assign]
+
+
+def compiled(name: str, source: str) -> None:
+    """Compile a kernel as Inductor writes it, in the first of its configurations."""
+    kernel: Any = getattr(PyCodeCache.load(source), name)
+    config, names = kernel.configs[0], kernel.fn.arg_names
+    constants = {**kernel.triton_meta["constants"], **config.kwargs}
+    signature = {each: "constexpr" if each in constants else kernel.triton_meta["signature"][each] for each in names}
+    places = {(names.index(each),): value for each, value in constants.items()}
+    triton.compile(ASTSource(kernel.fn, signature, places, {}), target=TARGET, options={"num_warps": config.num_warps})
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.detach().mT.contiguous().mT.requires_grad_() if t.dim() > 1 else t
+
+
+def main(part: int, parts: int) -> None:
+    sharing.SMALL = base.SMALL = 2
+    triton.runtime.driver.set_active(Driver())
+    torch._inductor.config.cpu_backend = "triton"
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    for name in list(CASES)[part::parts]:
+        given = [transposed(t) for t in CASES[name].inputs()]
+        w = torch.randn(5, CASES[name].call(*given).shape[-1], requires_grad=True)
+        torch._dynamo.reset()
+
+        def behind(w: Tensor, *t: Tensor, call: Callable[..., Tensor] = CASES[name].call) -> Tensor:
+            return F.linear(call(*t), w)
+
+        with collected() as sources, suppress(Ran):
+            with_operators(torch.compile(behind, fullgraph=True), w, *given)
+        for kernel, source in sources.items():
+            compiled(kernel, source)
+            print(name, kernel, sep="\t")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
