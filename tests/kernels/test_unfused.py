@@ -26,6 +26,7 @@ from hotrain.compress.report import Buffers
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import activation, attention, norm, support
 from hotrain.kernels import codes as packing
+from hotrain.quantize.channels import middles
 from hotrain.saved import Grouped, group_size
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -512,13 +513,19 @@ def heads(batch: int, tokens: int, count: int, width: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 48, 64, 256])
 def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """q, k and v are in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs."""
+    """q, k and v are in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs.
+
+    k, and v if it has middles, are packed less these, in float32.
+    """
     packed = heads(2, 21, 3 * 4, width, dtype, device)
     q, k, v = packed.unflatten(2, (3, 4)).unbind(2)
     group = group_size(width)
     for tensors in ((q, k, v, heads(2, 21, 4, width, dtype, device)), (q, k[:, :, :1], v[:, :, :1], q.contiguous())):
-        kept = attention.pack(tensors, group, (8, 4))
-        alone = [part for place, t in enumerate(tensors) for part in packing.pack(t, group, 8 if place < 2 else 4)]
+        number = 2 if tensors[1] is k else 1
+        middle = torch.randn(number, *tensors[1].shape[2:], device=device)
+        kept = attention.pack(tensors, group, (8, 4), middle)
+        less = [t.float() - middle[place - 1] if 0 < place <= number else t for place, t in enumerate(tensors)]
+        alone = [part for place, t in enumerate(less) for part in packing.pack(t, group, 8 if place < 2 else 4)]
         assert len(kept) == 8
         assert all(torch.equal(got, want) for got, want in zip(kept, alone, strict=True))
         for got, codes, scale, bits in zip(
@@ -528,6 +535,22 @@ def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, dev
         first = attention.unpack(kept[:6], (8, 4), dtype)
         assert len(first) == 3
         assert all(torch.equal(a, b) for a, b in zip(first, attention.unpack(kept, (8, 4), dtype)[:3], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "tokens", "width"), [(1, 3, 16), (2, 21, 48), (3, 64, 256)])
+def test_middles_by_the_kernel(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Of tensors in any layout, one or two; 0 where a number that is looked at is not finite."""
+    k, v = heads(batch, tokens, 6, width, dtype, device).unflatten(2, (3, 2)).unbind(2)[1:]
+    k[0, 0, 1, 3], v[0, 0, 0, 5], v[:, :, 1, 2] = float("nan"), float("-inf"), 1000
+    by_head = heads(batch, 2, tokens, width, dtype, device).transpose(1, 2)
+    for tensors in ([k], [k, v], [by_head, k.contiguous()], [v.mT.contiguous().mT, v[:, :1].expand(v.shape)]):
+        found, want = attention.middles(tensors), middles(tensors)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
+        assert found.isfinite().all()
+    found = attention.middles([k, v])
+    assert (found == 0).nonzero().tolist() == [[0, 1, 3], [1, 0, 5]]
+    assert found[1, 1, 2] == 1000
 
 
 def test_attention_in_eager_mode_is_the_kernels(
@@ -540,7 +563,7 @@ def test_attention_in_eager_mode_is_the_kernels(
         y = F.scaled_dot_product_attention(q, k, v)
     g = torch.randn_like(y)
     got = torch.autograd.grad(y, (q, k, v), g)
-    assert calls == ["attention.pack", "attention.unpack"]
+    assert calls == ["attention.middles", "attention.pack", "attention.unpack"]
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), g)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() <= 0.35 * b.norm()  # v and the output in int4 (docs/numerics.md: a quarter of g_q, g_k)

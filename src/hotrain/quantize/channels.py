@@ -1,4 +1,4 @@
-"""Factors of channels, by which rows with one scale each are divided before they are quantized.
+"""Factors of channels, by which rows with one scale each are divided before they are quantized, and their middles.
 
 A few channels of a large model may be far above all others, in every row: the scale of a row is theirs then, and the
 others are rounded to zero. With c_j for channel j, a power of two,
@@ -9,11 +9,14 @@ over some rows i, but for the largest of each channel: one row in which a channe
 language model may be, must not divide that channel in all others. Outliers count little in a mean of roots, so s is the
 size of most channels, and most have c = 1. As in SmoothQuant (Xiao et al., ICML 2023, arXiv 2211.10438), but from the
 tensor itself, and for backward alone.
+
+Where backward is the same for rows less a constant, as attention's is for keys, a channel's middle is subtracted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ _MOST = 1 << 15  # entries that are looked at, if these are rows enough
 # Of places: multiples of the golden ratio, which no period of tokens meets, and their bits. 16 STRIDE is below 2^31:
 # Inductor computes k STRIDE as an index, in int32.
 STRIDE, SPAN = 0x9E3779, 24
+OF_MIDDLES = 16  # rows that give a middle
 
 
 def sampled(columns: int) -> int:
@@ -31,7 +35,7 @@ def sampled(columns: int) -> int:
 
 def factors(rows: Tensor) -> Tensor:
     """c of rows (..., C), (C,) in their dtype; 1 for all where a number that is looked at is not finite."""
-    roots = _some(rows).abs().to(torch.float32).sqrt()
+    roots = _some(rows, sampled(rows.shape[-1])).abs().to(torch.float32).sqrt()
     root = (roots.sum(0) - roots.amax(0)) / (len(roots) - 1)
     ratio = (root / root.mean()).square()
     # The power of two below: what is left without a mantissa.
@@ -39,13 +43,24 @@ def factors(rows: Tensor) -> Tensor:
     return torch.where(ratio.isfinite(), whole, 1.0).clamp(min=1.0).to(rows.dtype)
 
 
-def _some(rows: Tensor) -> Tensor:
-    """The rows that are looked at, as a matrix; of rows in any memory layout, which `reshape` might copy."""
-    *sizes, columns = rows.shape
-    number = torch.arange(sampled(columns), device=rows.device)
+def middles(tensors: Sequence[Tensor]) -> Tensor:
+    """For each head and channel of each tensor (B, T, H, D) the mean of some tokens, without the largest and the least.
+
+    Returns:
+        float32, (tensors, H, D); 0 where it is not finite.
+    """
+    tokens = torch.stack([_some(t, OF_MIDDLES, 2) for t in tensors]).to(torch.float32)
+    middle = (tokens.sum(1) - tokens.amax(1) - tokens.amin(1)) / (OF_MIDDLES - 2)
+    return torch.where(middle.isfinite(), middle, 0.0)
+
+
+def _some(rows: Tensor, count: int, axes: int = 1) -> Tensor:
+    """So many rows of the last axes, along a first axis; of rows in any memory layout, which `reshape` might copy."""
+    sizes, row = rows.shape[:-axes], rows.shape[-axes:]
+    number = torch.arange(count, device=rows.device)
     place = (((number * STRIDE) & ((1 << SPAN) - 1)) * math.prod(sizes)) >> SPAN
     index = []
     for size in reversed(sizes):
         index.append(place % size)
         place = place // size
-    return rows[tuple(index[::-1])] if sizes else rows.expand(len(number), columns)
+    return rows[tuple(index[::-1])] if sizes else rows.expand(count, *row)

@@ -3,9 +3,10 @@
 Each head of each token has a scale of its own. Backward dequantizes q, k and v and runs the forward kernel once more:
 the gradients are those of attention at the rounded values, whose weights sum to one. With the log-sum-exp of the exact
 forward the weights would be wrong by the exponential of a logit's rounding error, which has no bound
-(docs/numerics.md). The result's codes are for the layer behind; under dropout backward needs them too. PyTorch's own
-choice of kernel is followed, from the same switches (`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run,
-PyTorch's function runs unchanged.
+(docs/numerics.md). A constant in all keys, or in all values, changes no gradient: k and, but for dropout, v are packed
+less one for each channel (`quantize.channels.middles`), which would take their range. The result's codes are for the
+layer behind; under dropout backward needs them too. PyTorch's own choice of kernel is followed, from the same switches
+(`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run, PyTorch's function runs unchanged.
 
 Shapes, if not said otherwise: q and the result (B, H, T, D); k and v (B, H or a divisor of it, T', D). ``mask`` is
 boolean, True where a query may attend, or numbers that are added to the logits, or None; ``dropout`` the probability of
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,11 +32,12 @@ from ...autograd import once
 from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
+from ...quantize.channels import middles
 from ...saved import group_size
 from .. import exact_attention, rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
-from ..launcher import launch, opaque, operator_for, supported, supported_in_eager
+from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, with_codes, without_autocast
 
 _aten = torch.ops.aten
@@ -222,27 +224,63 @@ def _bits_of_kernel(qk_form: str, vo_form: str, columns: int) -> tuple[int, int]
     return qk.bits, vo.bits
 
 
-def _pack_four(tensors: Sequence[Tensor], forms: Sequence[str]) -> list[Tensor]:
-    """Codes and scales of q, k, v and the output, in order."""
-    q = tensors[0]
+def _pack_four(tensors: Sequence[Tensor], forms: Sequence[str], dropout: float) -> list[Tensor]:
+    """Codes and scales of q, k, v and the output, in order; of k, and v without dropout, less their middles."""
+    q, k, v, _ = tensors
+    middle = _middles([k] if dropout else [k, v])
     bits = _bits_of_kernel(*forms, operator.index(q.shape[-1])) if supported(q.device, q.dtype) else None
-    if bits is None or any(t.dtype != q.dtype or rows_in_memory(t) is None for t in tensors):
-        return [part for place, t in enumerate(tensors) for part in pack(t, forms[place // 2])]
-    return operator_for(q, "keep_heads")(tensors, *forms)  # type: ignore[no-any-return]
+    fits = is_eager(q) or all(rows_in_memory(t) is not None for t in tensors)  # eager mode copies the others
+    if bits is None or not fits or any(t.dtype != q.dtype for t in tensors):
+        return _packed_by_formula(tensors, forms, middle, pack)
+    return operator_for(q, "keep_heads")(tensors, *forms, middle)  # type: ignore[no-any-return]
 
 
-def _keep_heads_fake(tensors: Sequence[Tensor], *forms: str) -> list[Tensor]:
-    return [part for place, t in enumerate(tensors) for part in empty_codes(t, forms[place // 2])]
+def _middles(tensors: Sequence[Tensor]) -> Tensor:
+    def reference() -> Tensor:
+        return middles(tensors)
+
+    first = tensors[0]
+    if not supported_in_eager(first):
+        return reference()
+    return launch(first.device, "attention.middles", reference, tensors)  # type: ignore[no-any-return]
 
 
-@opaque("keep_heads(Tensor[] tensors, str qk_form, str vo_form) -> Tensor[]", _keep_heads_fake)
-def _keep_heads(tensors: Sequence[Tensor], *forms: str) -> list[Tensor]:
+def _less(t: Tensor, middle: Tensor) -> Tensor:
+    """t − middle in float32 or more; for float16 within its range, which a difference may exceed."""
+    difference = t.to(torch.promote_types(t.dtype, torch.float32)) - middle
+    if t.dtype != torch.float16:
+        return difference
+    most = torch.finfo(t.dtype).max
+    return torch.where(t.isinf(), difference, difference.clamp(-most, most)).to(t.dtype)
+
+
+def _packed_by_formula(
+    tensors: Sequence[Tensor], forms: Sequence[str], middle: Tensor, alone: Callable[[Tensor, str], Any]
+) -> list[Tensor]:
+    """``alone`` packs those from which nothing is subtracted."""
+    found: list[Tensor] = []
+    for place, t in enumerate(tensors):
+        form = forms[place // 2]
+        if 0 < place <= len(middle):
+            found += rematerialize.keep(GROUPED[form], _less(t, middle[place - 1]))
+        else:
+            found += alone(t, form)
+    return found
+
+
+def _keep_heads_fake(tensors: Sequence[Tensor], qk_form: str, vo_form: str, _: Tensor) -> list[Tensor]:
+    return [part for place, t in enumerate(tensors) for part in empty_codes(t, (qk_form, vo_form)[place // 2])]
+
+
+@opaque("keep_heads(Tensor[] tensors, str qk_form, str vo_form, Tensor middle) -> Tensor[]", _keep_heads_fake)
+def _keep_heads(tensors: Sequence[Tensor], qk_form: str, vo_form: str, middle: Tensor) -> list[Tensor]:
     def reference() -> list[Tensor]:
-        return [part for place, t in enumerate(tensors) for part in GROUPED[forms[place // 2]].keep(t.contiguous())]
+        alone = lambda t, form: GROUPED[form].keep(t.contiguous())  # noqa: E731
+        return _packed_by_formula(tensors, (qk_form, vo_form), middle, alone)
 
     q = tensors[0]
-    bits = _bits_of_kernel(*forms, q.shape[-1])
-    return launch(q.device, "attention.pack", reference, tensors, group_size(q.shape[-1]), bits)  # type: ignore[no-any-return]
+    size, bits = group_size(q.shape[-1]), _bits_of_kernel(qk_form, vo_form, q.shape[-1])
+    return launch(q.device, "attention.pack", reference, tensors, size, bits, middle)  # type: ignore[no-any-return]
 
 
 def _unpack_four(
@@ -279,7 +317,7 @@ class Attention(torch.autograd.Function):
         with rematerialize.noted(rematerialize.ATTENTION, ctx.number):
             out, _, (_, _, *seed), _ = _run(kind, q, wide_k, wide_v, bias, dropout, causal, scale)
         # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
-        codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms)
+        codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms, dropout)
         # Under dropout backward needs forward's output: a second run would draw another mask.
         ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = args
