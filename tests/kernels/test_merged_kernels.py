@@ -294,6 +294,7 @@ def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     traced = Traced(model)
     got = step(traced.call, model, x, False)
     assert not traced.calls("forward", torch.ops.hotrain.keep_heads.default)
+    assert not traced.calls("forward", torch.ops.aten.index.Tensor), "nor are there middles of k and v"
     readers = torch.ops.hotrain.restore_codes.default, torch.ops.hotrain.keep_from_codes.default
     words = [str(n.args[1]) for target in readers for n in traced.calls("backward", target)]
     assert sum(word.startswith("output,") for word in words) == 1
