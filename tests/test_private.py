@@ -212,8 +212,8 @@ def test_inductor_takes_results_out_of_their_tuple_at_once(monkeypatch: pytest.M
     def two(x: Tensor) -> list[Tensor]:
         found, made = x, []
         for _ in range(3):
-            found, values = torch.ops.aten.topk.default(found * 2, 8)
-            made.append(values)
+            found, indices = torch.ops.aten.topk.default(found * 2, 8)
+            made.append(indices)
         return [found, *made]
 
     def places() -> list[int]:

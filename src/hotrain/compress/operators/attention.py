@@ -274,8 +274,10 @@ def _keep_heads_fake(tensors: Sequence[Tensor], qk_form: str, vo_form: str, _: T
 
 @opaque("keep_heads(Tensor[] tensors, str qk_form, str vo_form, Tensor middle) -> Tensor[]", _keep_heads_fake)
 def _keep_heads(tensors: Sequence[Tensor], qk_form: str, vo_form: str, middle: Tensor) -> list[Tensor]:
+    def alone(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+        return GROUPED[form].keep(t.contiguous())
+
     def reference() -> list[Tensor]:
-        alone = lambda t, form: GROUPED[form].keep(t.contiguous())  # noqa: E731
         return _packed_by_formula(tensors, (qk_form, vo_form), middle, alone)
 
     q = tensors[0]
