@@ -18,7 +18,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import triton
-from operator_cases import CASES, with_operators
+from operator_cases import CASES, transposed, with_operators
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
@@ -73,10 +73,6 @@ def compiled(name: str, source: str) -> None:
     signature = {each: "constexpr" if each in constants else kernel.triton_meta["signature"][each] for each in names}
     places = {(names.index(each),): value for each, value in constants.items()}
     triton.compile(ASTSource(kernel.fn, signature, places, {}), target=TARGET, options={"num_warps": config.num_warps})
-
-
-def transposed(t: Tensor) -> Tensor:
-    return t.detach().mT.contiguous().mT.requires_grad_() if t.dim() > 1 else t
 
 
 def main(part: int, parts: int) -> None:

@@ -202,6 +202,11 @@ CASES = {
 }
 
 
+def transposed(t: Tensor) -> Tensor:
+    """The same entries, those of the last two axes in memory the other way round."""
+    return t.detach().mT.contiguous().mT.requires_grad_() if t.dim() > 1 else t
+
+
 def with_operators(call: Callable[..., Any], *inputs: Any) -> Any:
     """The call with every operator compressed."""
     with Compressed(Buffers()):

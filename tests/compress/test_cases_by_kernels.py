@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from operator_cases import CASES, differentiate, distance, with_operators
+from operator_cases import CASES, differentiate, distance, transposed, with_operators
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -73,7 +73,7 @@ def test_inductor_compiles_it(name: str, layout: str) -> None:
         pytest.skip("compiled, it draws another mask (tests/kernels/test_masks.py)")
     given = inputs(name)
     if layout == "transposed":
-        given = [t.detach().mT.contiguous().mT.requires_grad_() if t.dim() > 1 else t for t in given]
+        given = [transposed(t) for t in given]
     torch._dynamo.reset()
     compiled: Callable[..., Tensor] = torch.compile(CASES[name].call)
     got = differentiate(lambda *t: with_operators(compiled, *t), given)

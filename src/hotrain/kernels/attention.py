@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.channels import OF_MIDDLES, SPAN, STRIDE
-from .codes import Rows, output_of, pack_groups, tile_of, unpack_groups
+from ..quantize.channels import OF_MIDDLES
+from .codes import Rows, output_of, pack_groups, sampled_rows, tile_of, unpack_groups
 from .launch import Plan, cdiv, is_wide, power_of_2
-
-_STRIDE, _SPAN, _BITS = tl.constexpr(STRIDE), tl.constexpr(SPAN), tl.constexpr((1 << SPAN) - 1)
 
 
 @triton.jit
@@ -27,7 +25,7 @@ def _middles_kernel(
 ):  # fmt: skip
     """One program for each head of k, and of v."""
     which, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    place = (((tl.arange(0, ROWS).to(tl.int64) * _STRIDE) & _BITS) * all_tokens) >> _SPAN
+    place = sampled_rows(all_tokens, ROWS)
     column = tl.arange(0, BLOCK)
     there = column < COLUMNS
     sample, token = (place // tokens)[:, None], (place % tokens)[:, None]

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..quantize.channels import SPAN, STRIDE
 from ..saved import largest_scale
 from .activation import apply, slope_of
 from .launch import Plan, block_of, cdiv, in_groups, is_wide, multiprocessors, power_of_2
@@ -40,9 +41,16 @@ _LIFT8 = tl.constexpr((1 + 2.0**-8) / 127)
 _HALF4, _MOST4, _HALF8, _MOST8 = (
     tl.constexpr(largest_scale(top, dtype)) for top in (7, 127) for dtype in (torch.float16, torch.bfloat16)
 )
+_STRIDE, _SPAN, _BITS = tl.constexpr(STRIDE), tl.constexpr(SPAN), tl.constexpr((1 << SPAN) - 1)
 # 1.5·2²³, to which a small number is added to be rounded, halves to even: the result is in the lowest bits then.
 _MAGIC = tl.constexpr(12582912.0)
 _MAGIC_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def sampled_rows(rows, ROWS: tl.constexpr):
+    """Which ROWS of so many rows `quantize.channels` looks at, int64."""
+    return (((tl.arange(0, ROWS).to(tl.int64) * _STRIDE) & _BITS) * rows) >> _SPAN
 
 
 @triton.jit

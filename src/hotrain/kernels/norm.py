@@ -21,15 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.channels import SPAN, STRIDE, sampled
-from .codes import LIFT4, high_codes, larger, low_codes, pair, scale_of, tile_of
+from ..quantize.channels import sampled
+from .codes import LIFT4, high_codes, larger, low_codes, pair, sampled_rows, scale_of, tile_of
 from .launch import Plan, aligned, cdiv, is_wide, launch, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 
 # Chosen on an H200 for 192 to 4096 channels: 80 to 90 % of a copy's rate, where other choices fall to a third of it.
 _TILE = 512  # elements of a half of a tile of `forward`
 _SUMMED_TILE = 256  # of `gradient`, whose sums of channels stay in registers
-_STRIDE, _SPAN, _BITS = tl.constexpr(STRIDE), tl.constexpr(SPAN), tl.constexpr((1 << SPAN) - 1)
 _ROUNDS = {torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -168,8 +167,7 @@ def _channels_kernel(
     BY_CHANNEL: tl.constexpr, ROUNDS: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """c and γ c, of ROWS rows; GIVEN is whether μ and r of all rows are, else these are computed. One program."""
-    place = (tl.arange(0, ROWS).to(tl.int64) * _STRIDE) & _BITS
-    row = ((place * rows) >> _SPAN).to(tl.int32)
+    row = sampled_rows(rows, ROWS).to(tl.int32)
     column = tl.arange(0, BLOCK)
     live, there = row < rows, column < COLUMNS
     inside = live[:, None] & there[None, :]
