@@ -228,7 +228,7 @@ def test_inductor_takes_results_out_of_their_tuple_at_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(memory, "reorder_for_peak_memory", worst)
     scattered = places()
-    private._extract_at_once.__wrapped__()
+    private._order_by_memory.__wrapped__()
     assert places() == [2, 2, 2]
     assert late == [4, 4]
     assert max(scattered) > 2

@@ -310,7 +310,7 @@ class Inductor(NamedTuple):
     # The target of a node that launches a Triton kernel, which writes to its arguments. None: operators stay.
     kernel: Any
     kernel_with_results: Any  # the same, written as a function: its results are new tensors
-    extract_at_once: Callable[[], None]  # of what an operator returns, before the next one runs
+    order_by_memory: Callable[[], None]  # has Inductor's order count all that holds memory
 
 
 @functools.cache
@@ -345,27 +345,36 @@ def inductor() -> Inductor:
     cut, backend = min_cut_rematerialization_partition, torch._TorchCompileInductorWrapper
     return Inductor(
         config, CustomPartitionerFn, CustomGraphPass, cut, select_decomp_table, backend, launch, with_results,
-        _extract_at_once,
+        _order_by_memory,
     )  # fmt: skip
 
 
 @functools.cache
-def _extract_at_once() -> None:
-    """Have Inductor take an operator's results out of their tuple right behind the operator.
+def _order_by_memory() -> None:
+    """Have Inductor's order by peak memory count what holds memory, and compute weights' gradients when they can be.
 
-    The tuple holds all of them until the last one is taken. Inductor's order by peak memory does not count this: where
-    it takes the gradients of weights at the end of backward, all that their operators made besides stays until then.
-    Without it: more memory.
+    An operator's tuple holds all its results until the last one is taken, so they are taken right behind the operator.
+    And what Inductor fuses across blocks, as sums of gradients, draws these blocks in front of their weights'
+    gradients, which then keep activations and gradients until the end. Without it: more memory.
     """
     with suppress(ImportError, AttributeError):
         from torch._inductor import memory
 
         order: Callable[..., list[Any]] = memory.reorder_for_peak_memory
+        inputs_of, peak_of = memory.get_freeable_input_buf, memory.estimate_peak_memory
 
-        def with_results(*args: Any, **kwargs: Any) -> list[Any]:
-            return _results_behind(order(*args, **kwargs))
+        def by_memory(nodes: list[Any], buffers: Any, fused: Any, inputs: Any, outputs: Any, *rest: Any) -> list[Any]:
+            found = order(nodes, buffers, fused, inputs, outputs, *rest)
+            freed = inputs_of(found, inputs)
+            orders = _results_behind(_reductions_early(found)), _results_behind(found)
+            return min(orders, key=lambda each: peak_of(each, freed, outputs)[0])
 
-        memory.reorder_for_peak_memory = with_results
+        memory.reorder_for_peak_memory = by_memory  # type: ignore[assignment]
+
+
+def _is_result(node: Any) -> bool:
+    """Whether a scheduled node of Inductor takes a result out of a tuple."""
+    return type(getattr(node, "node", None)).__name__ == "MultiOutput"
 
 
 def _results_behind(nodes: Sequence[Any]) -> list[Any]:
@@ -373,8 +382,7 @@ def _results_behind(nodes: Sequence[Any]) -> list[Any]:
     made = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
     of: dict[str, list[Any]] = {}
     for node in nodes:
-        inner = getattr(node, "node", None)
-        if type(inner).__name__ == "MultiOutput" and (name := inner.inputs[0].get_name()) in made:  # type: ignore[union-attr]
+        if _is_result(node) and (name := node.node.inputs[0].get_name()) in made:
             of.setdefault(name, []).append(node)
     moved = {node for results in of.values() for node in results}
     ordered: list[Any] = []
@@ -389,6 +397,36 @@ def _results_behind(nodes: Sequence[Any]) -> list[Any]:
         if node not in moved:
             put(node)
     return ordered
+
+
+def _reductions_early(nodes: Sequence[Any]) -> list[Any]:
+    """Inductor's scheduled nodes, those that make little of much as soon as what they read is there.
+
+    What only such a node reads, as the input that a weight's gradient dequantizes, is computed right before it.
+    """
+    place = {buffer.get_name(): n for n, node in enumerate(nodes) for buffer in node.get_outputs()}
+    reads = [{place[d.name] for d in node.unmet_dependencies if d.name in place} - {n} for n, node in enumerate(nodes)]
+    readers: list[set[int]] = [set() for _ in nodes]
+    for n, each in enumerate(reads):
+        for m in each:
+            readers[m].add(n)
+    step, moved = list(range(len(nodes))), set[int]()
+    for n, node in enumerate(nodes):
+        made = sum(buffer.mpi_buffer.size_alloc for buffer in node.get_outputs())  # a tuple: of all its results
+        read = max((buffer.mpi_buffer.size_free for buffer in node.mpi_node.pred_buffers), default=0)
+        if 8 * made > read or _is_result(node) or any(buffer.get_mutations() for buffer in node.get_outputs()):
+            continue
+        group, rest = {n}, [*reads[n]]
+        while rest:
+            m = rest.pop()
+            if m not in moved and readers[m] <= group:
+                group.add(m)
+                rest += reads[m]
+        ready = max((step[k] for m in group for k in reads[m] - group), default=-1)
+        moved |= group
+        for m in group:
+            step[m] = ready
+    return [nodes[n] for n in sorted(range(len(nodes)), key=lambda n: (step[n], n in moved, n))]
 
 
 _exact_names = EXACT not in MISSING.values()

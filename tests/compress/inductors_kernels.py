@@ -4,7 +4,8 @@ What is no kernel of ours is one that Inductor writes, in Triton for a GPU and i
 only seen there. Here Inductor writes Triton for tensors of the CPU, and Triton compiles it for sm_90. Inputs are
 transposed, as behind a patch embedding, so that nearly all is Inductor's. Nothing runs.
 
-``python tests/compress/inductors_kernels.py PART PARTS`` compiles every PARTS-th case and prints a line a kernel.
+``python tests/compress/inductors_kernels.py PART PARTS`` compiles every PARTS-th case and prints a line a kernel;
+without arguments, a norm behind a transposed sum, whose kernels are nodes: a line a kernel, and one a copy for them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ import torch._functorch.config
 import torch._inductor.config
 import triton
 from operator_cases import CASES, transposed, with_operators
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.ir import ExternKernel
 from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import hotrain
+from hotrain import autograd, kernels
 from hotrain.compress import sharing
 from hotrain.compress.operators import base
+from hotrain.kernels import launch, support
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -75,13 +80,38 @@ def compiled(name: str, source: str) -> None:
     triton.compile(ASTSource(kernel.fn, signature, places, {}), target=TARGET, options={"num_warps": config.num_warps})
 
 
-def main(part: int, parts: int) -> None:
+def set_up() -> None:
     sharing.SMALL = base.SMALL = 2
     triton.runtime.driver.set_active(Driver())
     torch._inductor.config.cpu_backend = "triton"
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     torch._functorch.config.force_non_lazy_backward_lowering = True
+
+
+def nodes() -> None:
+    """Kernels of ours as nodes of a graph, as in plain `torch.compile` on a GPU."""
+    kernels.inlines = launch.inlines = lambda _: True  # type: ignore[assignment]
+    support._off_or_unsupported = lambda _: None  # type: ignore[assignment]
+    autograd.KERNELS.update(cpu=kernels)
+    copy = ExternKernel.copy_input
+
+    def copied(x: Any) -> Any:
+        print("copy", *x.get_size(), sep="\t")
+        return copy(x)
+
+    ExternKernel.copy_input = staticmethod(copied)  # type: ignore[method-assign]
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128))
+    hotrain.convert(model, "exact", memory="block")
+    image = torch.randn(8, 32, 32, 64, requires_grad=True).permute(0, 3, 1, 2)
+    with collected() as sources, suppress(Ran):
+        torch.compile(lambda t: model((t.sin() + t).permute(0, 2, 3, 1)), fullgraph=True)(image)
+    for kernel, source in sources.items():
+        compiled(kernel, source)
+        print("kernel", kernel, sep="\t")
+
+
+def main(part: int, parts: int) -> None:
     for name in list(CASES)[part::parts]:
         given = [transposed(t) for t in CASES[name].inputs()]
         w = torch.randn(5, CASES[name].call(*given).shape[-1], requires_grad=True)
@@ -98,4 +128,5 @@ def main(part: int, parts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    set_up()
+    main(int(sys.argv[1]), int(sys.argv[2])) if sys.argv[1:] else nodes()

@@ -49,6 +49,7 @@ from .rules import SMALL
 
 _inductor = inductor()
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
@@ -132,7 +133,7 @@ def partition(
     ``inner`` is the partitioner that cuts, None for PyTorch's own; the rest is as PyTorch passes it to one.
     """
     inner = inner or _inductor.cut
-    _inductor.extract_at_once()
+    _inductor.order_by_memory()
     fusing.add_gradients(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -141,6 +142,7 @@ def partition(
         for half in (forward, backward):
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
+            _weights_of_convolutions_first(half.graph)
             changed = fusing.fuse(half.graph)
             changed |= kernel_nodes.insert(half.graph)
             changed |= half is backward and in_place.write(half.graph)
@@ -276,6 +278,23 @@ def _write_before_statistics(half: Graph) -> None:
         source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n))
         if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
             source.meta["inductor_realize_to_strides"] = True
+
+
+def _weights_of_convolutions_first(half: Graph) -> None:
+    """Compute a convolution's g_w and then its g_x, as PyTorch does within a call: by then x, dequantized, is free."""
+    for node in half.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
+        *given, mask = node.args
+        if not (mask[0] and mask[1] and given[1].op == "call_function" and numel(given[1]) >= SMALL):
+            continue
+        for wanted in ([False, *mask[1:]], [True, False, False]):
+            with half.inserting_before(node):
+                part = half.call_function(node.target, (*given, wanted))
+            part.meta = dict(node.meta)
+            part.meta["val"] = tuple(t if want else None for t, want in zip(node.meta["val"], wanted, strict=True))
+            for user in [user for user in node.users if wanted[user.args[1]]]:
+                user.replace_input_with(node, part)
+        if not node.users:
+            half.erase_node(node)
 
 
 def _is_last_axis(axes: Any, of: Any) -> bool:

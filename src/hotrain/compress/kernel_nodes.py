@@ -51,6 +51,8 @@ def insert(half: Graph) -> bool:
         if found is not None:
             _splice(half, node, found)
             changed = True
+    for kernel in half.find_nodes(op="call_function", target=_inductor.kernel_with_results) if changed else ():
+        _write_once(kernel)
     return changed
 
 
@@ -95,6 +97,17 @@ def _made_functional(graph: Graph, node: Node) -> bool:
             empty.replace_all_uses_with(made, delete_user_cb=lambda n: n not in earlier)
     graph.erase_node(node)
     return True
+
+
+def _write_once(kernel: Node) -> None:
+    """Let Inductor write what a kernel reads before the kernel: else each argument is a copy, of one tensor too.
+
+    So it is for what is no view of memory, as a transposed sum: of a norm's kernels, which pass x for what is absent,
+    ten.
+    """
+    for node in kernel.all_input_nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and node.target not in _EMPTY:
+            node.meta["inductor_realize_to_strides"] = True
 
 
 def _splice(half: Graph, node: Node, found: Graph) -> None:
