@@ -103,6 +103,7 @@ def test_this_pytorch_has_every_name() -> None:
     assert private.MISSING == {}
     assert private.inductor().cut is not None
     assert private.compiled_part(torch.compile(nn.Linear(2, 2))) is not None
+    assert len(private.fakes.hooks(nn.Linear(2, 2))) == 4
     x = torch.ones(2, requires_grad=True)
     y = x.sin()
     assert private.node_number() == private.node_number(y.grad_fn)

@@ -233,6 +233,12 @@ class Fakes(NamedTuple):
         """Whether t is one; False where there are none."""
         return isinstance(t, self.tensor) and self.tensor is not Tensor
 
+    @staticmethod
+    def hooks(module: nn.Module) -> list[dict[int, Any]]:
+        """A module's hooks, before and behind forward and backward, by kind. Without it: none, and fakes reach them."""
+        kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        return [vars(module)[kind] for kind in kinds if kind in vars(module)]
+
 
 def _no_fakes() -> AbstractContextManager[Any]:
     raise NotImplementedError(f"PyTorch {torch.__version__} has no fake tensors")

@@ -8,10 +8,12 @@ import logging
 import pickle
 import re
 from collections import UserDict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import hotrain
 
@@ -203,6 +205,57 @@ def test_an_operator_that_refuses_fake_tensors_is_not_logged() -> None:
         log.removeFilter(seen)
     assert not logged
     assert not log.disabled
+
+
+class Watching:
+    """A hook that is no function: a copy of it would be a copy of all that it watches."""
+
+    def __init__(self) -> None:
+        self.mean, self.calls = torch.zeros(()), 0
+
+    def __deepcopy__(self, memory: object) -> Watching:
+        raise AssertionError("copied")
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean()
+
+
+def test_hooks_are_not_run_on_fake_tensors() -> None:
+    """A mean of activations that a hook keeps became a fake tensor in a printed report, and the next step raised."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 64)
+    report = hotrain.convert(model)
+    watching, means, seen = Watching(), [torch.zeros(())], []
+
+    def average(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        means[0] = 0.9 * means[0] + 0.1 * y.detach().mean()
+
+    model[0].register_forward_hook(average)
+    model[1].register_forward_hook(watching, always_call=True)
+    model[1].register_forward_pre_hook(lambda module, args, kwargs: seen.append("pre"), with_kwargs=True)
+    model[2].register_full_backward_pre_hook(lambda module, g: seen.append("backward pre"))
+    model[2].register_full_backward_hook(lambda module, g_x, g_y: seen.append("backward"))
+    model(x).sum().backward()
+    expected, mean = seen.copy(), means[0]
+    assert report.totals() is not None
+    assert "kept for backward of the first batch" in str(report)
+    predicted = hotrain.predicted_bytes(model, x).total
+    assert (seen, watching.calls) == (expected, 1)
+    assert means[0] is mean
+    model(x).sum().backward()  # hooks of the model itself are where they were
+    assert (seen, watching.calls) == (expected * 2, 2)
+    assert predicted == hotrain.saved_bytes(model, x).total
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("computed", [nn.utils.weight_norm, nn.utils.spectral_norm, prune.Identity.apply])
+def test_weights_that_a_hook_computes_are_refused(computed: Callable[..., object]) -> None:
+    """The hooks of PyTorch's utilities leave a weight that is no leaf: without a copy of it there is no prediction."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    computed(model[0], name="weight")
+    model(torch.randn(32, 64)).sum().backward()
+    with pytest.raises(ValueError, match="predicted_bytes: Sequential does not run without values"):
+        hotrain.predicted_bytes(model, torch.randn(32, 64))
 
 
 def test_mappings_in_a_batch_keep_their_class() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +27,8 @@ from .saved_bytes import SavedBytes, saved_bytes
 
 def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Predict `saved_bytes` of ``model(*inputs, **kwargs)`` without running it, under the current autocast.
+
+    Hooks of its modules do not run: they could keep fake tensors. What they save or change is not predicted.
 
     Args:
         model: the model; it is not changed.
@@ -70,6 +73,8 @@ def _predicted(
             )
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
+    for hooks in (hooks for module in model.modules() for hooks in fakes.hooks(module)):
+        memory[id(hooks)] = OrderedDict()  # the copy has none: copied functions write to what they wrote to
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # what refuses fake tensors raises: no traceback beside that
     try:
