@@ -301,6 +301,26 @@ def test_parameters_are_as_any_tensor(name: str) -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_draws_behind_dropout_are_pytorchs(p: float, inplace: bool) -> None:
+    """PyTorch draws a mask only between: all draws behind a dropout of everything were others."""
+    x = rand(*X)
+
+    def run(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        y = call(x + 0)
+        return y, torch.rand(()), *torch.autograd.grad(y.sum(), x)
+
+    def dropout(t: Tensor) -> Tensor:
+        return F.dropout(t, p, inplace=inplace)
+
+    (y, draw, g_x), (want, next_draw, g) = run(lambda t: with_operators(dropout, t)), run(dropout)
+    assert torch.equal(y, want)
+    assert torch.equal(draw, next_draw)
+    torch.testing.assert_close(g_x, g)
+
+
 INPLACE = {
     "relu": lambda x: F.relu(x, inplace=True),
     "silu": lambda x: F.silu(x, inplace=True),

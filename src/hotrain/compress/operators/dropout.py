@@ -38,11 +38,11 @@ def _drawn_mask(key: Tensor, run: int, p: float) -> Tensor:
 
 
 class Dropout(torch.autograd.Function):
-    """Dropout with probability p."""
+    """Dropout with probability p, 0 < p < 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        ctx.p, ctx.order = p, memory_order(x)
+        ctx.factor, ctx.order = 1 / (1 - p), memory_order(x)
         ctx.shape = x.permute(ctx.order).shape
         if is_eager(x):
             y, mask = torch.native_dropout(x, p, True)
@@ -62,17 +62,13 @@ class Dropout(torch.autograd.Function):
 
         if torch.is_grad_enabled() or not _is_packed_by_kernel(g, g_y):  # the kernel is not differentiable
             return as_it_was(reference(), ctx.order), None
-        g_x = launch(g.device, "activation.bits_gradient", reference, g, bits, _factor(ctx.p))
+        g_x = launch(g.device, "activation.bits_gradient", reference, g, bits, ctx.factor)
         return as_it_was(g_x, ctx.order), None
-
-
-def _factor(p: float) -> float:
-    return 0.0 if p == 1 else 1 / (1 - p)
 
 
 def _masked(t: Tensor, mask: Tensor, ctx: Any) -> Tensor:
     """t / (1 − p) where the mask is set, 0 elsewhere."""
-    return torch.where(as_it_was(mask, ctx.order), t * _factor(ctx.p), 0.0)
+    return torch.where(as_it_was(mask, ctx.order), t * ctx.factor, 0.0)
 
 
 def _is_packed_by_kernel(t: Tensor, x: Tensor) -> bool:
@@ -95,7 +91,8 @@ def _dropout(
 ) -> Tensor | None:
     if p == 0 and isinstance(input, Tensor):
         return input  # as PyTorch does; the next layer must find its origin
-    if not (training and 0 < p <= 1 and is_large(input) and input.requires_grad):
+    # Where p is 1, PyTorch draws and keeps nothing.
+    if not (training and 0 < p < 1 and is_large(input) and input.requires_grad):
         return None
     if not (is_eager(input) or torch.compiler.is_compiling() or fakes.include(input)):
         scope.buffers.record_full("dropout", f"of {type(input).__name__}, whose mask is PyTorch's own")
