@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import hotrain
 
@@ -102,6 +104,57 @@ def test_an_input_that_is_no_contiguous_block() -> None:
 
 def test_an_image_without_a_batch_axis() -> None:
     assert_same_bits(nn.Conv2d(32, 64, 3), torch.randn(32, 13, 14))
+
+
+class Noise(nn.Module):
+    """A parametrization that draws whenever the weight is read in training."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + 0.1 * torch.randn_like(w) if self.training else w
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "noise": lambda layer: parametrize.register_parametrization(layer, "weight", Noise()),
+    "noise of the bias": lambda layer: parametrize.register_parametrization(layer, "bias", Noise()),
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+}
+
+
+def parametrized_pair(kind: str, way: str) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Exact and converted, each with its parametrization, and an input; `convert` asks for that order."""
+    layer, x = layer_of(kind)
+    exact, model = nn.Sequential(layer, nn.GELU()), nn.Sequential(copy.deepcopy(layer), nn.GELU())
+    hotrain.convert(model, memory="linear", filter_fn=lambda module, name: True)
+    for net in (exact, model):
+        torch.manual_seed(0)
+        PARAMETRIZATIONS[way](net[0])
+    return exact, model, x
+
+
+@pytest.mark.parametrize("way", PARAMETRIZATIONS)
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "3x3"])
+def test_a_parametrization_runs_once_in_a_forward(kind: str, way: str) -> None:
+    """Each read is a power iteration or a draw: in first and later steps, of another shape, without gradients."""
+    exact, model, x = parametrized_pair(kind, way)
+    for grad, x_t in ((True, x), (True, x), (True, x[:1]), (False, x)):
+        found = []
+        for net in (exact, model):
+            torch.manual_seed(1)
+            with torch.set_grad_enabled(grad):
+                found.append([net(x_t), torch.rand(()), *net.state_dict().values()])
+        for want, got in zip(*found, strict=True):
+            assert torch.equal(got, want)
+    assert next(hotrain.converted_layers(model))[2].calls > 0
+
+
+def test_compiled_a_parametrization_runs_once_too() -> None:
+    """Spectral norm's buffers say how often it ran."""
+    exact, model, x = parametrized_pair("linear", "spectral norm")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(x), exact(x))
+        for got, want in zip(model.buffers(), exact.buffers(), strict=True):
+            assert torch.equal(got, want)
 
 
 def test_dtypes_that_do_not_match_are_refused_as_pytorch_refuses_them() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached, is_parametrized
 
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
@@ -108,11 +109,14 @@ class LayerState:
             kernels = autograd.KERNELS.get(device.type)
             self.running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
 
-    def forward(self, module: Any, x: Tensor, channels: int, place: Place | None = None) -> Tensor | None:
-        """The result of a layer in training, or None where PyTorch's own forward is to run.
+    def forward(
+        self, module: Any, exact: Callable[[Tensor], Tensor], x: Tensor, channels: int, place: Place | None = None
+    ) -> Tensor:
+        """The result of a layer in training.
 
         Args:
             module: the layer.
+            exact: PyTorch's own forward of it, for where the method does not run.
             x: its input.
             channels: that it must have.
             place: of a convolution.
@@ -120,6 +124,15 @@ class LayerState:
         Raises:
             TypeError, ValueError: as `functional.check_input`.
         """
+        if not is_parametrized(module):
+            y = self._forward(module, x, channels, place)
+            return exact(x) if y is None else y
+        with cached():  # weight and bias are read several times; PyTorch computes them once in a forward
+            y = self._forward(module, x, channels, place)
+            return exact(x) if y is None else y
+
+    def _forward(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+        """The result by the method, or None where PyTorch's own forward is to run."""
         if torch.compiler.is_dynamo_compiling():
             return self._traced(module, x, channels, place)
         # Nothing is shared across the borders of a checkpoint, of which the second forward must find the same.
