@@ -45,7 +45,7 @@ class Dropout(torch.autograd.Function):
         ctx.factor, ctx.order = 1 / (1 - p), memory_order(x)
         ctx.shape = x.permute(ctx.order).shape
         if is_eager(x):
-            y, mask = torch.native_dropout(x, p, True)
+            y, mask = _drawn(x, p)
             ctx.save_for_backward(_packed(mask.permute(ctx.order), x))
             return y
         key = torch.randint(1 << 62, (), device=x.device)
@@ -64,6 +64,14 @@ class Dropout(torch.autograd.Function):
             return as_it_was(reference(), ctx.order), None
         g_x = launch(g.device, "activation.bits_gradient", reference, g, bits, ctx.factor)
         return as_it_was(g_x, ctx.order), None
+
+
+def _drawn(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """PyTorch's y and its mask. On a CPU PyTorch divides the mask by 1 − p, which rounds otherwise than a product."""
+    if x.device.type != "cpu":
+        return torch.native_dropout(x, p, True)
+    mask = torch.empty_like(x).bernoulli_(1 - p)
+    return x * (mask / (1 - p)), mask != 0
 
 
 def _masked(t: Tensor, mask: Tensor, ctx: Any) -> Tensor:
