@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     restored = lambda *t: OPS.restore_codes([*t, None], RECIPE, [4, ROWS // 4, CHANNELS], BF16)  # noqa: E731
     yield "restore_codes", restored, [codes, scale, w]
     heads = lambda *t: OPS.keep_heads(list(t[:4]), "int8", "int4 nearest", t[4])  # noqa: E731
-    yield "keep_heads", heads, [*(x.view(ROWS, 1, CHANNELS) + n for n in range(4)), two.new_empty(2, 1, CHANNELS)]
+    yield "keep_heads", heads, [*(x.view(2, -1, 1, CHANNELS) + n for n in range(4)), two.new_empty(2, 2, 1, CHANNELS)]
     key = torch.empty((), dtype=torch.int64, device="cuda")
     yield "drawn_mask", lambda key: OPS.drawn_mask(key, 512, 0.1), [key]
     yield "row_normalizer", lambda x: OPS.row_normalizer(x, 200), [x]

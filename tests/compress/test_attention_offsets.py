@@ -32,13 +32,19 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "KERNELS", dict.fromkeys(("cpu", "cuda"), kernels))
 
 
-def inputs(of_k: float, of_v: float, heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k and v, (B, H, T, D), and g, the same of each offset but for that; those of k and v are of each channel."""
+def inputs(
+    of_k: float, of_v: float, samples: int = BATCH, heads: int = HEADS, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """q, k and v, (B, H, T, D), and g, the same of each offset but for that; those of k and v are of each channel.
+
+    The first ``samples`` have them, the others have none.
+    """
     torch.manual_seed(0)
     q, g = (torch.randn(BATCH, TOKENS, HEADS, WIDTH) for _ in range(2))
     k, v = (torch.randn(BATCH, TOKENS, heads, WIDTH) for _ in range(2))
     signs = torch.randn(2, heads, WIDTH).sign()
-    k, v = k + of_k * signs[0], v + of_v * signs[1]
+    k[:samples] += of_k * signs[0]
+    v[:samples] += of_v * signs[1]
     return [t.to(dtype).transpose(1, 2) for t in (q, k, v, g)]
 
 
@@ -69,7 +75,7 @@ def errors(run: Function, tensors: list[Tensor]) -> list[float]:
 def both(run: Function, **options: Any) -> None:
     without = errors(run, inputs(0, 0, **options))
     assert max(without) < 0.9, "what int4 of v costs"
-    for offsets in ((OFFSET, 0), (0, OFFSET), (OFFSET, OFFSET)):
+    for offsets in ((OFFSET, 0), (0, OFFSET), (OFFSET, OFFSET), (OFFSET, OFFSET, 1)):
         found = errors(run, inputs(*offsets, **options))
         assert all(a < 1.5 * b for a, b in zip(found, without, strict=True)), (offsets, found, without)
 
@@ -96,7 +102,7 @@ def test_half_precision_by_kernels(by_kernels: None) -> None:
     k[:, :, :, 3], k[:, :, 5, 3] = 60000, -60000
     tensors = [t.transpose(1, 2) for t in (q, k, v, q)]
     middle = middles(tensors[1:3])
-    assert (middle[0, :, 3] > 50000).all()
+    assert (middle[0, :, :, 3] > 50000).all()
     kept = attention._keep_heads(tensors, "int8", "int4 nearest", middle)
     want = attention._packed_by_formula(tensors, ("int8", "int4 nearest"), middle, attention.pack)
     torch.testing.assert_close(kept[3], want[3], rtol=2**-7, atol=0)
@@ -129,7 +135,7 @@ def test_middles() -> None:
     torch.manual_seed(0)
     t = torch.randn(3, 40, 2, 16) + 5
     found = middles([t, t + 1])
-    assert found.shape == (2, 2, 16)
+    assert found.shape == (2, 3, 2, 16)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found[1], found[0] + 1)
     assert (found[0] - 5).abs().max() < 4 / 14**0.5
@@ -138,8 +144,11 @@ def test_middles() -> None:
     t[0, 0, 1, 2], t[0, 0, 0, 3] = 1e6, -1e6  # the first token is always one of them
     torch.testing.assert_close(middles([t]), found[:1], rtol=0, atol=0.5)
     t[0, 0, 1, 2], t[0, 0, 0, 3] = float("nan"), float("inf")
-    assert (middles([t])[0] == 0).nonzero().tolist() == [[0, 3], [1, 2]]
-    assert middles([torch.full((1, 1, 2, 4), 7.0)]).eq(7).all()
+    assert (middles([t])[0] == 0).nonzero().tolist() == [[0, 0, 3], [0, 1, 2]]
+    for size in (1, 2, 3):
+        few = torch.full((2, size, 2, 4), 7.0)
+        few[1] = -3
+        torch.testing.assert_close(middles([few])[0], few[:, 0], msg="as many tokens as there are, of each sample")
 
 
 def test_keys_that_are_not_finite() -> None:

@@ -94,9 +94,9 @@ def calls() -> None:
         kept = batch_norm.normalize(x, vector, vector, vector, vector, x, "relu", None)
         for other in (None, x):
             batch_norm.gradient(kept[0], other, *kept[1:], vector, vector, "relu", None, True)
-    heads = [torch.empty(64, 8, 64, dtype=torch.bfloat16) for _ in range(4)]
+    heads = [torch.empty(4, 64, 8, 64, dtype=torch.bfloat16) for _ in range(4)]
     for count in (1, 2):
-        middle = attention.middles([t[None] for t in heads[1 : 1 + count]])
+        middle = attention.middles(heads[1 : 1 + count])
         attention.unpack(attention.pack(heads, 64, (8, 4), middle), (8, 4), torch.bfloat16)
 
 

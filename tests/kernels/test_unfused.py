@@ -513,18 +513,18 @@ def heads(batch: int, tokens: int, count: int, width: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 48, 64, 256])
 def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """q, k and v are in one tensor, the output alone; fewer heads of k and v, as in Llama, are fewer programs.
+    """q, k and v are in one tensor, the output alone; fewer heads or tokens of k and v are fewer programs.
 
     k, and v if it has middles, are packed less these, in float32.
     """
     packed = heads(2, 21, 3 * 4, width, dtype, device)
     q, k, v = packed.unflatten(2, (3, 4)).unbind(2)
     group = group_size(width)
-    for tensors in ((q, k, v, heads(2, 21, 4, width, dtype, device)), (q, k[:, :, :1], v[:, :, :1], q.contiguous())):
-        number = 2 if tensors[1] is k else 1
-        middle = torch.randn(number, *tensors[1].shape[2:], device=device)
+    out, few, narrow = heads(2, 21, 4, width, dtype, device), [t[:, :5] for t in (k, v)], [t[:, :, :1] for t in (k, v)]
+    for number, tensors in ((2, (q, k, v, out)), (2, (q, *few, out)), (1, (q, *narrow, q.contiguous()))):
+        middle = torch.randn(number, 2, *tensors[1].shape[2:], device=device)
         kept = attention.pack(tensors, group, (8, 4), middle)
-        less = [t.float() - middle[place - 1] if 0 < place <= number else t for place, t in enumerate(tensors)]
+        less = [t.float() - middle[place - 1][:, None] if 0 < place <= number else t for place, t in enumerate(tensors)]
         alone = [part for place, t in enumerate(less) for part in packing.pack(t, group, 8 if place < 2 else 4)]
         assert len(kept) == 8
         assert all(torch.equal(got, want) for got, want in zip(kept, alone, strict=True))
@@ -538,19 +538,20 @@ def test_four_at_once_are_what_each_alone_is(width: int, dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "tokens", "width"), [(1, 3, 16), (2, 21, 48), (3, 64, 256)])
+@pytest.mark.parametrize(("batch", "tokens", "width"), [(1, 3, 16), (2, 21, 48), (3, 64, 256), (5, 1, 8)])
 def test_middles_by_the_kernel(batch: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Of tensors in any layout, one or two; 0 where a number that is looked at is not finite."""
     k, v = heads(batch, tokens, 6, width, dtype, device).unflatten(2, (3, 2)).unbind(2)[1:]
-    k[0, 0, 1, 3], v[0, 0, 0, 5], v[:, :, 1, 2] = float("nan"), float("-inf"), 1000
+    k[-1, 0, 1, 3], v[0, 0, 0, 5], v[0, :, 1, 2] = float("nan"), float("-inf"), 1000
     by_head = heads(batch, 2, tokens, width, dtype, device).transpose(1, 2)
     for tensors in ([k], [k, v], [by_head, k.contiguous()], [v.mT.contiguous().mT, v[:, :1].expand(v.shape)]):
         found, want = attention.middles(tensors), middles(tensors)
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-4)
         assert found.isfinite().all()
     found = attention.middles([k, v])
-    assert (found == 0).nonzero().tolist() == [[0, 1, 3], [1, 0, 5]]
-    assert found[1, 1, 2] == 1000
+    assert (found == 0).nonzero().tolist() == [[0, batch - 1, 1, 3], [1, 0, 0, 5]]
+    assert found[1, 0, 1, 2] == 1000
+    assert (found[1, 1:, 1, 2] < 500).all()
 
 
 def test_attention_in_eager_mode_is_the_kernels(

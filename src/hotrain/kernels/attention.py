@@ -17,34 +17,37 @@ from ..quantize.channels import OF_MIDDLES
 from .codes import Rows, output_of, pack_groups, sampled_rows, tile_of, unpack_groups
 from .launch import Plan, cdiv, is_wide, power_of_2
 
+_CHANNELS = 128  # of a program that finds middles
+
 
 @triton.jit
 def _middles_kernel(
-    k, v, out, tokens, all_tokens, heads, k_sample, k_token, k_head, k_column, v_sample, v_token, v_head, v_column,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    k, v, out, tokens, blocks, k_sample, k_token, k_head, k_column, v_sample, v_token, v_head, v_column,
+    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each head of k, and of v."""
-    which, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    place = sampled_rows(all_tokens, ROWS)
-    column = tl.arange(0, BLOCK)
-    there = column < COLUMNS
-    sample, token = (place // tokens)[:, None], (place % tokens)[:, None]
-    inside = (place < all_tokens)[:, None] & there[None, :]
+    """One program for some channels, of all heads, of each sample of k, and of v."""
+    sample, which = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)
+    channel = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    there = channel < CHANNELS
+    head, column = (channel // COLUMNS).to(tl.int64)[None, :], (channel % COLUMNS)[None, :]
+    token = sampled_rows(tokens, ROWS)[:, None]
     if which == 0:
-        at = k + sample * k_sample + token * k_token + head.to(tl.int64) * k_head + column[None, :] * k_column
-        t = tl.load(at, mask=inside, other=0).to(tl.float32)
+        at = k + sample * k_sample + token * k_token + head * k_head + column * k_column
+        t = tl.load(at, mask=there[None, :], other=0).to(tl.float32)
     else:
-        at = v + sample * v_sample + token * v_token + head.to(tl.int64) * v_head + column[None, :] * v_column
-        t = tl.load(at, mask=inside, other=0).to(tl.float32)
+        at = v + sample * v_sample + token * v_token + head * v_head + column * v_column
+        t = tl.load(at, mask=there[None, :], other=0).to(tl.float32)
     middle = (tl.sum(t, axis=0) - tl.max(t, axis=0) - tl.min(t, axis=0)) / (ROWS - 2)
     middle = tl.where(tl.abs(middle) < float("inf"), middle, 0.0)
-    tl.store(out + tl.program_id(0) * COLUMNS + column, middle, mask=there)
+    samples = tl.num_programs(0) // blocks
+    tl.store(out + (which * samples + sample) * CHANNELS + channel, middle, mask=there)
 
 
 def middles(tensors: Sequence[Tensor]) -> Tensor:
     """`quantize.channels.middles` of k and v, or of k: (B, T, H, D) each, of one shape and dtype."""
     first, last = tensors[0], tensors[-1]
-    out = torch.empty(len(tensors), *first.shape[2:], dtype=torch.float32, device=first.device)
+    samples, _, heads, columns = first.shape
+    out = torch.empty(len(tensors), samples, heads, columns, dtype=torch.float32, device=first.device)
     _middles(first.device, first.dtype, first.shape, len(tensors), first.stride(), last.stride()).run(first, last, out)
     return out
 
@@ -54,33 +57,35 @@ def _middles(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, count: int, *strides: tuple[int, ...]
 ) -> Plan:
     samples, tokens, heads, columns = shape
-    constants = {"COLUMNS": columns, "BLOCK": power_of_2(columns), "ROWS": OF_MIDDLES}
-    numbers = (tokens, samples * tokens, heads, *strides[0], *strides[1])
-    return Plan(_middles_kernel, count * heads, constants, numbers, given=2)
+    channels = heads * columns
+    block = min(_CHANNELS, power_of_2(channels))
+    blocks = cdiv(channels, block)
+    constants = {"CHANNELS": channels, "COLUMNS": columns, "BLOCK": block, "ROWS": OF_MIDDLES}
+    numbers = (tokens, blocks, *strides[0], *strides[1])
+    return Plan(_middles_kernel, (samples * blocks, count), constants, numbers, given=2)
 
 
 @triton.jit
 def _pack_kernel(
     q, k, v, o, middles, q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale,
     q_segments, q_run, q_stride, k_segments, k_run, k_stride, v_segments, v_run, v_stride, o_segments, o_run, o_stride,
-    period, blocks,
+    period, sample, middles_of_k, blocks,
     BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, CENTERS_V: tl.constexpr,
 ):  # fmt: skip
-    """`middles`: of `period` groups of k, and if CENTERS_V, of v behind them."""
+    """`middles`: so many numbers of k, and if CENTERS_V, of v behind them. Of k and v, `period` groups are a token."""
     which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    of_v = middles + period * (2 * HALF)
     if which == 0:
         pack_groups(block, q, q_codes, q_scale, q_segments, q_run, q_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
     elif which == 1:
         pack_groups(
             block, k, k_codes, k_scale, k_segments, k_run, k_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE,
-            middles, period, True,
+            middles, period, sample, True,
         )  # fmt: skip
     elif which == 2:
         pack_groups(
             block, v, v_codes, v_scale, v_segments, v_run, v_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE,
-            of_v, period, CENTERS_V,
+            middles + middles_of_k, period, sample, CENTERS_V,
         )  # fmt: skip
     else:
         pack_groups(block, o, o_codes, o_scale, o_segments, o_run, o_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
@@ -90,18 +95,19 @@ def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int], middle: T
     """`codes.pack` of q, k less its middles, v, less its middles if there are, and the output: eight tensors.
 
     Args:
-        tensors: (..., H, C) each, of one dtype and one C; k and v of one H.
+        tensors: (B, T, H, C) each, of one dtype and one C; k and v of one shape.
         bits: of the first two, and of the last two.
-        middle: of `middles`, (1 or 2, H, C), contiguous.
+        middle: of `middles`, (1 or 2, B, H, C), contiguous.
 
     Returns:
         Codes and scales of each.
     """
     q, k, v, o = (Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors))
     wide = q.wide or k.wide or v.wide or o.wide
-    count, heads, columns = middle.shape
+    count, samples, heads, columns = middle.shape
     places, period = (q.place, k.place, v.place, o.place), heads * columns // group
-    plan = _packs(q.x.device, q.x.dtype, bits, q.half, places, period, wide, count == 2)
+    steps = period, k.x.shape[1] * period, samples * heads * columns
+    plan = _packs(q.x.device, q.x.dtype, bits, q.half, places, steps, wide, count == 2)
     codes, scales = (q.codes, k.codes, v.codes, o.codes), (q.scale, k.scale, v.scale, o.scale)
     plan.run(q.x, k.x, v.x, o.x, middle, *codes, *scales)
     return [part for pair in zip(codes, scales, strict=True) for part in pair]
@@ -110,7 +116,7 @@ def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int], middle: T
 @functools.cache
 def _packs(
     device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int,
-    places: tuple[tuple[int, int, int], ...], period: int, wide: bool, centers_v: bool,
+    places: tuple[tuple[int, int, int], ...], steps: tuple[int, int, int], wide: bool, centers_v: bool,
 ) -> Plan:  # fmt: skip
     block, each, warps = tile_of(half)
     blocks = cdiv(max(place[0] for place in places), each)
@@ -118,7 +124,7 @@ def _packs(
         "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide,
         "CENTERS_V": centers_v,
     }  # fmt: skip
-    numbers = (*(word for place in places for word in place), period, blocks)
+    numbers = (*(word for place in places for word in place), *steps, blocks)
     return Plan(_pack_kernel, 4 * blocks, constants, numbers, warps, given=5)
 
 

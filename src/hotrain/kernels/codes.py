@@ -131,10 +131,10 @@ def tile_of(half: int) -> tuple[int, int, int]:
 def pack_groups(
     block, x, codes, scale, segments, run, stride,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    middles=None, period=1, CENTERED: tl.constexpr = False,
+    middles=None, period=1, sample=1, CENTERED: tl.constexpr = False,
 ):  # fmt: skip
     """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further. If
-    CENTERED, what `middles` has for `period` groups is subtracted from each so many."""
+    CENTERED, `middles` are subtracted, of `period` groups from each so many; each `sample` groups have their own."""
     segment = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = segment < segments
@@ -144,9 +144,11 @@ def pack_groups(
     low = tl.load(x + first[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
     high = tl.load(x + first[:, None] + HALF + column[None, :], mask=inside, other=0).to(tl.float32)
     if CENTERED:
-        own = middles + (segment % period)[:, None] * (2 * HALF) + column[None, :]
-        low -= tl.load(own, mask=inside, other=0)
-        high -= tl.load(own + HALF, mask=inside, other=0)
+        # Rows beyond the last read the first middle: that takes 56 registers (sm_90), a mask by row 76.
+        of = tl.where(live, (place // sample) * period + place % period, 0)
+        own, real = middles + of[:, None] * (2 * HALF) + column[None, :], (column < HALF)[None, :]
+        low -= tl.load(own, mask=real, other=0)
+        high -= tl.load(own + HALF, mask=real, other=0)
     packed_at, at = place[:, None] * HALF + column[None, :], place[:, None] * (2 * HALF) + column[None, :]
     found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16)
     tl.store(scale + place, found, mask=live)

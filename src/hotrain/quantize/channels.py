@@ -44,23 +44,35 @@ def factors(rows: Tensor) -> Tensor:
 
 
 def middles(tensors: Sequence[Tensor]) -> Tensor:
-    """For each head and channel of each tensor (B, T, H, D) the mean of some tokens, without the largest and the least.
+    """The mean of some tokens of each sample, head and channel, without the largest and the least.
+
+    Args:
+        tensors: (B, T, H, D) each, of one shape.
 
     Returns:
-        float32, (tensors, H, D); 0 where it is not finite.
+        float32, (tensors, B, H, D); 0 where it is not finite.
     """
-    tokens = torch.stack([_some(t, OF_MIDDLES, 2) for t in tensors]).to(torch.float32)
+    return torch.stack([_middles(t) for t in tensors])
+
+
+def _middles(t: Tensor) -> Tensor:
+    tokens = t[:, _places(OF_MIDDLES, t.shape[1], t.device)].to(torch.float32)
     middle = (tokens.sum(1) - tokens.amax(1) - tokens.amin(1)) / (OF_MIDDLES - 2)
     return torch.where(middle.isfinite(), middle, 0.0)
 
 
-def _some(rows: Tensor, count: int, axes: int = 1) -> Tensor:
-    """So many rows of the last axes, along a first axis; of rows in any memory layout, which `reshape` might copy."""
-    sizes, row = rows.shape[:-axes], rows.shape[-axes:]
-    number = torch.arange(count, device=rows.device)
-    place = (((number * STRIDE) & ((1 << SPAN) - 1)) * math.prod(sizes)) >> SPAN
+def _places(count: int, size: int, device: torch.device) -> Tensor:
+    """So many of `size` places; of fewer, some more than once."""
+    number = torch.arange(count, device=device)
+    return (((number * STRIDE) & ((1 << SPAN) - 1)) * size) >> SPAN
+
+
+def _some(rows: Tensor, count: int) -> Tensor:
+    """So many rows of the last axis, (count, C); of rows in any memory layout, which `reshape` might copy."""
+    sizes = rows.shape[:-1]
+    place = _places(count, math.prod(sizes), rows.device)
     index = []
     for size in reversed(sizes):
         index.append(place % size)
         place = place // size
-    return rows[tuple(index[::-1])] if sizes else rows.expand(count, *row)
+    return rows[tuple(index[::-1])] if sizes else rows.expand(count, -1)

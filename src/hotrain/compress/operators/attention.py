@@ -4,9 +4,9 @@ Each head of each token has a scale of its own. Backward dequantizes q, k and v 
 the gradients are those of attention at the rounded values, whose weights sum to one. With the log-sum-exp of the exact
 forward the weights would be wrong by the exponential of a logit's rounding error, which has no bound
 (docs/numerics.md). A constant in all keys, or in all values, changes no gradient: k and, but for dropout, v are packed
-less one for each channel (`quantize.channels.middles`), which would take their range. The result's codes are for the
-layer behind; under dropout backward needs them too. PyTorch's own choice of kernel is followed, from the same switches
-(`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run, PyTorch's function runs unchanged.
+less one for each channel of each sample (`quantize.channels.middles`), which would take their range. The result's codes
+are for the layer behind; under dropout backward needs them too. PyTorch's own choice of kernel is followed, from the
+same switches (`torch.nn.attention.sdpa_kernel`). Where no fused kernel can run, PyTorch's function runs unchanged.
 
 Shapes, if not said otherwise: q and the result (B, H, T, D); k and v (B, H or a divisor of it, T', D). ``mask`` is
 boolean, True where a query may attend, or numbers that are added to the logits, or None; ``dropout`` the probability of
@@ -262,7 +262,7 @@ def _packed_by_formula(
     for place, t in enumerate(tensors):
         form = forms[place // 2]
         if 0 < place <= len(middle):
-            found += rematerialize.keep(GROUPED[form], _less(t, middle[place - 1]))
+            found += rematerialize.keep(GROUPED[form], _less(t, middle[place - 1][:, None]))
         else:
             found += alone(t, form)
     return found
