@@ -98,14 +98,9 @@ class GradInput:
                 "accepted are bits=4 and transform=None"
             )
         if self.number in FP8:
-            accepted: dict[str, tuple[object, ...]] = {
-                "bits": (8,),
-                "scale": ("tensor", "auto"),
-                "rounding": ("nearest",),
-                "weight_scale": ("tensor",),
-                "weight_rounding": ("nearest",),
-            }
-            _require_fp8("grad_input", self, self.number, accepted)
+            nearest = {"rounding": ("nearest",), "weight_rounding": ("nearest",)}
+            scales = {"scale": ("tensor", "auto"), "weight_scale": ("tensor",)}
+            _require_fp8("grad_input", self, self.number, {"bits": (8,), **scales, **nearest})
 
     @property
     def is_exact(self) -> bool:
@@ -180,12 +175,11 @@ class GradWeight:
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
         if not (isinstance(self.share, float) and 0.0 < self.share <= 1.0):
             raise ValueError(f"grad_weight: share={self.share!r} is not a float in (0, 1]")
-        if self.number == "luq" and self.share < 1:
+        if self.number == "luq" and (self.bits != 4 or self.share < 1):
             raise ValueError(
-                f"grad_weight: number='luq' with share={self.share!r} is not defined; accepted is share=1.0"
+                f"grad_weight: number='luq' with bits={self.bits!r}, share={self.share!r} is not defined; accepted are "
+                "bits=4 and share=1.0"
             )
-        if self.number == "luq" and self.bits != 4:
-            raise ValueError(f"grad_weight: number='luq' with bits={self.bits!r} is not defined; accepted is bits=4")
         if self.number in FP8:
             _require_fp8("grad_weight", self, self.number, {"bits": (8,), "rounding": ("nearest",)})
 
@@ -244,8 +238,7 @@ class Saved:
         bits: 8, 4 (two codes per byte), or None for P x in the precision of x.
         number: ``"int"`` scales by amax; ``"e4m3"`` is fp8, with bits=8, rounded to nearest, per-tensor scale;
             ``"sawb"`` clips as LUQ's forward operands do.
-        scale: of P x, per tensor (``"tensor"``), or per row (``"row"``, a token-frequency), which backward folds into
-            that row of g_y.
+        scale: of P x: ``"tensor"``, or ``"row"``: of each token-frequency, which backward folds into that row of g_y.
         rounding: of P x.
 
     Raises:
@@ -458,7 +451,7 @@ class Method:
         saved = set_in(saved, {"saved_bits": "bits", "rounding": "rounding"})
         # Setting bits or rounding fixes the integers; a scale applies to the integers only.
         unchanged = (g_x, g_w, saved) == (self.grad_input, self.grad_weight, self.saved)
-        automatic = self.automatic and (unchanged or (FP8_KNOBS | {"scale"}).issuperset(overrides))
+        automatic = self.automatic and (unchanged or {*FP8_KNOBS, "scale"}.issuperset(overrides))
         return replace(self, grad_input=g_x, grad_weight=g_w, saved=saved, automatic=automatic)
 
     def _in_number(self, number: str) -> Method:
