@@ -142,8 +142,8 @@ def partition(
         for half in (forward, backward):
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
-            _weights_of_convolutions_first(half.graph)
-            changed = fusing.fuse(half.graph)
+            changed = _weights_of_convolutions_first(half.graph)
+            changed |= fusing.fuse(half.graph)
             changed |= kernel_nodes.insert(half.graph)
             changed |= half is backward and in_place.write(half.graph)
             if changed:
@@ -280,8 +280,9 @@ def _write_before_statistics(half: Graph) -> None:
             source.meta["inductor_realize_to_strides"] = True
 
 
-def _weights_of_convolutions_first(half: Graph) -> None:
-    """Compute a convolution's g_w and then its g_x, as PyTorch does within a call: by then x, dequantized, is free."""
+def _weights_of_convolutions_first(half: Graph) -> bool:
+    """Compute a convolution's g_w and then its g_x, as two calls: by then x, dequantized, is free. False: no change."""
+    changed = False
     for node in half.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
         *given, mask = node.args
         if not (mask[0] and mask[1] and given[1].op == "call_function" and numel(given[1]) >= SMALL):
@@ -293,8 +294,9 @@ def _weights_of_convolutions_first(half: Graph) -> None:
             part.meta["val"] = tuple(t if want else None for t, want in zip(node.meta["val"], wanted, strict=True))
             for user in [user for user in node.users if wanted[user.args[1]]]:
                 user.replace_input_with(node, part)
-        if not node.users:
-            half.erase_node(node)
+        half.erase_node(node)
+        changed = True
+    return changed
 
 
 def _is_last_axis(axes: Any, of: Any) -> bool:
