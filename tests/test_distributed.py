@@ -86,6 +86,7 @@ def fsdp() -> dict[str, Any]:
             grads[name] = [p.grad.full_tensor() for p in net.parameters()]
             optimizer.step()
         grads[f"{name} calls"] = [state.calls for _, _, state in hotrain.converted_layers(net)]
+        grads[f"{name} bytes"] = hotrain.saved_bytes(net, batch()).total
     net = model()
     fully_shard(net[0], mesh=_mesh())
     grads["of a layer itself"] = str(hotrain.convert(net, "hot"))
@@ -156,6 +157,7 @@ def test_fsdp2_shards_converted_layers(ranks: list[dict[str, Any]]) -> None:
             for got, want in zip(found[order], found["exact"], strict=True):
                 assert (got - want).norm() <= 1e-4 * want.norm()
         assert all(g.isfinite().all() for g in found["hot"])
+        assert 0 < found["hot bytes"] < found["lossless bytes"] <= found["exact bytes"]
         assert not torch.equal(found["hot"][0], found["exact"][0])
     assert all(torch.equal(a, b) for a, b in zip(ranks[0]["fsdp"]["hot"], ranks[1]["fsdp"]["hot"], strict=True))
 

@@ -252,8 +252,8 @@ def _storages_of_model(model: nn.Module) -> set[int]:
 def _storages(tensor: Tensor) -> list[tuple[int, int]]:
     """(identity, bytes) of the storages under a tensor: several for sparse tensors and wrapper subclasses."""
     if hasattr(tensor, "__tensor_flatten__"):
-        inner, _ = tensor.__tensor_flatten__()
-        return [pair for name in inner for pair in _storages(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [pair for part in inner if isinstance(part, Tensor) for pair in _storages(part)]  # a mesh is none
     if tensor.layout is torch.sparse_coo:
         return _storages(tensor._indices()) + _storages(tensor._values())
     storage = tensor.untyped_storage()
