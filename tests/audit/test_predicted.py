@@ -247,6 +247,37 @@ def test_hooks_are_not_run_on_fake_tensors() -> None:
     assert predicted == hotrain.saved_bytes(model, x).total
 
 
+class Collecting(nn.Module):
+    """A model that collects by hooks of its own what it returns, as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.found = nn.Sequential(nn.Linear(64, 64), Part()), []
+        self.layers[1].register_forward_hook(self.collect)
+
+    def collect(self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        self.found.append(y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.clear()
+        self.layers(x)
+        return self.found[0]
+
+
+class Part(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+
+
+def test_hooks_that_a_model_needs_run_and_a_users_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the library that the model's classes are of: SegFormer of transformers returns what hooks collect."""
+    model, seen = Collecting(), []
+    model.layers[1].register_forward_hook(other := lambda *_: seen.append(1))
+    monkeypatch.setattr(other, "__module__", "users")
+    assert hotrain.predicted_bytes(model, torch.randn(32, 64)).total == 2 * 32 * 64 * 4
+    assert seen == []
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("computed", [nn.utils.weight_norm, nn.utils.spectral_norm, prune.Identity.apply])
 def test_weights_that_a_hook_computes_are_refused(computed: Callable[..., object]) -> None:

@@ -46,7 +46,7 @@ def test_inductors_kernels_compile_for_a_gpu(part: int) -> None:
 
 
 def test_what_kernels_in_a_graph_read_is_written_once() -> None:
-    """A norm's two kernels have ten arguments that are x or stand for what is absent: each was a copy of its own."""
+    """A norm's two kernels have ten arguments that are x, also for what is absent: each was a copy of its own."""
     lines = _lines()
     names = [name for kind, name, *_ in lines if kind == "kernel"]
     assert [n for n in names if n.startswith("_channels")]

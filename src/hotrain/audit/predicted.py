@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from .saved_bytes import SavedBytes, saved_bytes
 def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes:
     """Predict `saved_bytes` of ``model(*inputs, **kwargs)`` without running it, under the current autocast.
 
-    Hooks of its modules do not run: they could keep fake tensors. What they save or change is not predicted.
+    Hooks of its modules do not run: they could keep fake tensors. What they save or change is not predicted. Where the
+    model does not run without them, those of its own library do (transformers collects hidden states by hooks).
 
     Args:
         model: the model; it is not changed.
@@ -65,6 +67,30 @@ def _predicted(
     model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None = None
 ) -> SavedBytes:
     """`saved_bytes` of a copy with fake tensors, after ``change`` was applied to the copy."""
+    try:
+        return _on_fakes(model, inputs, kwargs, change, hooked=False)
+    except ValueError:
+        if not any(_is_of_its_library(hook, module) for module, _, hook in _hooks(model)):
+            raise
+        return _on_fakes(model, inputs, kwargs, change, hooked=True)
+
+
+def _hooks(model: nn.Module) -> list[tuple[nn.Module, Callable[[], object], Any]]:
+    """Each hook with its module, and what removes it."""
+    kinds = [(module, hooks) for module in model.modules() for hooks in fakes.hooks(module)]
+    return [(module, partial(hooks.pop, n), hook) for module, hooks in kinds for n, hook in hooks.items()]
+
+
+def _is_of_its_library(hook: Any, module: nn.Module) -> bool:
+    """Whether a hook is of the library that the module's class is of."""
+    libraries = [str(getattr(each, "__module__", "")).partition(".")[0] for each in (hook, type(module))]
+    return libraries[0] == libraries[1]
+
+
+def _on_fakes(
+    model: nn.Module, inputs: Any, kwargs: Any, change: Callable[[nn.Module], object] | None, hooked: bool
+) -> SavedBytes:
+    """As `_predicted`, with the hooks of the model's own library, or none."""
     for name, module in model.named_modules():
         if _has_a_workspace(module):
             raise ValueError(
@@ -73,8 +99,8 @@ def _predicted(
             )
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
-    for hooks in (hooks for module in model.modules() for hooks in fakes.hooks(module)):
-        memory[id(hooks)] = OrderedDict()  # the copy has none: copied functions write to what they wrote to
+    if not hooked:  # a function that is copied writes to what it wrote to
+        memory |= {id(hooks): OrderedDict() for module in model.modules() for hooks in fakes.hooks(module)}
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # what refuses fake tensors raises: no traceback beside that
     try:
@@ -87,6 +113,9 @@ def _predicted(
                     shaped = _shape_alone(t)
                     memory[id(t)] = nn.Parameter(shaped, t.requires_grad) if isinstance(t, nn.Parameter) else shaped
             shapes = copy.deepcopy(model, memory)
+            for module, remove, hook in _hooks(shapes):
+                if not _is_of_its_library(hook, module):
+                    remove()
             if change is not None:
                 change(shapes)
             args, named = map_tensors(_shape_alone, (inputs, dict(kwargs)))
