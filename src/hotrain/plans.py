@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from .method import Method
 from .tables import bytes_text
@@ -37,6 +38,8 @@ class Point:
         how: ``"ran"``, peak_bytes is the allocator's peak; ``"predicted"``, it is predicted, as in `hotrain.fit`.
         device: name of the device that it was measured on; None: not measured.
         torch_version: that it was measured with; None: not measured.
+        layers: of the model that it was measured with, those with parameters; None: not measured.
+        parameters: of that model; None: not measured.
 
     Raises:
         ValueError: the plan has no such name, the spare time is negative, or offloading is combined with a method or
@@ -54,6 +57,8 @@ class Point:
     how: str = RAN
     device: str | None = None
     torch_version: str | None = None
+    layers: int | None = None
+    parameters: int | None = None
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
@@ -91,6 +96,22 @@ class Point:
                     "where its time and memory are others; measure here with hotrain.frontier"
                 )
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse another model than it was measured with: one of other numbers of layers or parameters.
+
+        Raises:
+            ValueError: they differ; the message has both.
+        """
+        if self.layers is None or self.parameters is None:
+            return
+        layers, parameters = size_of(model)
+        if (layers, parameters) != (self.layers, self.parameters):
+            raise ValueError(
+                f"hotrain.convert: plan {self.name!r} was measured with a model of {self.layers} layers and "
+                f"{self.parameters} parameters, this {type(model).__name__} has {layers} and {parameters}; "
+                "measure this one with hotrain.frontier"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """The point as JSON values; `from_json` reads them."""
         value = {**asdict(self), "recomputed": list(self.recomputed)}
@@ -105,7 +126,7 @@ class Point:
         Raises:
             ValueError: a field is missing, unknown or has a value that is not accepted.
         """
-        value = {"spare_ms": 0.0, **value}  # not in records of before it
+        value = {"spare_ms": 0.0, "layers": None, "parameters": None, **value}  # not in records of before them
         names = {field.name for field in fields(cls)}
         if names != set(value):
             raise ValueError(f"Point: the fields {', '.join(sorted(names ^ set(value)))} are missing or unknown")
@@ -123,6 +144,12 @@ def undominated(places: Mapping[Key, tuple[float, float]]) -> list[Key]:
         return any(other != mine and other[0] <= mine[0] and other[1] <= mine[1] for other in places.values())
 
     return sorted((key for key, place in places.items() if not beaten(place)), key=places.__getitem__)
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """How many layers of a model have parameters of their own, and how many numbers its parameters are."""
+    layers = sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
+    return layers, sum(p.numel() for p in model.parameters())
 
 
 def device_name(device: torch.device) -> str:

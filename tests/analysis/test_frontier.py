@@ -201,6 +201,23 @@ def test_what_convert_refuses(plan: Any, said: str) -> None:
     assert [type(m) for m in model.modules()] == before, "as it was"
 
 
+def test_a_point_of_another_model_is_refused(measured: tuple[Net, Frontier]) -> None:
+    """One without blocks to recompute too: of other widths, or of fewer blocks."""
+    _, result = measured
+    chosen = next(point for point in result.points if point.name == "hotrain-memory")
+    shallow, narrow = Net(), Net()
+    del shallow.blocks[2:]
+    narrow.stem = nn.Linear(16, 64)
+    for model, has in ((shallow, "this Net has 7 and "), (narrow, "this Net has 13 and ")):
+        said = f"measured with a model of 13 layers and {chosen.parameters} parameters, {has}.*hotrain.frontier"
+        with pytest.raises(ValueError, match=said):
+            hotrain.convert(model, plan=chosen)
+        assert type(model.blocks[0].fc1) is nn.Linear
+    record = chosen.to_json()
+    del record["layers"], record["parameters"]  # as records had it before
+    hotrain.convert(narrow, plan=Point.from_json(record))
+
+
 def test_bad_calls() -> None:
     with pytest.raises(ValueError, match="leave out the other arguments"):
         hotrain.convert(Net(), "hot", plan=Point("a"))

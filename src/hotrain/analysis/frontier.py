@@ -26,7 +26,7 @@ from ..compress.report import tensors
 from ..files import parse_json, read_text, write_text
 from ..functional import as_method
 from ..method import Method
-from ..plans import PREDICTED, RAN, Point, device_name, undominated
+from ..plans import PREDICTED, RAN, Point, device_name, size_of, undominated
 from ..presets import DEFAULT
 from ..tables import bytes_text, parse_bytes, table
 from .steps import (
@@ -298,4 +298,8 @@ def _measured(
         result = unless_out_of_memory(measure_and_forget, model)
     ms, peak = result or (None, None)
     how = RAN if device.type == "cuda" else PREDICTED
-    return replace(plan, ms=ms, peak_bytes=peak, how=how, device=device_name(device), torch_version=torch.__version__)
+    layers, parameters = size_of(model)
+    return replace(
+        plan, ms=ms, peak_bytes=peak, how=how, device=device_name(device), torch_version=torch.__version__,
+        layers=layers, parameters=parameters,
+    )  # fmt: skip

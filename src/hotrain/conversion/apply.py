@@ -215,6 +215,7 @@ def _follow(model: nn.Module, point: Point) -> ConversionReport:
     _refuse_wrapped(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     point.check(device)
+    point.check_model(model)
     found = blocks(model)
     if missing := [name for name in point.recomputed if name not in found]:
         raise ValueError(
