@@ -403,9 +403,29 @@ def test_bit_schedule_leaves_the_rest() -> None:
     BitSchedule().apply(model, 0)
     after = model.a._hotrain.method
     assert (after.grad_weight, after.saved) == (before.grad_weight, before.saved)
-    for method in ("hla", "luq"):  # not quantized; and a format of its own
-        hotrain.convert(model, method, filter_fn=_everything)
+    hotrain.convert(model, "luq", filter_fn=lambda module, name: name == "a")
+    assert BitSchedule().apply(model, 0) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("hla", {}, r"nothing is set: a \(hla\), b \(hla\)\. Convert the model with hot, .*leave the schedule out"),
+        ("luq", {}, r"a \(luq\), b \(luq\)"),  # a format of its own
+        ("hq8", {"number": "e4m3"}, r"a \(hq8\), b \(hq8\).*number=\"int\""),
+        ("exact", {}, "no layer of this Two is converted"),
+    ],
+)
+def test_a_bit_schedule_that_sets_nothing_says_so(method: str, options: dict, said: str) -> None:
+    model = Two()
+    hotrain.convert(model, method, filter_fn=_everything, **options)
+    with pytest.warns(UserWarning, match=said):
         assert BitSchedule().apply(model, 0) == []
+
+
+def test_the_named_presets_have_bits_to_schedule() -> None:
+    for method in ("hot", "hot-unbiased", "hot-importance", "hq", "hq8", "hq4", "int4"):
+        assert BitSchedule().apply(_two(method), 0) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

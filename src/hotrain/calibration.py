@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -303,7 +304,7 @@ class BitSchedule:
         """Set the bits of every layer that quantizes its g_x path to integers.
 
         It depends on the epoch only, so a resumed run only has to call it again. Layers whose g_x is not quantized,
-        or is quantized to a format of its own (LUQ's), are unchanged.
+        or is quantized to a format of its own (LUQ's) or to fp8, are unchanged; where all are, a warning says so.
 
         Args:
             model: converted.
@@ -312,12 +313,29 @@ class BitSchedule:
         Returns:
             The names of the layers whose bits were set.
         """
-        changed = []
-        for name, state in layer_states(plain_model("BitSchedule.apply", model)):
-            if state.running.grad_input.bits is not None and "grad_input_bits" in state.running.knobs:
-                state.method = state.method.override(grad_input_bits=self.at(epoch))
-                changed.append(name)
-        return changed
+        model = plain_model("BitSchedule.apply", model)
+        states = with_bits(model)
+        for state in states.values():
+            state.method = state.method.override(grad_input_bits=self.at(epoch))
+        if not states:
+            kept = [f"{name or type(model).__name__} ({state.running.name})" for name, state in layer_states(model)]
+            warnings.warn(
+                f"hotrain.BitSchedule.apply: no layer quantizes its g_x path to integers of 4 or 8 bits, so nothing is "
+                f"set: {_some(kept) if kept else f'no layer of this {type(model).__name__} is converted'}. Convert the "
+                'model with hot, hot-unbiased, hot-importance, hq, hq8, hq4 or int4, and number="int" where it takes '
+                "one, or leave the schedule out",
+                stacklevel=2,
+            )
+        return list(states)
+
+
+def with_bits(model: nn.Module) -> dict[str, LayerState]:
+    """The layers whose bits a `BitSchedule` sets."""
+    return {
+        name: state
+        for name, state in layer_states(model)
+        if state.running.grad_input.bits is not None and "grad_input_bits" in state.running.knobs
+    }
 
 
 def _some(names: list[str]) -> str:
