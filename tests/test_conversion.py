@@ -240,7 +240,7 @@ def test_a_layer_converted_inside_a_part_takes_its_name_from_the_whole() -> None
     ("options", "message"),
     [
         ({"method": "hott"}, r"unknown preset 'hott'. Did you mean 'hot'"),
-        ({"method": "HQ8"}, r"unknown preset 'HQ8'. Did you mean 'hq8'"),
+        ({"method": "HQ8"}, r"unknown preset 'HQ8'. Did you mean 'hq8'\?"),
         (
             {"method": "hot:rank=4"},
             r"the fields of 'hot' are arguments, as in hotrain\.preset\('hot', rank=4\)",

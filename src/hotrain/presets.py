@@ -41,8 +41,9 @@ def preset(name: str, /, **overrides: Any) -> Method:
         hot  g_x:H16·int4/auto  g_w:P4of16·int8  saved:int8/tensor
     """
     if name not in _PRESETS:
-        near = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        low = str(name).lower()
+        near = [low] if low in _PRESETS else difflib.get_close_matches(low, _PRESETS, n=3, cutoff=0.55)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         if name in _NO_PRESETS:
             hint = " Both gradients in 8 bits are 'hq8', with number='e4m3' in fp8 and with number='int' in integers."
         if (base := str(name).partition(":"))[1] and base[0] in _PRESETS:  # as the command line takes it

@@ -49,6 +49,7 @@ MISTAKES = {
     "an unknown method among good ones": (("compare", "demo_vit", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "an unknown method in the demo": (("demo", "-m", "exact,hott"), "Did you mean 'hot'?"),
     "unknown preset to describe": (("presets", "hat"), "unknown preset 'hat'"),
+    "unknown preset, near two": (("presets", "hot8"), "Did you mean 'hot' or 'hq8'?"),
     "no model that begins so": (("frontier", "vit_basse"), "did you mean vit_base_"),
     "no model of that name": (("memory", "vit_tini_patch16_224"), "did you mean vit_tiny_patch16_224"),
     "more images than an integer counts": (("memory", "demo_vit", "--batch", f"{2**63}"), "batch size: got 9223372"),
