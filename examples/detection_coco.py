@@ -37,4 +37,4 @@ def main(folder: str, *data: str) -> Trainer:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(main(folder, *sys.argv[1:]).state.log_history[-1])
+        print(__doc__ if "--help" in sys.argv else main(folder, *sys.argv[1:]).state.log_history[-1])

@@ -33,7 +33,7 @@ def main(way: str = "", *flags: str, folder: str = "runs/distributed") -> tuple[
 
 
 if __name__ == "__main__":
-    init_process_group()
+    sys.exit(print(__doc__)) if "--help" in sys.argv else init_process_group()
     if torch.cuda.is_available():
         torch.cuda.set_device(get_node_local_rank())
         torch.set_default_device("cuda")

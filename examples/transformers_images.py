@@ -1,4 +1,4 @@
-"""Train a ViT (classes) or a SegFormer (masks) from a configuration with transformers' Trainer, on random images."""
+"""Train a "vit" (classes) or a "segformer" (masks) from scratch with transformers' Trainer, on random images."""
 
 import hotrain.train  # noqa: F401, I001 (first: torchvision may not fit PyTorch)
 import sys
@@ -37,4 +37,4 @@ def main(folder: str, which: str = "vit") -> hf.Trainer:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(main(folder, *sys.argv[1:]).state.log_history[-1])
+        print(__doc__ if "--help" in sys.argv else main(folder, *sys.argv[1:]).state.log_history[-1])

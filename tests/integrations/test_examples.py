@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,23 @@ def test_other_arguments_are_refused_with_those_that_are_accepted(
     pytest.importorskip("peft" if name == "transformers_lora" else "transformers")
     with pytest.raises(ValueError, match=accepted):
         example(name).main(*(str(tmp_path) if word == "FOLDER" else word for word in words))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if "sys.argv" in path.read_text(encoding="utf-8")], ids=lambda path: path.stem
+)
+def test_help_shows_the_usage_and_trains_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft" if path.stem == "transformers_lora" else "transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as exit:
+        assert not exit.code  # noqa: PT017
+    assert capsys.readouterr().out == f"{example(path.stem).__doc__}\n"
     assert not list(tmp_path.iterdir())
 
 
