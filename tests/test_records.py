@@ -516,6 +516,21 @@ def test_the_headline_is_one_run_of_the_default_and_marks_what_is_not_in_it(
     assert "mean ± standard error: small ViT, CIFAR-10 +0.00 ± 1.00, 2 seeds (" in text
 
 
+def test_the_headline_marks_each_other_run(front: ModuleType, tmp_path: Path) -> None:
+    """One mark for two runs would not tell which row is of which."""
+    gib = 1 << 30
+    others = {"one": ["exact-block"], "two": ["torchao-float8-tensorwise", "exact+compile+checkpoint"]}
+    for number, (run, variants) in enumerate({**others, "three": ["hotrain-default"]}.items(), start=1):
+        rows = [("exact+graphs", 10.0 * number), *((variant, 40.0) for variant in variants)]
+        records = [bench("step", VIT_B, variant, ms, run_id=run, commit=run, peak_bytes=gib) for variant, ms in rows]
+        write(tmp_path / f"step_2026-11-2{number}.jsonl", *records)
+    text = front.headline(tmp_path)
+    assert "| exact, every block checkpointed ¹ | 40.0 | 2.00 | 1.00 |" in text
+    assert "| torchao float8 (tensorwise) ¹ | 40.0 | 2.00 | 1.00 |" in text
+    assert "| exact products, compressed activations ² | 40.0 | 4.00 | 1.00 |" in text
+    assert "(¹ commit two, where exact took 20.0 ms; ² commit one, where exact took 10.0 ms)" in text
+
+
 def test_where_it_pays_the_fastest_is_first_and_the_slower_ones_are_there(front: ModuleType, tmp_path: Path) -> None:
     gib = 1 << 30
     write(

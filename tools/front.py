@@ -25,6 +25,7 @@ SHOWN = {
     "exact-block": "exact products, compressed activations",
     DEFAULT_VARIANT: f"**hotrain, the default** (`{DEFAULT}`)",
 }
+MARKS = "¹²³⁴"  # of runs: there are no more variants than these that another run may have
 
 
 def headline(folder: Path = records.RESULTS) -> str:
@@ -48,8 +49,8 @@ def headline(folder: Path = records.RESULTS) -> str:
                 continue
             source, exact = earlier
             on = "" if source[0]["device"] == run[0]["device"] else f"one {source[0]['device']}, "
-            others[f"{on}commit {records._commit(source[0])}"] = exact
-            mark = " ¹"
+            others[where := f"{on}commit {records._commit(source[0])}"] = exact
+            mark = f" {MARKS[[*others].index(where)]}"
         ms, peak = (records._step_mean(source, SUBJECT, variant, *more) for more in ((), ("peak_bytes",)))
         assert ms is not None
         if peak is not None:
@@ -57,7 +58,8 @@ def headline(folder: Path = records.RESULTS) -> str:
     text = records._markdown(["ViT-B/16, batch 128", "ms/step", "× exact", "peak GiB"], cells)
     text += f"\n\nOne run on {_where(run[0])}"
     if others:
-        text += " (¹ " + "; ".join(f"{where}, where exact took {ms:.1f} ms" for where, ms in others.items()) + ")"
+        sources = zip(MARKS, others.items(), strict=False)
+        text += f" ({'; '.join(f'{mark} {where}, where exact took {ms:.1f} ms' for mark, (where, ms) in sources)})"
     default = [row for row in run if (row["subject"], row["variant"]) == (SUBJECT, DEFAULT_VARIANT)]
     layers = [row["layers"] for row in default if row.get("layers")]
     if layers:
