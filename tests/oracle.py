@@ -332,8 +332,8 @@ def grad_weight(g_y: Tensor, kept: tuple[Tensor, Tensor | None], p: Tensor, meth
         rows, scale = codes(rows, path.bits, "tensor", path.rounding, key, SAVED, partner(path.number))
     if scale.dim() == 2:  # a per-row scale of x is folded into the same row of g before that is rounded
         g, scale = g * scale, torch.ones((), dtype=torch.float64)
-    grad, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
-    return grad.T @ rows * (s_g * scale)
+    grad, s_g = codes(g, path.bits, path.scale, path.rounding, key, GRAD_WEIGHT, path.number)
+    return s_g.reshape(-1, 1) * (grad.T @ rows) * scale
 
 
 # --- convolutions ----------------------------------------------------------------------------------------------------
@@ -472,12 +472,13 @@ def conv_gradients(
         positions = [line * wide + column for line in picked for column in range(wide)]
         g = g[positions] * torch.tensor(weights, dtype=g.dtype).repeat_interleave(wide)[:, None]
         unfolded = unfolded[:, positions]
-    s_g: Tensor | float = 1.0
+    s_g = torch.ones((), dtype=torch.float64)
     if coded:
-        g, s_g = codes(g, path.bits, "tensor", path.rounding, key, GRAD_WEIGHT, path.number)
+        g, s_g = codes(g, path.bits, path.scale, path.rounding, key, GRAD_WEIGHT, path.number)
     halves = g.view(-1, groups, outputs // groups).unbind(1)
-    g_w = torch.cat([part.T @ u for part, u in zip(halves, unfolded, strict=True)]) * (s_g * s_x)
-    slack = ties * float(g.abs().max() * s_g) * table.shape[1]
+    g_w = torch.cat([part.T @ u for part, u in zip(halves, unfolded, strict=True)])
+    g_w = s_g.reshape(-1, 1) * g_w * s_x
+    slack = ties * float((g.abs() * s_g).max()) * table.shape[1]
     return g_x, g_w.view(w.shape), kept, slack
 
 

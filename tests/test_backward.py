@@ -456,6 +456,15 @@ def test_per_token_scales_save_the_tokens_beside_an_outlier() -> None:
     assert sqnr_db(tensor, exact) < 0
 
 
+@pytest.mark.parametrize("name", ["hq8", "hot-unbiased"])
+def test_an_output_has_the_g_w_of_its_own_scale(name: str) -> None:
+    """Gradients of heads, or of q and k beside v, may be far below the others': times powers of two, to the bit."""
+    x, w, g_y = (t.float() for t in problem((64,), 32, 24))
+    method, factor = hotrain.preset(name, number="int"), 2.0 ** -torch.arange(24.0)
+    alike, own = (gradients(x, w, g, method)[1] for g in (g_y, g_y * factor))
+    assert torch.equal(own, alike * factor[:, None])
+
+
 def test_the_rotation_spreads_an_outlier_channel() -> None:
     """Why H: one output channel of g_y ten times the others; what counts is the error of the others.
 

@@ -60,7 +60,7 @@ def test_prints_say_what_differs() -> None:
     assert len(set(texts)) == len(texts)
     assert (
         str(hotrain.preset("hot-unbiased"))
-        == "hot-unbiased  g_x:H16·int4/auto  g_w:P4+4of16·int8  saved:int8/tensor  number:auto"
+        == "hot-unbiased  g_x:H16·int4/auto  g_w:P4+4of16·int8/column  saved:int8/tensor  number:auto"
     )
 
 
@@ -116,6 +116,21 @@ def test_presets_hold_what_their_papers_say(row: tuple) -> None:
 
 
 FP8 = [("hot", "P8of16"), ("hot-unbiased", "P4+4of16"), ("hq", "H16"), ("hq8", "H16")]
+
+
+def test_scales_of_outputs() -> None:
+    """In integers alone, and not beside x with scales of rows, which are folded into the same codes."""
+    assert hotrain.preset("hq8").grad_weight.scale == "column"
+    assert hotrain.preset("hq8", number="e4m3").grad_weight.scale == "tensor"
+    assert hotrain.preset("hq8", saved_bits=4).grad_weight.scale == "tensor"
+    with pytest.raises(ValueError, match=r"mine: g_w:int8/column with saved:int4/row is not defined.*scale='tensor'"):
+        Method("mine", grad_weight=GradWeight(bits=8, scale="column"), saved=Saved(bits=4, scale="row"))
+    with pytest.raises(
+        ValueError, match="number='luq' with scale='column' is not defined; accepted are scale='tensor'"
+    ):
+        GradWeight(bits=4, number="luq", scale="column")
+    with pytest.raises(ValueError, match="number='e4m3' with scale='column'"):
+        GradWeight(bits=8, number="e4m3", rounding="nearest", scale="column")
 
 
 @pytest.mark.parametrize("number", ["e4m3", "e5m2"])

@@ -118,7 +118,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
     if path.number in DTYPES and codes.dtype == torch.int8:  # of 4 bits: exact
         codes = codes.to(torch.float32).to(DTYPES[PARTNER[path.number]])
     product = code_matmul(grad.codes.T, codes, grad.bits + kept.bits, grad.scale.dtype)
-    return product * (grad.scale * scale)
+    return product * (grad.scale.reshape(-1, 1) * scale)
 
 
 # ---- the operands of products of codes ----
@@ -140,6 +140,6 @@ def rotated_weight(w: Tensor, path: GradInput, key: draws.Key) -> Quantized:
 
 
 def projected_grad(g: Tensor, path: GradWeight, key: draws.Key) -> Quantized:
-    """Q(g), with g = P g_y: codes (R, O) with a per-tensor scale."""
+    """Q(g), with g = P g_y: codes (R, O) with a per-tensor or per-output scale."""
     assert path.bits is not None
-    return QUANTIZERS[path.number](g, path.bits, "tensor", path.rounding, key, draws.GRAD_WEIGHT)
+    return QUANTIZERS[path.number](g, path.bits, path.scale, path.rounding, key, draws.GRAD_WEIGHT)

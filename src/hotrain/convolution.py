@@ -173,7 +173,7 @@ def _coded_grad_weight(
     grad = projected_grad(channels_last(g_y).reshape(-1, g_y.shape[1]), path, key)
     g = as_image(grad.codes.to(dtype), g_y.shape)
     g_w = product_for_weight(g, image, w.shape, geometry)
-    return g_w.to(g_y.dtype) * (grad.scale * codes.scale)
+    return g_w.to(g_y.dtype) * (grad.scale.reshape(-1, 1, 1, 1) * codes.scale)
 
 
 def picked_lines(

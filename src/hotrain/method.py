@@ -41,8 +41,8 @@ def _require_int(owner: str, name: str, value: object, low: int, high: int) -> N
         raise ValueError(f"{owner}: {name}={value!r} is not an integer from {low} to {high}")
 
 
-def _require_fp8(owner: str, part: object, number: str, accepted: Mapping[str, tuple[object, ...]]) -> None:
-    """Raise `ValueError` unless every field of `part` has one of the values that fp8 goes with."""
+def _require_fields(owner: str, part: object, number: str, accepted: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise `ValueError` unless every field of `part` has one of the values that the number goes with."""
     got = {name: getattr(part, name) for name in accepted}
     wrong = {name: value for name, value in got.items() if value not in accepted[name]}
     if wrong:
@@ -100,7 +100,7 @@ class GradInput:
         if self.number in FP8:
             nearest = {"rounding": ("nearest",), "weight_rounding": ("nearest",)}
             scales = {"scale": ("tensor", "auto"), "weight_scale": ("tensor",)}
-            _require_fp8("grad_input", self, self.number, {"bits": (8,), **scales, **nearest})
+            _require_fields("grad_input", self, self.number, {"bits": (8,), **scales, **nearest})
 
     @property
     def is_exact(self) -> bool:
@@ -144,6 +144,7 @@ class GradWeight:
             product.
         number: of P g_y, as in `GradInput`; with an fp8 format x is e4m3.
         rounding: of P g_y.
+        scale: of P g_y: ``"tensor"``, or ``"column"``: of each output, for integers and an input saved with one scale.
         drop: the fraction of the elements of g_y set to zero at random (EVMT's dropout control).
         share: of the kept rows that the product takes; below 1 they are drawn in backward, by the norms of both
             operands' rows, and weighted so that g_w is unbiased (`hotrain.transform.importance`). Of convolutions whose
@@ -160,6 +161,7 @@ class GradWeight:
     bits: int | None = None
     number: str = "int"
     rounding: str = "stochastic"
+    scale: str = "tensor"
     drop: float = 0.0
     share: float = 1.0
 
@@ -171,17 +173,14 @@ class GradWeight:
         _require("grad_weight", "bits", self.bits, BITS)
         _require("grad_weight", "number", self.number, ("int", *FP8, "luq"))
         _require("grad_weight", "rounding", self.rounding, ROUNDINGS)
+        _require("grad_weight", "scale", self.scale, ("tensor", "column"))
         if not (isinstance(self.drop, float) and 0.0 <= self.drop < 1.0):
             raise ValueError(f"grad_weight: drop={self.drop!r} is not a float in [0, 1)")
         if not (isinstance(self.share, float) and 0.0 < self.share <= 1.0):
             raise ValueError(f"grad_weight: share={self.share!r} is not a float in (0, 1]")
-        if self.number == "luq" and (self.bits != 4 or self.share < 1):
-            raise ValueError(
-                f"grad_weight: number='luq' with bits={self.bits!r}, share={self.share!r} is not defined; accepted are "
-                "bits=4 and share=1.0"
-            )
-        if self.number in FP8:
-            _require_fp8("grad_weight", self, self.number, {"bits": (8,), "rounding": ("nearest",)})
+        if self.number != "int":
+            own = {"bits": (4,), "share": (1.0,)} if self.number == "luq" else {"bits": (8,), "rounding": ("nearest",)}
+            _require_fields("grad_weight", self, self.number, {**own, "scale": ("tensor",)})
 
     @property
     def is_low_rank(self) -> bool:
@@ -227,7 +226,8 @@ class GradWeight:
     @property
     def number_text(self) -> str:
         """The codes in text, empty for a product in floating point."""
-        return "" if self.bits is None else f"int{self.bits}" if self.number == "int" else self.number
+        each = "/column" if self.scale == "column" else ""
+        return "" if self.bits is None else f"int{self.bits}{each}" if self.number == "int" else self.number
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Saved:
         if self.number == "sawb" and self.bits != 4:
             raise ValueError(f"saved: number='sawb' with bits={self.bits!r} is not defined; accepted is bits=4")
         if self.number == "e4m3":
-            _require_fp8("saved", self, self.number, {"bits": (8,), "scale": ("tensor",), "rounding": ("nearest",)})
+            _require_fields("saved", self, self.number, {"bits": (8,), "scale": ("tensor",), "rounding": ("nearest",)})
 
     @property
     def fits_e4m3(self) -> bool:
@@ -282,8 +282,7 @@ class Method:
         grad_input: how g_x is computed.
         grad_weight: how g_w is computed.
         saved: the format in which the input is saved.
-        knobs: names of the overrides that this method accepts; not printed, since the order of a set differs between
-            processes.
+        knobs: the overrides that this method accepts; not printed, since sets differ in order between processes.
         forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`).
         memory: which activations are compressed: ``"linear"``, the inputs that converted layers save, or ``"block"``,
             all other saved activations as well (`hotrain.compress`).
@@ -315,6 +314,8 @@ class Method:
                 f"{self.name}: a product of {g_w} with {saved} is not defined; accepted are integers for both, or fp8 "
                 "(e4m3, e5m2) for grad_weight with number='e4m3' or integers of 4 bits for saved"
             )
+        if g_w.scale == "column" and saved.scale == "row":
+            raise ValueError(f"{self.name}: {g_w} with {saved} is not defined; accepted for g_w: scale='tensor'")
         if self.automatic and not self.has_fp8_form:
             raise ValueError(
                 f"{self.name}: number='auto' chooses between integers and fp8; it needs integers on both paths and "
@@ -346,9 +347,7 @@ class Method:
         Args:
             fp8: whether the device has fp8 matrix units.
         """
-        if not self.automatic:
-            return self
-        return self.override(number="e4m3" if fp8 else "int")
+        return self.override(number="e4m3" if fp8 else "int") if self.automatic else self
 
     @property
     def is_exact(self) -> bool:
@@ -395,8 +394,7 @@ class Method:
                   method.
                 - ``memory``: ``"linear"`` or ``"block"``, for every method: with `exact`, products stay exact and
                   saved activations do not.
-                - ``rounding``: of g_y on both paths and of the saved x: ``"stochastic"``, ``"nearest"`` or
-                  ``"pseudo"``.
+                - ``rounding``: of g_y on both paths and of x: ``"stochastic"``, ``"nearest"`` or ``"pseudo"``.
                 - ``number``: ``"e4m3"`` or ``"e5m2"`` turns an integer method into fp8: g_y of both paths in that
                   format, w and the saved x in e4m3, 8 bits each, per-tensor scales, rounded to nearest; x in 4 bits
                   stays, since its codes are numbers of e4m3. Bits, scale and rounding are then fixed. ``"int"``: the
@@ -441,6 +439,7 @@ class Method:
         if overrides.get("saved_bits") == 4 and saved.bits != 4 and saved.number == "int":
             # With 4 bits, rows of unequal size need per-row scales and unbiased rounding (docs/maths.md).
             saved = replace(saved, bits=4, scale="row", rounding="stochastic")
+            g_w = replace(g_w, scale="tensor")  # the scales of rows are in its codes
 
         def set_in(part: Any, fields: Mapping[str, str]) -> Any:
             return replace(part, **{fields[name]: overrides[name] for name in fields.keys() & overrides.keys()})
@@ -473,7 +472,7 @@ class Method:
         g_x = replace(g_x, weight_scale="tensor", weight_rounding="nearest")
         # fp8 represents outliers without a rotation (docs/maths.md), so its cost is saved.
         g_x = replace(g_x, number=number, bits=8, transform=None, scale="tensor", rounding="nearest")
-        g_w = replace(g_w, number=number, bits=8, rounding="nearest")
+        g_w = replace(g_w, number=number, bits=8, rounding="nearest", scale="tensor")
         if not saved.fits_e4m3:
             saved = replace(saved, number="e4m3", scale="tensor", rounding="nearest")
         knobs = self.knobs & FP8_KNOBS

@@ -88,7 +88,7 @@ def hot_unbiased() -> Method:
     return Method(
         "hot-unbiased",
         GradInput("hadamard", bits=4, weight_scale="column", weight_rounding="stochastic"),
-        GradWeight(tile=16, rank=8, sampled=4, bits=8),
+        GradWeight(tile=16, rank=8, sampled=4, bits=8, scale="column"),
         Saved(bits=8, rounding="stochastic"),
         KNOBS,
         automatic=True,
@@ -126,7 +126,7 @@ def hq8() -> Method:
     return Method(
         "hq8",
         GradInput("hadamard", bits=8, weight_scale="column"),
-        GradWeight(tile=16, rank=16, bits=8),
+        GradWeight(tile=16, rank=16, bits=8, scale="column"),
         Saved(bits=8),
         KNOBS,
         memory="block",

@@ -122,10 +122,11 @@ def layers(fp8: bool) -> None:
         if method.grad_input.bits is None:
             continue
         dispatch._weight_codes(w, method, key, history)
-        for output in dispatch._outputs(method)[1:3]:
+        _, rotated, projected, _ = dispatch._outputs(method)
+        own = quantize_kernels.whole(2048, False)
+        for output, rotates in (rotated, True), (projected._replace(across=projected.each), False):
             wide = output._replace(dtype=torch.bfloat16)
-            own = quantize_kernels.whole(2048, False)
-            quantize_kernels.compress(g_y, own, None, key, wide, history=history)
+            quantize_kernels.compress(g_y, own, None, key, wide, rotate=rotates, history=history)
     method = hotrain.preset("hot-importance", number="e4m3" if fp8 else "int")  # x in int4, rows that are picked
     lay, w = layout((8, 16, 16), 16, 16, 0, "auto", None, True), torch.empty(64, 64, dtype=torch.bfloat16)
     kept = dispatch.keep(x, method, lay, key, history)

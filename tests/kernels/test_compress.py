@@ -87,14 +87,16 @@ def test_rows_are_drawn_in_whichever_pass_is_first(rotated, projected, device):
         assert (a is None and b is None) or torch.equal(a.float(), b.float())
 
 
-@pytest.mark.parametrize("each", [True, False], ids=["token", "tensor"])
+@pytest.mark.parametrize("scale", ["each", "tensor"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize(("lead", "grid", "rank", "sampled"), cases())
 @pytest.mark.usefixtures("poison")
-def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, dtype, rounding, each, device):
-    """int4 of g_y H with either scale and int8 of P g_y, noise included: the same numbers, not similar ones."""
+def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, dtype, rounding, scale, device):
+    """int4 of g_y H, with a scale or one of each token, and int8 of P g_y, with a scale or one of each channel; noise
+    included: the same numbers, not similar ones."""
+    each = scale == "each"
     lay = layout_of(lead, grid, rank, sampled)
     t = matrix(lay.samples * lay.tokens, channels, dtype, device)
     key = key_on(device)
@@ -102,14 +104,15 @@ def test_integer_codes_are_the_definitions(lead, grid, rank, sampled, channels, 
     rows = torch.empty_like(kept_rows(lay, key))
     rot, rot_scale, proj, proj_scale, sums = C.compress(
         t, lay, rows, key,
-        C.Output(C.INT, 7.0, noisy, draws.GRAD_INPUT, each), C.Output(C.INT, 127.0, noisy, draws.GRAD_WEIGHT),
+        C.Output(C.INT, 7.0, noisy, draws.GRAD_INPUT, each), C.Output(C.INT, 127.0, noisy, draws.GRAD_WEIGHT, each),
         sums=True, draw=True,
     )  # fmt: skip
     assert torch.equal(rows, kept_rows(lay, key))
     want = quantize(rotate(t.float()), 4, "token" if each else "tensor", rounding, KEY, draws.GRAD_INPUT)
-    kept = quantize(project(t.float().view(*lead, channels), lay, KEY), 8, "tensor", rounding, KEY, draws.GRAD_WEIGHT)
+    axis, projected = "column" if each else "tensor", project(t.float().view(*lead, channels), lay, KEY)
+    kept = quantize(projected, 8, axis, rounding, KEY, draws.GRAD_WEIGHT)
     torch.testing.assert_close(rot_scale.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)
-    torch.testing.assert_close(proj_scale, kept.scale, rtol=2**-20, atol=0)
+    torch.testing.assert_close(proj_scale.view(-1), kept.scale.view(-1), rtol=2**-20, atol=0)
     moved = (rot.int() - want.codes.int()).abs()
     assert moved.max() <= 1
     if noisy:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import ON_GPU, cases, gpu_only, key_on, layout_of
+from kernel_cases import KEY, ON_GPU, cases, few, gpu_only, key_on, layout_of
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
@@ -20,6 +20,7 @@ from hotrain.kernels.lift import lift
 from hotrain.kernels.quantize_kernels import E4M3, E5M2, INT, Output, compress, whole
 from hotrain.layer_record import AmaxHistory
 from hotrain.nn.state import layer_states
+from hotrain.quantize import integer
 from hotrain.transform import tokens
 
 # PyTorch's own remark on even kernels, once a process
@@ -83,20 +84,32 @@ def test_the_input_is_restored_from_what_was_kept(lead, grid, rank, sampled, dty
 
 @pytest.mark.parametrize(
     "output",
-    [Output(INT, 127.0), Output(INT, 7.0, True, 3, True), Output(E4M3, 448.0), Output(E5M2, 57344.0)],
-    ids=["int8", "int4 of tokens", "e4m3", "e5m2"],
+    [
+        Output(INT, 127.0),
+        Output(INT, 7.0, True, 3, True),
+        Output(INT, 127.0, True, 3, True, True),
+        Output(E4M3, 448.0),
+        Output(E5M2, 57344.0),
+    ],
+    ids=["int8", "int4 of tokens", "int8 of channels", "e4m3", "e5m2"],
 )
 @pytest.mark.usefixtures("poison")
 def test_codes_for_a_product_in_16_bits_are_the_codes(output, device):
-    """To the bit; those of tokens times their scale, rounded once (truncated by the interpreter)."""
+    """To the bit; those of tokens times their scale, rounded once (truncated by the interpreter). Not rotated."""
     t, key = torch.randn(70, 40, device=device).bfloat16(), key_on(device)
     layout = whole(len(t), False)
-    codes, scale, *_ = compress(t, layout, None, key, output, history=AmaxHistory.on(device))
+    codes, scale, *_ = compress(t, layout, None, key, output, rotate=False, history=AmaxHistory.on(device))
     half = output._replace(dtype=torch.bfloat16)
-    wide, same, *_ = compress(t, layout, None, key, half, history=AmaxHistory.on(device))
+    wide, same, *_ = compress(t, layout, None, key, half, rotate=False, history=AmaxHistory.on(device))
     assert wide.dtype == torch.bfloat16
     assert torch.equal(scale, same)
-    if output.each:
+    if output.number == INT:
+        axis = "column" if output.across else "token" if output.each else "tensor"
+        rounding, bits = "stochastic" if output.stochastic else "nearest", 8 if output.limit > 7 else 4
+        want = integer.quantize(t.float(), bits, axis, rounding, KEY, output.stream)
+        torch.testing.assert_close(scale.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)
+        assert few(codes[:, :40] != want.codes, 2**-10)
+    if output.each and not output.across:
         want = codes.float() * scale[:, None]
         assert ((wide.float() - want).abs() <= want.abs() * 2.0 ** (-8 if ON_GPU else -7)).all()
     else:

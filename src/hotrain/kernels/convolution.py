@@ -95,12 +95,11 @@ def conv2d_gradients(
                 g, image, geometry = picked_lines(g, image, geometry, share, device_key(call.key))
             if share < 1 or once is None or rotates or not rotated.is_fp8 or rotated.number != projected.number:
                 matrix = dispatch._contiguous_rows(channels_last(g).reshape(-1, outputs))
-                once, scale, own = call.of(
-                    matrix, projected._replace(dtype=dtype), PROJECTED, False, needs[2] and share == 1
-                )
+                output = projected._replace(dtype=dtype, across=projected.each)
+                once, scale, own = call.of(matrix, output, PROJECTED, False, needs[2] and share == 1)
                 sums = own if share == 1 else sums
             found = product_for_weight(as_image(once, g.shape)[:, :outputs], image, size, geometry)
-            g_w = found.float() * (scale * x_scale)
+            g_w = found.float() * (scale.reshape(-1, 1, 1, 1) * x_scale)
     if needs[2]:
         g_b = g_y.sum((0, 2, 3)) if sums is None or len(sums) != outputs else sums
     return g_x, g_w, g_b

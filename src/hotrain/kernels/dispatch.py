@@ -70,7 +70,7 @@ def _outputs(method: Method) -> tuple[Output, Output, Output, Output]:
 
     g_x, g_w, saved = method.grad_input, method.grad_weight, method.saved
     x = output(saved.number, saved.bits, saved.rounding, draws.SAVED, row_scales.applies(method))
-    projected = output(g_w.number, g_w.bits, g_w.rounding, draws.GRAD_WEIGHT)
+    projected = output(g_w.number, g_w.bits, g_w.rounding, draws.GRAD_WEIGHT, g_w.scale == "column")
     if g_x.bits is None:
         return x, NOTHING, projected, NOTHING
     rotated = output(g_x.number, g_x.bits, g_x.rounding, draws.GRAD_INPUT, g_x.scale_axis == "token")

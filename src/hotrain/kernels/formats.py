@@ -31,6 +31,7 @@ class Output(NamedTuple):
         stochastic: whether to round stochastically.
         stream: of the draws.
         each: whether integer scales are per token (of the rotated output) or per channel (of the projected one).
+        across: whether those of the rotated output are per channel, which is for a matrix that is not rotated.
         dtype: of the rotated output, for a product that takes no codes: the codes, which are exact in bfloat16, or the
             codes times the scale of their token; of a copy. None is the codes' own, and for a copy the matrix's.
     """
@@ -40,6 +41,7 @@ class Output(NamedTuple):
     stochastic: bool = False
     stream: int = 0
     each: bool = False
+    across: bool = False
     dtype: torch.dtype | None = None
 
     @property

@@ -245,7 +245,7 @@ def _block(
     if ROT:
         h = hadamard16().to(DTYPE)
         rot_found = tl.zeros((SLOTS, BC // 8), tl.int32 if ROT == _INT else tl.float32)
-        if WRITE and ROT_EACH:
+        if WRITE and ROT_EACH == 1:
             scale = integer_scale(tl.load(rot_max + row, mask=inside, other=0), ROT_LIMIT)
             rot_factor = (QUARTER * tl.div_rn(scale * 0.0 + 1.0, scale))[:, None]
             tl.store(rot_scale + row, scale, mask=inside & (first == 0))
@@ -312,11 +312,19 @@ def _block(
                 v = tl.reshape(tl.dot(tl.reshape(x, (SLOTS * BC // 16, 16)), h, input_precision="ieee"), (SLOTS, BC))
             else:
                 v = x.to(tl.float32)
-            if MEASURE:
+            if MEASURE and ROT_EACH == 2:
+                found = tl.max(magnitude_bits(v * QUARTER), axis=0)
+                tl.atomic_max(rot_max + c, found, mask=c < C, sem="relaxed")
+            elif MEASURE:
                 size = magnitude_bits(v) if ROT == _INT else tl.abs(v)
                 rot_found = tl.maximum(rot_found, _within_threads(size, SLOTS, BC, 8))
             if WRITE:
-                v = v * rot_factor
+                if ROT_EACH == 2:
+                    of_channels = integer_scale(tl.load(rot_max + c, mask=c < C, other=0), ROT_LIMIT)
+                    v = v * (QUARTER * tl.div_rn(of_channels * 0.0 + 1.0, of_channels))[None, :]
+                    tl.store(rot_scale + c, of_channels, mask=(c < C) & (b == 0))
+                else:
+                    v = v * rot_factor
                 noise = v
                 if ROT_NOISE:  # numbered as in the definition, which pads to whole blocks only to rotate
                     if ROTATE:
@@ -326,7 +334,7 @@ def _block(
                 codes = encode(v, noise, ROT, ROT_LIMIT, ROT_NOISE, UPCAST)
                 if ROT_FLOAT:
                     codes = codes.to(tl.float32)
-                    if ROT_EACH:
+                    if ROT_EACH == 1:
                         codes = codes * scale[:, None]
                     codes = codes.to(rot.dtype.element_ty)
                 to = rot + row[:, None] * rot_pitch + c[None, :]
@@ -353,9 +361,9 @@ def _block(
                     codes = (z * factor[:, None]).to(proj.dtype.element_ty)
                 else:
                     if PROJ_EACH:
-                        scale = integer_scale(tl.load(proj_max + c, mask=c < C, other=0), PROJ_LIMIT)
-                        z = z * factor[:, None] * tl.div_rn(scale * 0.0 + 1.0, scale)[None, :]
-                        tl.store(proj_scale + c, scale, mask=(c < C) & (b == 0))
+                        of_outputs = integer_scale(tl.load(proj_max + c, mask=c < C, other=0), PROJ_LIMIT)
+                        z = z * factor[:, None] * tl.div_rn(of_outputs * 0.0 + 1.0, of_outputs)[None, :]
+                        tl.store(proj_scale + c, of_outputs, mask=(c < C) & (b == 0))
                     elif PROJ == _INT:
                         z = z * factor[:, None] * proj_inverse
                     else:
@@ -369,8 +377,8 @@ def _block(
                     tl.store(to, tl.trans(codes), mask=(c < C)[:, None] & real[None, :])
                 else:
                     tl.store(to, tl.trans(codes))
-    if MEASURE and ROT:
-        if ROT_EACH:
+    if MEASURE and ROT and ROT_EACH != 2:
+        if ROT_EACH == 1:
             largest = tl.max(rot_found, axis=1).to(tl.float32, bitcast=True) * QUARTER
             tl.atomic_max(rot_max + row, magnitude_bits(largest), mask=inside, sem="relaxed")
         else:
@@ -422,7 +430,7 @@ def _compress_kernel(
     b, piece = group * GROUP + inner % height, inner // height
     rot_inverse, proj_inverse = 1.0, 1.0
     if WRITE:
-        if ROT == _INT and not ROT_EACH:
+        if ROT == _INT and ROT_EACH == 0:
             scale = integer_scale(tl.max(tl.load(rot_max + tl.arange(0, _BINS))), ROT_LIMIT)
             rot_inverse = tl.div_rn(scale * 0.0 + 1.0, scale)
             tl.store(rot_scale, scale, mask=pid == 0)
@@ -542,7 +550,7 @@ def _correct_kernel(
                 i // slices, i % slices * LOOP, t, stride, steps, gamma, beta, index, table, key, rot, rot_pitch, proj,
                 proj_pitch, t, t, t, rot_scale, proj_scale, rot_inverse, proj_inverse, C, CP, tiles, square, line,
                 total, singles, tile_blocks, dense_rows, chunks,
-                ROT, ROTATE, ROT_LIMIT, False, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
+                ROT, ROTATE, ROT_LIMIT, 0, False, PROJ, PROJ_LIMIT, False, False, 0, 0, False, True, False, False,
                 FULL, WHOLE, ALIGNED, DERIVED, WIDE, TILES, RANK, RANKP, FIXED, GAIN, False, SAMPLED, CYCLE, STREAM,
                 SQUARE, LINE, BC, LOOP, 1, UPCAST, ROT_FLOAT, BITS, GROUPED, NORMED, HAS_W, HAS_B, F, FLOAT, SLOPED,
                 PART,
@@ -654,7 +662,8 @@ def _plan(
         rotated: Output, projected: Output, measure: bool, write: bool, sums: bool, draw: bool
     ) -> dict[str, Any]:
         return {
-            "ROT": rotated.number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit, "ROT_EACH": rotated.each,
+            "ROT": rotated.number, "ROTATE": rotate, "ROT_LIMIT": rotated.limit,
+            "ROT_EACH": 2 if rotated.across else int(rotated.each),
             "ROT_NOISE": rotated.stochastic, "PROJ": projected.number, "PROJ_LIMIT": projected.limit,
             "PROJ_EACH": projected.each, "PROJ_NOISE": projected.stochastic, "PROJ_STREAM": projected.stream,
             "ROT_STREAM": rotated.stream, "MEASURE": measure, "WRITE": write, "SUMS": sums, "EVEN": channels % 2 == 0,
@@ -760,9 +769,8 @@ def compress(
             proj[:, lay.rows :].zero_()
     # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes. Where one is not wanted, the
     # other is passed in its place.
-    made = (
-        torch.empty((tokens,) if rotated.each else (), dtype=torch.float32, device=device) if rotated.number else None
-    )
+    of_scales, own = ((channels,), channels) if rotated.across else ((tokens,), tokens) if rotated.each else ((), BINS)
+    made = torch.empty(of_scales, dtype=torch.float32, device=device) if rotated.number else None
     if scale_to is None and (made is None or projected.number):
         scale_to = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
     rot_scale, proj_scale = (scale_to if made is None else made), (made if scale_to is None else scale_to)
@@ -774,7 +782,6 @@ def compress(
     # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
     rot_max = proj_max = rot_scale
     if plan.integers:
-        own = tokens if rotated.each else BINS
         own += -own % 4
         zeros = torch.zeros(own + (channels if projected.each else BINS), dtype=torch.int32, device=device)
         rot_max, proj_max = zeros, zeros[own:]

@@ -54,10 +54,11 @@ def compress(
     rot = rot_scale = proj = proj_scale = None
     if rotated.number != NONE:
         rows = rotate_channels(values) if rotate else values
-        rot, rot_scale = codes_of(rows, rotated, "token", word)
+        rot, rot_scale = codes_of(rows, rotated, "column" if rotated.across else "token", word)
         rot = F.pad(rot.view(torch.int8), (0, padded(rows.shape[1]) - rows.shape[1])).view(rot.dtype)
         if rotated.dtype is not None:
-            rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.each else 1.0)).to(rotated.dtype)
+            by_token = rotated.each and not rotated.across
+            rot = (rot.to(torch.float32) * (rot_scale[:, None] if by_token else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
         proj = padded_to_16(project(values, lay, word).to(projected.dtype or t.dtype).T)
     elif projected.number != NONE:
