@@ -156,11 +156,11 @@ def test_compiled(name: str) -> None:
 
 # kernel, groups, method → what the report says of g_x and of g_w
 PRODUCTS: list[tuple[str, int, int, str, str, str]] = [
-    ("1×1: a Linear layer on positions", 1, 1, "hq8", "H16·int8/token", "H16·int8"),
-    ("3×3: x at its own positions", 3, 1, "hq8", "H16·int8/token", "int8 of x restored from H16"),
+    ("1×1: a Linear layer on positions", 1, 1, "hq8", "H16·int8/token", "H16·int8/column"),
+    ("3×3: x at its own positions", 3, 1, "hq8", "H16·int8/token", "int8/column of x restored from H16"),
     ("3×3, half of the rows", 3, 1, "hla", "exact", "exact of x restored from P8of16"),
     ("depthwise: no block for H", 3, 32, "hq8", "exact", "exact of x restored from H16"),
-    ("groups of a block", 3, 2, "hq8", "H16·int8/token", "int8 of x restored from H16"),
+    ("groups of a block", 3, 2, "hq8", "H16·int8/token", "int8/column of x restored from H16"),
     ("no rotation, so codes in small groups too", 3, 32, "int4", "int4/tensor", "int4"),
 ]
 

@@ -101,8 +101,8 @@ def test_masks_and_boxes_have_tables_of_their_metric() -> None:
     assert (iou.title, pixels.title, precision.title) == ("Mean IoU", "Pixel accuracy", "AP at IoU 0.5")
     assert iou.headers == pixels.headers == ["method", "SegFormer-B0, scenes"]
     assert precision.headers == ["method", "YOLOS, scenes"]
-    assert iou.rows[0] == ["`exact`", "40.00; 1 of 2 runs"]
-    assert pixels.rows[0] == ["`exact`", "90.00; 1 of 2 runs"]
+    assert iou.rows[0] == ["`exact`", "40.00; 1 of 4 runs"]
+    assert pixels.rows[0] == ["`exact`", "90.00; 1 of 4 runs"]
     page = render("title", [], [study], made)
     assert "SegFormer-B0, scenes: points above exact" in page
     assert "mean IoU minus exact" in page
