@@ -310,6 +310,26 @@ def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -
     return tuple(None if g is None else next(marked) for g in grads)
 
 
+def skips_undefined(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """An autograd function whose backward runs only where a gradient came: as of PyTorch's own, none gives none.
+
+    A backward of several gradients gets None for each that did not come.
+    """
+    run, run_back = function.forward, function.backward
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return run(ctx, *args)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        return run_back(ctx, *grads)
+
+    function.forward, function.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign]
+    return function
+
+
 def not_a_view(y: Tensor) -> Tensor:
     """The tensor, not marked as a view: autograd forbids in-place writes to a view that a custom function returns."""
     if not is_view(y):
@@ -353,6 +373,7 @@ def apply(x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: 
     return Conv2d.apply(x, w, b, call, key, origin)
 
 
+@skips_undefined
 class Linear(torch.autograd.Function):
     """``y = x wᵀ + b`` with the two gradients of a method."""
 
@@ -394,6 +415,7 @@ def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], w.shape[1])
 
 
+@skips_undefined
 class Conv2d(torch.autograd.Function):
     """``y = conv2d(x, w) + b`` with the two gradients of a method."""
 

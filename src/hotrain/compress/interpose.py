@@ -27,7 +27,7 @@ from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
-from .operators.norm import ComposedRMSNorm, is_composed
+from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed_kinds
 from .pace import IN_EAGER, TIMED, Pace
 from .report import ATTRIBUTE, Buffers
 from .sharing import Origins, traced_number
@@ -276,11 +276,14 @@ def wrap(model: nn.Module, keeps_pace: bool = False) -> Buffers:
     # All modules are chosen before any is changed.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     outer = list(_places(model))
-    norms = [module for module in modules if not isinstance(module, ComposedRMSNorm) and is_composed(module)]
+    others = [module for module in modules if not isinstance(module, ComposedRMSNorm)]
+    norms = {module: kinds for module in others if (kinds := composed_kinds(module))}
     functions = {module: name for module in modules if (name := _function_of(module))}
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)
+    for module, kinds in norms.items():
+        module.__dict__[COMPOSED] = kinds
     for module, name in functions.items():
         module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):
@@ -303,6 +306,7 @@ def unwrap(model: nn.Module) -> None:
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)
         module.__dict__.pop(_FUNCTION, None)
+        module.__dict__.pop(COMPOSED, None)
 
 
 def _places(model: nn.Module) -> Iterator[nn.Module]:

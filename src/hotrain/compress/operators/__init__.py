@@ -16,6 +16,7 @@ from . import (
     activation,
     attention,
     batch_norm,
+    composed_norm,
     cross_entropy,
     dropout,
     head,
@@ -30,7 +31,7 @@ from . import (
 from .base import Handlers, Scope
 
 _OPERATORS = (
-    *(norm, batch_norm, activation, attention, softmax, dropout, pooling),
+    *(norm, composed_norm, batch_norm, activation, attention, softmax, dropout, pooling),
     *(interpolate, cross_entropy, head, product, linear, views),
 )
 REGISTRY: Handlers = {function: handler for each in _OPERATORS for function, handler in each.HANDLERS.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import not_a_view, once
+from ...autograd import not_a_view, once, skips_undefined
 from ...kernels import FUNCTIONS
 from ...private import is_view
 from ...quantize.integer import wide
@@ -137,6 +137,7 @@ def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
 # ---- autograd functions ----
 
 
+@skips_undefined
 class Slope(torch.autograd.Function):
     """y = f(x), saving the derivative; `in_place` (eager mode, x no view): y is x, written to."""
 
@@ -170,6 +171,7 @@ class Slope(torch.autograd.Function):
         return *once(name, (as_it_was(g_x, ctx.order),), g_y), None, None
 
 
+@skips_undefined
 class Curve(torch.autograd.Function):
     """y = f(x), saving x quantized; returns y, and codes and scales of x, from which f(x) can be made as well."""
 

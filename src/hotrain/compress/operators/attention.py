@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ...autograd import once
+from ...autograd import once, skips_undefined
 from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
@@ -303,6 +303,7 @@ def _unpack_four(
 # ---- autograd function ----
 
 
+@skips_undefined
 class Attention(torch.autograd.Function):
     """softmax(q kᵀ scale + mask) v; returns it, and its codes and scales, of (B, T, H, D).
 

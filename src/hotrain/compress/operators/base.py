@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import casting
+from ...autograd import skips_undefined
 from ...private import any_autocast, autocasts_itself, is_view
 from ...saved import memory_order
 from .. import rematerialize
@@ -162,6 +163,7 @@ def uncompressed(what: str, why: str) -> Callable[..., None]:
 # ---- results that are written to an operand, or returned by an autograd function as its own ----
 
 
+@skips_undefined
 class _InPlace(torch.autograd.Function):
     """Write y to x; the gradient of the result is that of y alone.
 
@@ -203,5 +205,4 @@ def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
     """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
     if codes:
         ctx.mark_non_differentiable(*codes)
-    ctx.set_materialize_grads(False)
     return codes

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
+from ...autograd import skips_undefined
 from ...kernels import FUNCTIONS, written_over
 from ...private import memory_format_of
 from ...quantize.integer import wide
@@ -221,6 +222,7 @@ def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tupl
 # ---- autograd functions ----
 
 
+@skips_undefined
 class BatchNorm(torch.autograd.Function):
     """Returns y, and codes and scales of x̂; ``statistics`` are the running mean and variance (C,), and momentum."""
 
@@ -259,6 +261,7 @@ class BatchNorm(torch.autograd.Function):
         return *autograd.once("batch norm", grads, g_y, w), *[None] * 5
 
 
+@skips_undefined
 class FusedBatchNorm(torch.autograd.Function):
     """y = f(γ x̂ + β + shortcut) in one kernel, its gradients in two; returns y, and codes and scales of x̂.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once
+from ...autograd import once, skips_undefined
 from ...casting import outside_autocast
 from ...quantize.integer import wide
 from . import interpolate
@@ -23,6 +23,7 @@ _PIECE = 1 << 25  # entries of Y that exist at a time, but of one image at least
 _PIECES = 32  # at most: each is a part of the graph
 
 
+@skips_undefined
 class InterpolatedCrossEntropy(torch.autograd.Function):
     """``size``, ``scales`` and ``corners`` as of `interpolate.Interpolated`; the rest as of PyTorch's function."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...autograd import skips_undefined
 from ...draws import DeviceKey, hash_bits
 from ...private import fakes
 from ...saved import as_it_was, memory_order
@@ -37,6 +38,7 @@ def _drawn_mask(key: Tensor, run: int, p: float) -> Tensor:
     return launch(key.device, "dropout.mask", reference, key, run, _STREAM, limit)  # type: ignore[no-any-return]
 
 
+@skips_undefined
 class Dropout(torch.autograd.Function):
     """Dropout with probability p, 0 < p < 1."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once
+from ...autograd import once, skips_undefined
 from ...private import constant_in_graphs
 from ...saved import memory_order
 from .. import rematerialize
@@ -59,6 +59,7 @@ def _gated_gradient_in_place(g: Tensor, given: Sequence[Tensor], name: str, form
     return _gated_gradient(g, given, name, form, in_place=True)[1]
 
 
+@skips_undefined
 class Gated(torch.autograd.Function):
     """Returns y, and codes and scales of b if they are packed here. x's are given."""
 

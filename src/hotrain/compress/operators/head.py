@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import not_a_view, once
+from ...autograd import not_a_view, once, skips_undefined
 from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
 from .base import Handlers, custom_op, lower, with_codes, without_autocast
@@ -97,6 +97,7 @@ def _padded(classes: int, device: torch.device) -> int:
     return classes if device.type == "cpu" else -(-classes // _ALIGNED) * _ALIGNED
 
 
+@skips_undefined
 class LinearCrossEntropy(torch.autograd.Function):
     """Returns the loss, Y or, where it is not ``returned``, nothing of it, and codes and scales packed here.
 
@@ -108,7 +109,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given, target: Tensor, ignored: int,
         mean: bool, dtype: torch.dtype, returned: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.set_materialize_grads(False)
         x, kept = keep_input(ctx, x, form, given)
         classes = len(w)
         more = _padded(classes, w.device) - classes
@@ -157,6 +157,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *once("cross_entropy", grads, g, g_y, w), *[None] * 7
 
 
+@skips_undefined
 class Logits(torch.autograd.Function):
     """Logits Y that a graph has computed, with the gradient of their layer: g_x = g_Y w, g_w = g_Yᵀ x, g_b = Σ g_Y."""
 

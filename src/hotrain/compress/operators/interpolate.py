@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
+from ...autograd import once, skips_undefined
 from ...casting import outside_autocast
 from ..launcher import opaque
 from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair, uncompressed, wants_gradient
@@ -65,6 +65,7 @@ _SMALLEST = 1 << 14  # pixels of Y, a thread each, where memory is contiguous: P
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
+@skips_undefined
 class Interpolated(torch.autograd.Function):
     """``size`` is H' and W', or ``scales`` the two factors; the other is empty."""
 

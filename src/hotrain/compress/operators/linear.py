@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import not_a_view, once
+from ...autograd import not_a_view, once, skips_undefined
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
@@ -34,6 +34,7 @@ from .base import (
 from .factor import Given, input_of, keep_input, listed, materialize, own, shared
 
 
+@skips_undefined
 class Linear(torch.autograd.Function):
     """Returns y, and codes and scales packed here."""
 
@@ -54,6 +55,7 @@ class Linear(torch.autograd.Function):
         return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
 
 
+@skips_undefined
 class Conv2d(torch.autograd.Function):
     """Returns y, and codes and scales packed here."""
 

@@ -19,18 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import once
-from ...private import differentiates, memory_format_of
+from ...autograd import once, skips_undefined
+from ...private import memory_format_of
 from ...quantize.channels import factors
 from ...quantize.integer import wide
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..report import ATTRIBUTE, Buffers
 from .base import (
     Handlers,
     Scope,
@@ -68,6 +67,7 @@ KINDS = {
     "layer": Kind(centered=True, function="layer_norm"),
     "rms": Kind(function="rms_norm"),
     "rms_cast": Kind(rounds=True),  # written out by hand, as in transformers
+    "rms_float": Kind(),  # so too, where γ is multiplied before the result is rounded
     "group": Kind(centered=True, by_token=False, function="group_norm", has_kernels=False),
 }
 
@@ -86,7 +86,7 @@ Grads = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]  # of x, and o
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _forward(
+def forward(
     x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """PyTorch's result, μ (None for an RMS norm) and r."""
@@ -104,9 +104,10 @@ def _forward(
     r = torch.rsqrt(lifted.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps)
     if kind == "rms":
         return F.rms_norm(x, shape[-dims:], w, eps), None, r
-    assert kind == "rms_cast", kind
-    normal = (lifted * r).to(x.dtype)
-    return normal if w is None else w * normal, None, r
+    assert kind in ("rms_cast", "rms_float"), kind
+    normal = (lifted * r).to(x.dtype) if KINDS[kind].rounds else lifted * r
+    y = normal if w is None else w * normal
+    return y if KINDS[kind].rounds else y.to(x.dtype), None, r
 
 
 def _gradients(
@@ -285,6 +286,7 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+@skips_undefined
 class Norm(torch.autograd.Function):
     """Returns y, codes and scales of x̂ / c, and `channels_of`, empty for a norm over several axes (c = 1)."""
 
@@ -303,7 +305,7 @@ class Norm(torch.autograd.Function):
             _, y, r, *kept = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(w, r, *kept)
             return y.view(shape), *with_codes(ctx, *kept)
-        y, mean, r = _forward(x, w, b, kind, dims, eps)
+        y, mean, r = forward(x, w, b, kind, dims, eps)
         by_token = KINDS[kind].by_token
 
         def normalized() -> Tensor:
@@ -410,67 +412,9 @@ def _group_norm(
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
 
 
-# ---- RMS norms that a model writes out by hand (transformers' Llama, Qwen, T5 and others) ----
-
-
-class ComposedRMSNorm:
-    """Mixin for such a module: forward in training is the operator."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(self, ComposedRMSNorm):
-            return type(self).forward(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-        x, w = hidden_states, self.weight  # type: ignore[attr-defined]
-        buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
-        wanted = buffers is not None and differentiates() and wants_gradient(x, w)
-        if args or kwargs or not (self.training and wanted) or not is_large(x):  # type: ignore[attr-defined]
-            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
-        assert buffers is not None
-        buffers.record("composed RMS norms", saved_format())
-        return torch.ops.hotrain.norm(x, w, None, "rms_cast", 1, _epsilon(self), saved_format())[0]  # type: ignore[no-any-return]
-
-
-def _composed_norm(
-    scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, *rest: Any
-) -> tuple[Tensor, ...] | None:
-    """A handler of the operator itself, as a composed norm calls it; others are called in place of PyTorch's."""
-    if kind != "rms_cast":
-        return None
-    y, codes, scale, channels = norm(x, w, b, kind, *rest)
-    note_norm(scope, (y, codes, scale), channels[1], b, saved_format(), cast=True)
-    return y, codes, scale, channels
-
-
-def _epsilon(module: Any) -> float:
-    """The number that the module adds to the mean of squares; NaN if it has no attribute for it."""
-    return float(getattr(module, "variance_epsilon", getattr(module, "eps", float("nan"))))
-
-
-def is_composed(module: nn.Module) -> bool:
-    """Whether the module is an RMS norm written out by hand.
-
-    Its class name says so, it has a weight along the last axis and an epsilon, and its output for a few random numbers
-    is bitwise that of the formula.
-    """
-    weight = dict(module.named_parameters(recurse=False)).get("weight")
-    if "rmsnorm" not in type(module).__name__.lower() or isinstance(module, nn.RMSNorm) or weight is None:
-        return False
-    if weight.dim() != 1 or weight.device.type == "meta" or "forward" in module.__dict__:
-        return False
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(3, weight.shape[0], generator=generator, device="cpu").to(weight)
-        try:
-            got = module(x)
-        except Exception:  # it takes other arguments
-            return False
-        normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + _epsilon(module))
-        return isinstance(got, Tensor) and torch.equal(got, weight * normal.to(x.dtype))
-
-
 HANDLERS: Handlers = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,  # what Dynamo traces for it
     F.group_norm: _group_norm,
-    torch.ops.hotrain.norm: _composed_norm,
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...autograd import skips_undefined
 from ..launcher import launch, supported_in_eager
 from .base import Handlers, Scope, custom_op, is_large, pair
 
@@ -48,6 +49,7 @@ def _is_valid(x: Tensor, *args: Sequence[int]) -> bool:
     return all(s > 0 and 0 <= 2 * p <= k <= size + 2 * p and k > 0 for size, k, s, p in sizes)
 
 
+@skips_undefined
 class MaxPool2d(torch.autograd.Function):
     """Max pooling, with windows of at most 256 elements."""
 
@@ -92,6 +94,7 @@ class MaxPool2d(torch.autograd.Function):
         return launch(g_y.device, "pooling.max_pool_gradient", reference, *args), *[None] * 4
 
 
+@skips_undefined
 class AvgPool2d(torch.autograd.Function):
     """Average pooling; ``args`` are those of PyTorch's operator, without defaults."""
 

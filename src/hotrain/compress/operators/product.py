@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import not_a_view, once
+from ...autograd import not_a_view, once, skips_undefined
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
@@ -36,6 +36,7 @@ def sources(pair: tuple[Tensor, Tensor], forms: tuple[str, str]) -> tuple[list[T
 # ---- by element ----
 
 
+@skips_undefined
 class Product(torch.autograd.Function):
     """Returns y, and codes and scales packed here, of a and then of b."""
 
@@ -112,6 +113,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
 # ---- of matrices ----
 
 
+@skips_undefined
 class Matmul(torch.autograd.Function):
     """y = a b of a (..., I, K) and b (..., K, J). Groups are along K of a transposed b. ``given`` is for a's form."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once
+from ...autograd import once, skips_undefined
 from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
@@ -18,6 +18,7 @@ from ..rematerialize import in_place_of, keep, source
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, with_codes, without_autocast
 
 
+@skips_undefined
 class Softmax(torch.autograd.Function):
     """Returns y, and its codes and scales."""
 
