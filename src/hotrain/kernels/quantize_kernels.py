@@ -313,16 +313,14 @@ def _block(
             else:
                 v = x.to(tl.float32)
             if MEASURE and ROT_EACH == 2:
-                found = tl.max(magnitude_bits(v * QUARTER), axis=0)
-                tl.atomic_max(rot_max + c, found, mask=c < C, sem="relaxed")
+                tl.store(rot_max + b * C + c, tl.max(magnitude_bits(v * QUARTER), axis=0), mask=c < C)
             elif MEASURE:
                 size = magnitude_bits(v) if ROT == _INT else tl.abs(v)
                 rot_found = tl.maximum(rot_found, _within_threads(size, SLOTS, BC, 8))
             if WRITE:
                 if ROT_EACH == 2:
-                    of_channels = integer_scale(tl.load(rot_max + c, mask=c < C, other=0), ROT_LIMIT)
+                    of_channels = tl.load(rot_scale + c, mask=c < C, other=1.0)
                     v = v * (QUARTER * tl.div_rn(of_channels * 0.0 + 1.0, of_channels))[None, :]
-                    tl.store(rot_scale + c, of_channels, mask=(c < C) & (b == 0))
                 else:
                     v = v * rot_factor
                 noise = v
@@ -350,9 +348,7 @@ def _block(
         if PROJ:
             z = tl.dot(p, x, input_precision="ieee")
             if MEASURE and PROJ_EACH:  # only integers have per-channel scales
-                tl.atomic_max(
-                    proj_max + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C, sem="relaxed"
-                )
+                tl.store(proj_max + b * C + c, tl.max(magnitude_bits(z * factor[:, None]), axis=0), mask=c < C)
             elif MEASURE and not DERIVED and PROJ != _COPY:
                 size = magnitude_bits(z * factor[:, None]) if PROJ == _INT else tl.abs(z)
                 proj_found = tl.maximum(proj_found, _within_threads(size, ROWS, BC, 2))
@@ -361,9 +357,8 @@ def _block(
                     codes = (z * factor[:, None]).to(proj.dtype.element_ty)
                 else:
                     if PROJ_EACH:
-                        of_outputs = integer_scale(tl.load(proj_max + c, mask=c < C, other=0), PROJ_LIMIT)
+                        of_outputs = tl.load(proj_scale + c, mask=c < C, other=1.0)
                         z = z * factor[:, None] * tl.div_rn(of_outputs * 0.0 + 1.0, of_outputs)[None, :]
-                        tl.store(proj_scale + c, of_outputs, mask=(c < C) & (b == 0))
                     elif PROJ == _INT:
                         z = z * factor[:, None] * proj_inverse
                     else:
@@ -496,6 +491,18 @@ def _add_columns(partial, to, me, count, rows, C, BLOCK: tl.constexpr):
 @triton.jit
 def _sums_kernel(partial, to, rows, C, BLOCK: tl.constexpr):
     _add_columns(partial, to, tl.program_id(0), tl.num_programs(0), rows, C, BLOCK)
+
+
+@triton.jit
+def _channel_scales_kernel(partial, to, rows, C, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The integer scales of channels, of their amax in each of so many blocks, (rows, C)."""
+    c = tl.program_id(0) * 32 + tl.arange(0, 32)
+    found = tl.zeros((BLOCK, 32), tl.int32)
+    for start in range(0, rows, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        inside = (r < rows)[:, None] & (c < C)[None, :]
+        found = tl.maximum(found, tl.load(partial + r[:, None] * C + c[None, :], mask=inside, other=0))
+    tl.store(to + c, integer_scale(tl.max(found, axis=0), LIMIT), mask=c < C)
 
 
 @triton.jit
@@ -769,7 +776,8 @@ def compress(
             proj[:, lay.rows :].zero_()
     # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes. Where one is not wanted, the
     # other is passed in its place.
-    of_scales, own = ((channels,), channels) if rotated.across else ((tokens,), tokens) if rotated.each else ((), BINS)
+    by_token = rotated.each and not rotated.across
+    of_scales, own = (tokens, tokens) if by_token else (channels if rotated.across else (), BINS)
     made = torch.empty(of_scales, dtype=torch.float32, device=device) if rotated.number else None
     if scale_to is None and (made is None or projected.number):
         scale_to = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)
@@ -779,12 +787,20 @@ def compress(
     rot_hint, proj_hint = (
         (matrix, matrix) if history is None else (history.rows[quantities[0]], history.rows[quantities[1]])
     )
-    # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call.
+    # The amax of fp8 is reduced in the layer's history, that of integers in zeroed memory of this call; that of
+    # channels is stored for each block, since so many atomics would take longer than the rest.
     rot_max = proj_max = rot_scale
     if plan.integers:
         own += -own % 4
-        zeros = torch.zeros(own + (channels if projected.each else BINS), dtype=torch.int32, device=device)
+        zeros = torch.zeros(own + BINS, dtype=torch.int32, device=device)
         rot_max, proj_max = zeros, zeros[own:]
+    by_channel = []
+    if rotated.across:
+        rot_max = torch.empty(plan.blocks, channels, dtype=torch.int32, device=device)
+        by_channel.append((rot_max, rot_scale, rotated.limit))
+    if projected.each:
+        proj_max = torch.empty(plan.blocks, channels, dtype=torch.int32, device=device)
+        by_channel.append((proj_max, proj_scale, projected.limit))
     if rotated.is_fp8 and history is not None:
         rot_max = history.bins[quantities[0]]
     if projected.is_fp8 and history is not None:
@@ -799,6 +815,9 @@ def compress(
     launched = (plan, quantities, aligned(matrix, *source, rows, scale_to), rows is None, key.dim())
     if plan.integers:
         launch(_compress_kernel, plan.programs, (launched, "measure"), args, plan.measure, **plan.options)
+    for largest, scale, limit in by_channel:
+        own_args, constants = (largest, scale, plan.blocks, channels), {"LIMIT": limit, "BLOCK": 128}
+        launch(_channel_scales_kernel, cdiv(channels, 32), (launched, limit), own_args, constants)
     launch(_compress_kernel, plan.programs, launched, args, plan.write, **plan.options)
     total = torch.empty(channels, dtype=dtype, device=device) if sums else rot_scale
     if plan.fp8:
