@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class OwnRMSNorm(nn.Module):
-    """Written out by hand: `compress.operators.norm.composed_kinds` tries it on random numbers."""
+    """Written out by hand: `compress.operators.norm.composed` tries it on random numbers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +168,35 @@ def test_the_grid_changes_the_gradient_and_a_grid_that_does_not_fit_does_not() -
     # 8 kept rows hold all four but the highest; its share on a ramp of 4 steps is under a twentieth
     error = (grads[(8, 8)] - exact.weight.grad).norm() / exact.weight.grad.norm()
     assert error < 0.05
+
+
+class Other(nn.Module):
+    """Attributes of the names that timm, Swin and transformers use, of other kinds."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def get_classifier(self, task: str) -> nn.Module:
+        return self.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"window_size": 7, "relative_position_bias_table": nn.Embedding(169, 4)},
+        {"window_size": 7, "relative_position_bias_table": torch.zeros(())},
+        {"config": SimpleNamespace(image_size=32, patch_size=8, num_register_tokens="4")},
+        {"patch_embed": "conv", "num_prefix_tokens": "1"},
+    ],
+    ids=["classifier with an argument", "table in a module", "table of one number", "registers", "patch embedding"],
+)
+def test_names_alone_say_nothing(attributes: dict[str, Any]) -> None:
+    """They are of another model: no grid is read off, and nothing of theirs is called that raises."""
+    assert set(grids_of(Other(**attributes)).values()) == {None}

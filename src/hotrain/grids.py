@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 
 from .transform.tokens import Grid
 
@@ -55,7 +55,8 @@ def _grid_of(module: nn.Module) -> Grid | None:
     # Swin: windows inside attention, the whole map inside the block's MLP
     window = _pair(getattr(module, "window_size", None))
     table = getattr(module, "relative_position_bias_table", None)
-    if window is not None and table is not None and len(table) == (2 * window[0] - 1) * (2 * window[1] - 1):
+    rows = len(table) if isinstance(table, Tensor) and table.dim() else 0
+    if window is not None and rows == (2 * window[0] - 1) * (2 * window[1] - 1):
         return Grid(*window)  # BEiT's table has three more entries, for its class token
     resolution = _pair(getattr(module, "input_resolution", None))
     if resolution is not None:
@@ -65,7 +66,8 @@ def _grid_of(module: nn.Module) -> Grid | None:
     image, patch = _pair(getattr(config, "image_size", None)), _pair(getattr(config, "patch_size", None))
     if image is not None and patch is not None and all(patch):
         grid = (image[0] // patch[0], image[1] // patch[1])
-        registers, boxes = (getattr(config, f"num_{kind}_tokens", 0) or 0 for kind in ("register", "detection"))
+        given = (getattr(config, f"num_{kind}_tokens", 0) for kind in ("register", "detection"))
+        registers, boxes = (number if isinstance(number, int) else 0 for number in given)
         prefix = _position_tokens(module) + registers - boxes - math.prod(grid)
         # Modules further in have the config too but embed no positions; theirs is the grid around them.
         return Grid(*grid, prefix, suffix=boxes) if prefix >= 0 else None

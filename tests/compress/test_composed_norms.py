@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hotrain
-from hotrain.compress.operators.composed_norm import composed_kinds
+from hotrain.compress.operators.composed_norm import composed
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -120,6 +120,72 @@ class OtherEpsilonRMSNorm(RMSNorm):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps * self.eps))
 
 
+class DetachedRMSNorm(RMSNorm):
+    """With a statistic that has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps).detach())
+
+
+class FrozenRMSNorm(RMSNorm):
+    """With a weight that has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.detach() * _normal(x, self.eps)
+
+
+class InTrainingAloneRMSNorm(RMSNorm):
+    """Another function where gradients are on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.5 if torch.is_grad_enabled() else x)
+
+
+class CleanRMSNorm(RMSNorm):
+    """Without NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.nan_to_num(x))
+
+
+class BoundedRMSNorm(RMSNorm):
+    """Within the range of float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-65504, 65504))
+
+
+class LoggingRMSNorm(RMSNorm):
+    """Writes down what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(float(x.mean()))
+        return super().forward(x)
+
+
+class TwoEpsilonsRMSNorm(RMSNorm):
+    """Reads the second of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance_epsilon = 1e-6
+
+
+class SwitchedRMSNorm(RMSNorm):
+    """Is switched off later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = "on"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.mode == "on" else x
+
+
 PAIRS = [(F32, F32), (BF16, F32), (F16, F32), (BF16, BF16), (F16, F16)]  # of x and of the weight
 
 
@@ -134,20 +200,23 @@ PAIRS = [(F32, F32), (BF16, F32), (F16, F32), (BF16, BF16), (F16, F16)]  # of x 
 )
 def test_which_formula_it_is_by_dtype(norm: type[RMSNorm], kind: str, pairs: list) -> None:
     module = norm()
-    found = {(x, w): kind for x, w, kind in composed_kinds(module)}
+    recognized = composed(module)
+    assert recognized is not None
+    found = {(x, w): kind for x, w, kind in recognized.kinds}
     assert {pair for pair, name in found.items() if name == kind} >= set(pairs)
     if norm is NarrowRMSNorm:
         assert set(found) == set(pairs)
     else:
         assert set(found) == set(PAIRS)
-    assert composed_kinds(module.double()) == composed_kinds(norm())  # a weight's dtype may change behind `convert`
+    assert composed(module.double()) == recognized  # a weight's dtype may change behind `convert`
 
 
 @pytest.mark.parametrize(
     "norm",
     [
         BiasedRMSNorm, NoisyRMSNorm, TrainedOtherwiseRMSNorm, CountingRMSNorm, BufferedRMSNorm, ChannelsFirstRMSNorm,
-        ImageRMSNorm, OtherEpsilonRMSNorm,
+        ImageRMSNorm, OtherEpsilonRMSNorm, DetachedRMSNorm, FrozenRMSNorm, InTrainingAloneRMSNorm, CleanRMSNorm,
+        BoundedRMSNorm, LoggingRMSNorm, TwoEpsilonsRMSNorm,
     ],
 )  # fmt: skip
 def test_what_does_more_is_left_as_it_is(norm: type[RMSNorm]) -> None:
@@ -155,8 +224,9 @@ def test_what_does_more_is_left_as_it_is(norm: type[RMSNorm]) -> None:
     module, calls = norm(), []
     module.register_forward_hook(lambda *_: calls.append(1))
     state = {k: v.clone() for k, v in module.state_dict().items()}
-    assert composed_kinds(module) == ()
+    assert composed(module) is None
     assert not calls
+    assert not getattr(module, "log", [])
     assert getattr(module, "calls", 0) == 0
     assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
 
@@ -219,6 +289,35 @@ def test_both_formulas_keep_the_same_codes() -> None:
         kept.append(hotrain.saved_bytes(net, x).total)
         assert kept[-1] <= exact / 3
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_changes_behind_convert_counts(compiled: bool) -> None:
+    exact = nn.Sequential(nn.Linear(64, 64), SwitchedRMSNorm(), nn.Linear(64, 8))
+    net = copy.deepcopy(exact)
+    hotrain.convert(net, "exact", memory="block")
+    run, x = torch.compile(net, backend="aot_eager") if compiled else net, torch.randn(4, 96, 64)
+    assert torch.equal(run(x), exact(x))
+    for model in (exact, net):
+        model[1].mode = "off"
+    assert torch.equal(run(x), exact(x))
+    for model in (exact, net):
+        model[1].mode, model[1].eps = "on", 0.5
+    assert torch.equal(run(x), exact(x))
+
+
+class DrawingRMSNorm(RMSNorm):
+    """Draws noise of no size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.0 * torch.randn_like(x))
+
+
+def test_random_numbers_stay_the_users() -> None:
+    norm = DrawingRMSNorm()
+    before = torch.get_rng_state()
+    composed(norm)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_wrong_length_is_the_modules_own_error() -> None:

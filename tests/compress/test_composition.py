@@ -205,7 +205,7 @@ def test_where_a_norm_cannot_be_looked_at_nothing_is_converted_by_half(monkeypat
         raise KeyError("weight")
 
     net = Net()
-    monkeypatch.setattr(interpose, "composed_kinds", fails)
+    monkeypatch.setattr(interpose, "composed", fails)
     with pytest.raises(KeyError):
         interpose.wrap(net)
     assert type(net) is Net

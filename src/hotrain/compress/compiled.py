@@ -134,6 +134,7 @@ def partition(
     """
     inner = inner or _inductor.cut
     _inductor.order_by_memory()
+    _without_copies(gm.graph)
     fusing.add_gradients(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -150,6 +151,17 @@ def partition(
                 half.graph.lint()
                 half.recompile()
     return forward, backward
+
+
+def _without_copies(joint: Graph) -> None:
+    """What an operator writes to its operand (`base.written`) is, in a graph without writes, its result."""
+    for node in joint.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        _, made, *_ = node.args
+        value, source = node.meta.get("val"), made.meta.get("val")
+        same = isinstance(value, Tensor) and isinstance(source, Tensor) and value.dtype == source.dtype
+        if same and _region(node) and value.shape == source.shape and value.stride() == source.stride():
+            node.replace_all_uses_with(made)
+            joint.erase_node(node)
 
 
 def _choose(gm: GraphModule) -> float:

@@ -27,7 +27,7 @@ from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
-from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed_kinds
+from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
 from .pace import IN_EAGER, TIMED, Pace
 from .report import ATTRIBUTE, Buffers
 from .sharing import Origins, traced_number
@@ -277,13 +277,13 @@ def wrap(model: nn.Module, keeps_pace: bool = False) -> Buffers:
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     outer = list(_places(model))
     others = [module for module in modules if not isinstance(module, ComposedRMSNorm)]
-    norms = {module: kinds for module in others if (kinds := composed_kinds(module))}
+    norms = {module: norm for module in others if (norm := composed(module))}
     functions = {module: name for module in modules if (name := _function_of(module))}
     for found, mixin in ((outer, Wrapped), (norms, WrappedNorm), (functions, WrappedFunction)):
         for module in found:
             mix(module, mixin)
-    for module, kinds in norms.items():
-        module.__dict__[COMPOSED] = kinds
+    for module, norm in norms.items():
+        module.__dict__[COMPOSED] = norm
     for module, name in functions.items():
         module.__dict__[_FUNCTION] = name
     for module in (*outer, *(m for m in modules if isinstance(m, ComposedRMSNorm | WrappedFunction))):

@@ -142,7 +142,10 @@ def default_reason(model: nn.Module, name: str, module: nn.Module) -> str | None
 def _is_head(model: nn.Module, name: str, module: nn.Module) -> bool:
     classifier = getattr(model, "get_classifier", None)
     if callable(classifier):
-        heads = classifier()
+        try:
+            heads = classifier()
+        except Exception:  # another function of that name
+            heads = ()
         heads = heads if isinstance(heads, tuple | list) else (heads,)
         if any(module is part for head in heads if isinstance(head, nn.Module) for part in head.modules()):
             return True

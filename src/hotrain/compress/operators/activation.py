@@ -35,6 +35,7 @@ from .base import (
     direct,
     is_channels_last,
     is_large,
+    replaced,
     uncompressed,
     with_codes,
     without_autocast,
@@ -224,7 +225,10 @@ def by_slope(x: Tensor, name: str, inplace: bool = False) -> Tensor:
     if inplace and is_eager(x) and not is_view(x):  # a view's base has other elements
         return _slope(x, name, True)  # type: ignore[no-any-return]
     y = slope(x, name)
-    return written(x, y) if inplace else y
+    if not inplace:
+        return y
+    # PyTorch's ReLU keeps its result, to which nothing may be written again.
+    return replaced(x, y) if name == "relu" else written(x, y)
 
 
 def _handler(name: str) -> Callable[..., Tensor | None]:

@@ -37,10 +37,10 @@ from .base import (
     direct,
     is_large,
     note_norm,
+    replaced,
     wants_gradient,
     with_codes,
     without_autocast,
-    written,
 )
 from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
@@ -329,7 +329,7 @@ def finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = N
     """Fused batch norm, shortcut and the activation of this name ("" for none), written to ``place`` if given."""
     y, codes, scale = normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
     if place is not None:
-        y = written(place, y)
+        y = replaced(place, y)
     if what.shortcut is None:
         recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image=True), False)
         scope.origins.note(y, rematerialize.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)

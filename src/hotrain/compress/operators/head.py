@@ -124,7 +124,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         counts = target != ignored
         losses = normalizers - wide(rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0])
         loss, times = reduced(torch.where(counts, losses, 0.0).sum(), counts.sum().to(losses.dtype), mean)
-        ctx.save_for_backward(w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
+        own_w = w if ctx.needs_input_grad[0] else None
+        ctx.classes = classes
+        ctx.save_for_backward(own_w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
         return loss.to(dtype), y, *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
@@ -136,7 +138,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         x = input_of(ctx, kept) if needs_w else None
         g_x, of_w, of_b = None, [], []
         behind: list[Tensor] = []
-        for first, columns in _pieces(len(rows), len(w)):
+        for first, columns in _pieces(len(rows), ctx.classes):
             d = torch.ops.hotrain.logits_gradient(rows, normalizers, labels, factors, other, behind, first, columns)
             behind = []
             if needs_x:

@@ -41,7 +41,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
         x, kept = keep_input(ctx, x, form, given)
-        ctx.save_for_backward(w, *kept)
+        ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
         return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, ctx.form))
 
     @staticmethod
@@ -63,7 +63,8 @@ class Conv2d(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
         x, kept = keep_input(ctx, x, form, given, image=True)
-        ctx.save_for_backward(w, *kept)
+        ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
+        ctx.of_w = w.shape, w.dtype
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
@@ -79,8 +80,10 @@ class Conv2d(torch.autograd.Function):
             x = in_place_of(ctx.source, x)
         else:
             x = g_y.new_empty(1).expand(ctx.shape)  # only its shape is read
+        shape, dtype = ctx.of_w
+        given = g_y.new_empty(1, dtype=dtype).expand(shape) if w is None else w
         g_x, g_w, g_b = torch.ops.aten.convolution_backward.default(
-            g_y, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
+            g_y, x, given, [shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
         return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
 

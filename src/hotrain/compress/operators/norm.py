@@ -296,14 +296,15 @@ class Norm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         shape, dtype, has_kernels = x.shape, x.dtype, x.device.type in autograd.KERNELS
         eager = has_kernels and is_eager(x)
-        ctx.facts = kind, dims, form, shape, dtype, None if b is None else b.dtype
+        ctx.facts = kind, dims, form, shape, dtype, *(None if t is None else t.dtype for t in (w, b))
+        own_w = w if ctx.needs_input_grad[0] else None
         compiled = has_kernels and not eager and _has_kernel(x, kind, dims, form, dtype) and x.is_contiguous()
         if compiled and all(t is None or t.dtype == dtype for t in (w, b)):
             # Compiled, one kernel: a compiler reads x again to pack it.
             flags = KINDS[kind].centered, KINDS[kind].rounds and dtype != torch.float32, False
             args = (x.view(-1, shape[-1]), None, w, b, eps, dtype, dtype, *flags, None, None, 1.0)
             _, y, r, *kept = torch.ops.hotrain.norm_forward(*args)
-            ctx.save_for_backward(w, r, *kept)
+            ctx.save_for_backward(own_w, r, *kept)
             return y.view(shape), *with_codes(ctx, *kept)
         y, mean, r = forward(x, w, b, kind, dims, eps)
         by_token = KINDS[kind].by_token
@@ -317,21 +318,21 @@ class Norm(torch.autograd.Function):
             kept = *GROUPED[form].keep(normalized()), x.new_empty(0)
         else:
             kept = _kept(x, mean, r, w, form, normalized, by_token and eager)
-        ctx.save_for_backward(w, r, *kept)
+        ctx.save_for_backward(own_w, r, *kept)
         return y, *with_codes(ctx, *kept)
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         w, r, *kept, channels = ctx.saved_tensors
-        kind, dims, form, shape, dtype, b_dtype = ctx.facts
-        needs, w_dtype = ctx.needs_input_grad, b_dtype if w is None else w.dtype
+        kind, dims, form, shape, dtype, w_dtype, b_dtype = ctx.facts
+        needs = ctx.needs_input_grad
         if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
             run = operator_for(g_y, "norm_backward")
             flat = r if run is _norm_backward else r.reshape(-1)
             g_x, sums, _ = run(rows, *kept, flat, channels, None, dtype, KINDS[kind].centered, None, None, 1.0)
             if run is _norm_backward and b_dtype is not None and w_dtype == b_dtype:
-                sums = _as(sums, w_dtype)  # both at once
+                sums = _as(sums, b_dtype)  # both at once
             g_x, (g_b, g_w) = g_x.view_as(g_y), sums.unbind()
         else:
             g, by_token = _as(g_y, torch.promote_types(g_y.dtype, torch.float32)), KINDS[kind].by_token
