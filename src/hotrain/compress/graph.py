@@ -182,22 +182,31 @@ class Backward:
 
 
 def spans_magnitudes(node: Node, kept: Mapping[str, Node] | None = None) -> bool:
-    """Whether a tensor is the result of a function whose elements span orders of magnitude.
+    """Whether a tensor is the result of a function whose elements span orders of magnitude, or is made of such by
+    products and conditions.
 
-    Of a node of backward the search goes on in forward, where `kept` is given, name → node of forward.
+    Factors that are smaller than the product, as a statistic of rows, do not count. Of a node of backward the search
+    goes on in forward, where `kept` is given, name → node of forward.
     """
-    while True:
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
         if node.op == "placeholder" and kept and node.name in kept:
             node, kept = kept[node.name], None
-        if _packet(node) not in _MOVED | _SUMS | _PRODUCTS or len(node.all_input_nodes) != 1:
-            break
-        (node,) = node.all_input_nodes
-    op = _packet(node)
-    return (
-        op in _WIDE_RESULTS
-        or (op is _aten.div and isinstance(node.args[1], Node))
-        or (op is _aten.pow and not (isinstance(node.args[1], int | float) and 1 <= node.args[1] <= 4))
-    )
+        op, made = _packet(node), node.all_input_nodes
+        if op is _aten.where or (op is _aten.mul and len(made) > 1):
+            made = [n for n in made if numel(n) == numel(node)]
+        elif op not in _MOVED | _SUMS | _PRODUCTS or len(made) != 1:
+            if (
+                op in _WIDE_RESULTS
+                or (op is _aten.div and isinstance(node.args[1], Node))
+                or (op is _aten.pow and not (isinstance(node.args[1], int | float) and 1 <= node.args[1] <= 4))
+            ):
+                return True
+            continue
+        waiting += [n for n in made if n not in seen]
+        seen.update(made)
+    return False
 
 
 def is_normed(node: Node) -> bool:
