@@ -181,18 +181,17 @@ class _InPlace(torch.autograd.Function):
         return None, g_y
 
 
-def _written(x: Tensor, y: Tensor) -> Tensor:
-    return x.copy_(y) if is_view(x) else _InPlace.apply(x, y)  # a view's base has other elements
-
-
-written = custom_op("written(Tensor(a!) x, Tensor y) -> Tensor(a!)", _written)
-written.__doc__ = """y written to x, as an in-place function returns it."""
+# y written to x, as an in-place function returns it; a view's base has other elements.
+written = custom_op(
+    "written(Tensor(a!) x, Tensor y) -> Tensor(a!)",
+    lambda x, y: x.copy_(y) if is_view(x) else _InPlace.apply(x, y),
+)
 
 
 def replaced(x: Tensor, y: Tensor) -> Tensor:
     """`written` where nothing else reads or writes x: traced, the result is y, and what made x may be left out."""
     if not torch.compiler.is_dynamo_compiling():
-        return _written(x, y)
+        return written(x, y)  # type: ignore[no-any-return]
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
     return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
