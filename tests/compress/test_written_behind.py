@@ -1,16 +1,20 @@
-"""What a user writes to behind an operator: results that are operands, masks, weights that no gradient needs."""
+"""What a user writes to behind an operator: results that are operands, copies, weights that no gradient needs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 
 import hotrain
+from hotrain.compress import compiled
 
 BACKENDS = [None, "aot_eager"]
 
@@ -83,29 +87,38 @@ def test_the_users_input_is_written_to() -> None:
     assert torch.equal(*found)
 
 
-class Pruned(nn.Module):
-    """Attention under a boolean mask that is narrowed from layer to layer."""
+class Copies(nn.Module):
+    """Returns copies of its input, of a buffer, of a weight and of a result, made by writes."""
 
-    def __init__(self, wide: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.wide = nn.Linear(64, 192), nn.Linear(64, 64), wide
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("mean", torch.zeros(64, 512))
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(4, 1, 1, 64, dtype=torch.bool)
-        for keep in (40, 20):
-            q, k, v = self.qkv(x).view(4, 64, 3, 2, 32).permute(2, 0, 3, 1, 4)
-            given = mask.expand(4, 2, 64, 64) if self.wide else mask
-            a = F.scaled_dot_product_attention(q, k, v, attn_mask=given)
-            x = x + self.out(a.transpose(1, 2).flatten(2))
-            mask[..., keep:] = False
-        return x
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = F.silu(self.layer(x), inplace=True)
+        of = x, self.mean, self.layer.weight, h
+        return h * h, h, *(torch.empty_like(t).copy_(t) for t in of)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wide", [False, True], ids=["as it is", "expanded"])
-def test_a_mask_may_be_written_to(wide: bool, backend: str | None) -> None:
-    """int4 of v and int8 of q and k: 15 %."""
-    _same(Pruned(wide), backend, torch.randn(4, 64, 64), 0.15)
+def test_copies_that_a_model_makes_stay_copies() -> None:
+    """Compiled with our partitioner: what in-place results are written by is left out of the graph, copies are not."""
+    found: list[int] = []
+
+    def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        copies = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default)
+        found.append(sum(node.meta["val"].is_floating_point() for node in copies))  # not those of counters
+        return make_boxed_func(graph.forward)
+
+    net = Copies()
+    hotrain.convert(net, plan="memory")
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+    x = torch.randn(4, 128, 64)
+    results = torch.compile(net, backend=backend)(x)
+    results[0].sum().backward()
+    places = [t.data_ptr() for t in (*results, x, net.mean, net.layer.weight)]
+    assert len(set(places)) == len(places)
+    assert found == [4, 0]
 
 
 class Renormed(nn.Module):

@@ -154,12 +154,16 @@ def partition(
 
 
 def _without_copies(joint: Graph) -> None:
-    """What an operator writes to its operand (`base.written`) is, in a graph without writes, its result."""
+    """What an operator writes to its operand (`base.written`) is, in a graph without writes, its result.
+
+    Only where nothing else has that result: a copy that a model makes stays one.
+    """
     for node in joint.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
         _, made, *_ = node.args
         value, source = node.meta.get("val"), made.meta.get("val")
         same = isinstance(value, Tensor) and isinstance(source, Tensor) and value.dtype == source.dtype
-        if same and _region(node) and value.shape == source.shape and value.stride() == source.stride():
+        alone = made.op == "call_function" and base_of(made) is made and len(made.users) == 1
+        if same and alone and _region(node) and value.shape == source.shape and value.stride() == source.stride():
             node.replace_all_uses_with(made)
             joint.erase_node(node)
 

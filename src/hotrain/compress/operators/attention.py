@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autograd import once, skips_undefined
 from ...casting import autocast
 from ...kernels import rows_in_memory
-from ...private import any_autocast, constant_in_graphs, dispatch_modes, fakes, no_dispatch_modes, version_of
+from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
 from ...quantize.channels import middles
 from ...saved import group_size
 from .. import exact_attention, rematerialize
@@ -304,25 +303,6 @@ def _unpack_four(
 # ---- autograd function ----
 
 
-# Of masks that live: the version, and a copy that layers share.
-_masks: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
-
-
-def _own_mask(mask: Tensor | None) -> Tensor | None:
-    """A copy of a boolean mask, which may be written to behind attention: PyTorch saves its own, of numbers."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    shared = (is_eager(mask) or isinstance(mask, fakes.tensor)) and not mask.is_inference()
-    version, kept = (version_of(mask), _masks.get(mask)) if shared else (0, None)
-    if kept is not None and kept[0] == version:
-        return kept[1]
-    once_each = [slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()]
-    copy = mask[tuple(once_each)].clone().expand(mask.shape)
-    if shared:
-        _masks[mask] = version, copy
-    return copy
-
-
 @skips_undefined
 class Attention(torch.autograd.Function):
     """softmax(q kᵀ scale + mask) v; returns it, and its codes and scales, of (B, T, H, D).
@@ -342,7 +322,7 @@ class Attention(torch.autograd.Function):
         # Packed as (B, T, H, D), the memory layout in which layers write q, k and v and read their gradients.
         codes = _pack_four([t.transpose(1, 2) for t in (q, k, v, out)], forms, dropout)
         # Under dropout backward needs forward's output: a second run would draw another mask.
-        ctx.save_for_backward(_own_mask(mask), *(codes + seed if dropout else codes[:6]))
+        ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = args
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
         return out, *with_codes(ctx, *codes[6:])
