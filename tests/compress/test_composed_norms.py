@@ -57,8 +57,6 @@ class BiasedRMSNorm(RMSNorm):
 class NoisyRMSNorm(RMSNorm):
     """With noise that is switched on later."""
 
-    noise = 0.0
-
     def __init__(self) -> None:
         super().__init__()
         self.noise = 0.0

@@ -30,12 +30,8 @@ class Net(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor] | nn.Module, reentrant: bool) -> None:
         super().__init__()
-        self.before, self.after, self.function, self.reentrant = (
-            nn.Linear(64, 64),
-            nn.Linear(64, 64),
-            function,
-            reentrant,
-        )
+        self.before, self.after = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.function, self.reentrant = function, reentrant
 
     def block(self, x: Tensor, unused: Tensor) -> Tensor:
         return x + self.after(x)
@@ -50,10 +46,6 @@ class Net(nn.Module):
 def _heads(x: Tensor) -> Tensor:
     q = x.view(4, -1, 4, 16).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q)
-
-
-def _image(x: Tensor) -> Tensor:
-    return x.view(4, 8, 64, -1)
 
 
 class RMSNorm(nn.Module):

@@ -109,7 +109,7 @@ def test_codes_for_a_product_in_16_bits_are_the_codes(output, device):
         want = integer.quantize(t.float(), bits, axis, rounding, KEY, output.stream)
         torch.testing.assert_close(scale.view(-1), want.scale.view(-1), rtol=2**-20, atol=0)
         assert few(codes[:, :40] != want.codes, 2**-10)
-    if output.each and not output.across:
+    if output.by_token:
         want = codes.float() * scale[:, None]
         assert ((wide.float() - want).abs() <= want.abs() * 2.0 ** (-8 if ON_GPU else -7)).all()
     else:

@@ -48,6 +48,11 @@ class Output(NamedTuple):
     def is_fp8(self) -> bool:
         return self.number in (E4M3, E5M2)
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a rotated output has scales per token."""
+        return self.each and not self.across
+
 
 NOTHING = Output(NONE)
 NUMBERS = {"int": INT, "e4m3": E4M3, "e5m2": E5M2}  # of a method

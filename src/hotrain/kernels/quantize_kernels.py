@@ -776,8 +776,7 @@ def compress(
             proj[:, lay.rows :].zero_()
     # A separate tensor for each scale: `torch._scaled_mm` requires alignment to 16 bytes. Where one is not wanted, the
     # other is passed in its place.
-    by_token = rotated.each and not rotated.across
-    of_scales, own = (tokens, tokens) if by_token else (channels if rotated.across else (), BINS)
+    of_scales, own = (tokens, tokens) if rotated.by_token else (channels if rotated.across else (), BINS)
     made = torch.empty(of_scales, dtype=torch.float32, device=device) if rotated.number else None
     if scale_to is None and (made is None or projected.number):
         scale_to = torch.empty((channels,) if projected.each else (), dtype=torch.float32, device=device)

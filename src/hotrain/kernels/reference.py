@@ -57,8 +57,7 @@ def compress(
         rot, rot_scale = codes_of(rows, rotated, "column" if rotated.across else "token", word)
         rot = F.pad(rot.view(torch.int8), (0, padded(rows.shape[1]) - rows.shape[1])).view(rot.dtype)
         if rotated.dtype is not None:
-            by_token = rotated.each and not rotated.across
-            rot = (rot.to(torch.float32) * (rot_scale[:, None] if by_token else 1.0)).to(rotated.dtype)
+            rot = (rot.to(torch.float32) * (rot_scale[:, None] if rotated.by_token else 1.0)).to(rotated.dtype)
     if projected.number == COPY:
         proj = padded_to_16(project(values, lay, word).to(projected.dtype or t.dtype).T)
     elif projected.number != NONE:

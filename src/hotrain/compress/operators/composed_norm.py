@@ -33,10 +33,12 @@ class Composed:
 
     Attributes:
         kinds: the kind of norm by the dtypes of x and of the weight.
+        epsilon: the number that it adds to the mean of squares.
         attributes: of the module, with which it was tried: name and value.
     """
 
     kinds: tuple[tuple[torch.dtype, torch.dtype, str], ...]
+    epsilon: float
     attributes: tuple[tuple[str, Any], ...]
 
 
@@ -55,7 +57,8 @@ class ComposedRMSNorm:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
         assert buffers is not None
         buffers.record("composed RMS norms", saved_format())
-        return torch.ops.hotrain.norm(x, w, None, kind, 1, _epsilon(self), saved_format())[0]  # type: ignore[no-any-return]
+        epsilon = self.__dict__[COMPOSED].epsilon  # as it is now: `_kind_of` has compared it
+        return torch.ops.hotrain.norm(x, w, None, kind, 1, epsilon, saved_format())[0]  # type: ignore[no-any-return]
 
 
 def _kind_of(own: dict[str, Any], x: Tensor, w: Tensor) -> str:
@@ -83,11 +86,6 @@ def _composed_norm(
     return y, codes, scale, channels
 
 
-def _epsilon(module: Any) -> float:
-    """The number that the module adds to the mean of squares."""
-    return float(next(getattr(module, name) for name in _EPSILONS if hasattr(module, name)))
-
-
 def composed(module: nn.Module) -> Composed | None:
     """What an RMS norm that is written out by hand computes; None for another module.
 
@@ -101,22 +99,23 @@ def composed(module: nn.Module) -> Composed | None:
     every = nn.Module().__dict__
     own = {name: value for name, value in module.__dict__.items() if name not in every}
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if not all(map(_is_constant, own.values())) or sum(name in own for name in _EPSILONS) != 1 or len(tensors) != 1:
+    epsilons = [own[name] for name in _EPSILONS if name in own]
+    if not all(map(_is_constant, own.values())) or len(epsilons) != 1 or len(tensors) != 1:
         return None
-    ((name, weight),) = tensors
+    ((name, weight),), (epsilon,) = tensors, epsilons
     if name != "weight" or weight.dim() != 1 or weight.is_meta or type(weight.detach()) is not Tensor:
         return None
     few = [size for size in (2, 3, 5, 7) if size != len(weight)]
     devices = [weight.device] if weight.is_cuda else []
     try:
         with torch.enable_grad(), outside_autocast(weight), torch.random.fork_rng(devices):
-            same = all(_kind(module, few[:axes], *_DTYPES[0], moved=axes > 1) for axes in (1, 2, 3))
-            if not (same and _kind(module, few[:1], *_DTYPES[0], extreme=True)):
+            same = all(_kind(module, epsilon, few[:axes], *_DTYPES[0], moved=axes > 1) for axes in (1, 2, 3))
+            if not (same and _kind(module, epsilon, few[:1], *_DTYPES[0], extreme=True)):
                 return None
-            found = [(*dtypes, _kind(module, few[:1], *dtypes)) for dtypes in _DTYPES]
+            found = [(*dtypes, _kind(module, epsilon, few[:1], *dtypes)) for dtypes in _DTYPES]
     except Exception:  # it takes other arguments
         return None
-    return Composed(tuple(each for each in found if each[2]), tuple(own.items()))
+    return Composed(tuple(each for each in found if each[2]), float(epsilon), tuple(own.items()))
 
 
 def _is_constant(value: Any) -> bool:
@@ -125,13 +124,14 @@ def _is_constant(value: Any) -> bool:
 
 
 def _kind(
-    module: nn.Module, lead: Sequence[int], x_dtype: torch.dtype, w_dtype: torch.dtype, *, moved: bool = False,
-    extreme: bool = False,
+    module: nn.Module, epsilon: float, lead: Sequence[int], x_dtype: torch.dtype, w_dtype: torch.dtype, *,
+    moved: bool = False, extreme: bool = False,
 ) -> str:  # fmt: skip
     """The kind that the module is for x of (*lead, C), empty for none.
 
     Args:
         module: to be tried.
+        epsilon: of the module.
         lead: other axes of x.
         x_dtype, w_dtype: of x and of the weight.
         moved: in the other mode, and with other numbers of its own than epsilon.
@@ -158,7 +158,7 @@ def _kind(
         return ""
     x, w = x.requires_grad_(), w.clone().requires_grad_()
     for kind in ("rms_cast", "rms_float"):
-        want = forward(x, w, None, kind, 1, _epsilon(module))[0]
+        want = forward(x, w, None, kind, 1, epsilon)[0]
         if got.dtype == want.dtype and bool(((got == want) | got.isnan() & want.isnan()).all()):
             break
     else:
