@@ -112,18 +112,20 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def patches_transposed(g: Tensor, shape: Shape, geometry: Geometry) -> Tensor:
-    """The transpose of `patches`: (B, H', W', C·kh·kw) to (B, C, H, W); pixels of no patch get zero."""
+    """The transpose of `patches`: (B, H', W', C·kh·kw) to (B, C, H, W) in channels-last; pixels of no patch get 0."""
     (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
     batch, down, across, _ = g.shape
     if (kh, kw) == (1, 1) == (sh, sw):
         return g.permute(0, 3, 1, 2)
-    out = g.new_zeros(shape)
     if (kh, kw) == (1, 1):
-        out[:, :, ::sh, ::sw] = g.permute(0, 3, 1, 2)
+        out = g.new_zeros(batch, *shape[2:], shape[1])
+        out[:, ::sh, ::sw] = g
     else:
-        blocks = g.view(batch, down, across, shape[1], kh, kw).permute(0, 3, 1, 4, 2, 5)
-        out[:, :, : down * kh, : across * kw] = blocks.reshape(batch, shape[1], down * kh, across * kw)
-    return out
+        out = g.view(batch, down, across, shape[1], kh, kw).permute(0, 1, 4, 2, 5, 3)
+        out = out.reshape(batch, down * kh, across * kw, shape[1])
+        below, beside = shape[2] - down * kh, shape[3] - across * kw
+        out = F.pad(out, (0, 0, 0, beside, 0, below)) if below or beside else out
+    return out.permute(0, 3, 1, 2)
 
 
 def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:

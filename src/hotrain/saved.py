@@ -155,13 +155,17 @@ def group_size(columns: int, whole: bool = False) -> int:
 
 
 def memory_order(t: Tensor) -> list[int]:
-    """The axes of t in the order of its memory layout, the densest last; 0, 1, … where t is not dense."""
+    """The axes of t in the order of its memory layout, the densest last; 0, 1, … where t is not dense.
+
+    Some channels of an image in channels-last, as `split` returns them, are in that order, too.
+    """
     if t.is_contiguous():
         return list(range(t.dim()))
     if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last):
         return [0, 2, 3, 1]
     order = sorted(range(t.dim()), key=lambda axis: -t.stride()[axis])
-    return order if t.permute(order).is_contiguous() else list(range(t.dim()))
+    some_channels = order == [0, 2, 3, 1] and t.stride()[1] == 1
+    return order if some_channels or t.permute(order).is_contiguous() else list(range(t.dim()))
 
 
 def as_it_was(t: Tensor, order: Sequence[int]) -> Tensor:

@@ -37,6 +37,7 @@ from .nodes import (
     VIEWS,
     base_of,
     bytes_of,
+    called,
     is_alias,
     is_cast,
     is_ours,
@@ -45,6 +46,7 @@ from .nodes import (
     same_order,
     source_of,
 )
+from .operators.base import is_channels_last
 from .rules import SMALL
 
 _inductor = inductor()
@@ -135,7 +137,7 @@ def partition(
     inner = inner or _inductor.cut
     _inductor.order_by_memory()
     _without_copies(gm.graph)
-    fusing.add_gradients(gm.graph)
+    fusing.merge_batch_norms(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
@@ -143,7 +145,7 @@ def partition(
         for half in (forward, backward):
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
-            changed = _weights_of_convolutions_first(half.graph)
+            changed = _gradients_of_convolutions(half.graph)
             changed |= fusing.fuse(half.graph)
             changed |= kernel_nodes.insert(half.graph)
             changed |= half is backward and in_place.write(half.graph)
@@ -296,12 +298,26 @@ def _write_before_statistics(half: Graph) -> None:
             source.meta["inductor_realize_to_strides"] = True
 
 
-def _weights_of_convolutions_first(half: Graph) -> bool:
-    """Compute a convolution's g_w and then its g_x, as two calls: by then x, dequantized, is free. False: no change."""
+def _gradients_of_convolutions(half: Graph) -> bool:
+    """Prepare the gradients of convolutions, in place. False: no change.
+
+    g_y gets x's memory layout here: PyTorch's operator would copy it by a slower kernel, in each call. Then g_w and g_x
+    are two calls, in this order, where x is dequantized for them: it is free by the second.
+    """
     changed = False
     for node in half.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
         *given, mask = node.args
-        if not (mask[0] and mask[1] and given[1].op == "call_function" and numel(given[1]) >= SMALL):
+        g_y, x = given[:2]
+        if numel(x) < SMALL:
+            continue
+        value, layout = x.meta["val"], torch.contiguous_format
+        if formats.is_static(value) and is_channels_last(value):
+            layout = torch.channels_last
+        if formats.is_static(value) and not g_y.meta["val"].is_contiguous(memory_format=layout):
+            given[0] = called(half, node, node, torch.ops.aten.clone.default, g_y, memory_format=layout)
+            node.update_arg(0, given[0])
+            changed = True
+        if not (mask[0] and mask[1] and source_of(x, is_alias).op == "call_function"):
             continue
         for wanted in ([False, *mask[1:]], [True, False, False]):
             with half.inserting_before(node):

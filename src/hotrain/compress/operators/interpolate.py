@@ -72,7 +72,7 @@ class Interpolated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:
         ctx.shape, ctx.scales, ctx.corners = x.shape, scales, corners
-        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        ctx.channels_last = is_channels_last(x)
         pixels = math.prod(size) if size else math.prod(scales) * math.prod(x.shape[2:])
         forward = torch.ops.hotrain.bilinear if ctx.channels_last or pixels >= _SMALLEST else plain
         return forward(x, size, scales, corners)  # type: ignore[no-any-return]

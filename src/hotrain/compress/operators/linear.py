@@ -18,12 +18,14 @@ from ...autograd import not_a_view, once, skips_undefined
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
+from ..launcher import is_eager
 from ..rematerialize import in_place_of
 from .base import (
     Handlers,
     Scope,
     custom_op,
     direct,
+    is_channels_last,
     is_large,
     lower,
     pair,
@@ -62,10 +64,13 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
+        if is_channels_last(x) and not is_eager(x):
+            # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
+            x = x.contiguous(memory_format=torch.channels_last)
         x, kept = keep_input(ctx, x, form, given, image=True)
         ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
         ctx.of_w = w.shape, w.dtype
-        ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
+        ctx.channels_last = is_channels_last(x)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
         return y, *with_codes(ctx, *own(kept, ctx.form))

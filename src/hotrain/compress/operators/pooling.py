@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from ...autograd import skips_undefined
 from ..launcher import launch, supported_in_eager
-from .base import Handlers, Scope, custom_op, is_large, pair
+from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair
 
 _aten = torch.ops.aten
 _LARGEST_WINDOW = 49  # that a kernel reads at once
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    return torch.channels_last if is_channels_last(x) else torch.contiguous_format
 
 
 def _stand_in(ctx: Any, g_y: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ class MaxPool2d(torch.autograd.Function):
             return y, places.to(torch.uint8)
 
         if _has_kernel(ctx, x) and _is_valid(x, kernel, stride, padding):
-            y, places = launch(x.device, "pooling.max_pool", reference, x, *ctx.args)
+            dense = x.contiguous(memory_format=ctx.layout)
+            y, places = launch(x.device, "pooling.max_pool", reference, dense, *ctx.args)
         else:
             y, places = reference()
         ctx.save_for_backward(places)
