@@ -60,6 +60,8 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     yield "row_normalizer", lambda x: OPS.row_normalizer(x, 200), [x]
     yield "channel_statistics", OPS.channel_statistics, [image]
     yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, x, "silu"), [image, v]
+    full = torch.empty_like(image, dtype=torch.float32)
+    yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, None, "", BF16), [full, v]
     flat = 4 * 6 * 6
     packed = [
         torch.empty(flat, 1, 32, dtype=torch.uint8, device="cuda"),
@@ -69,6 +71,8 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     for passes_on in (True, False):
         gradient = lambda g, *t, p=passes_on: OPS.norm_gradient(g, None, *t, "silu", p)  # noqa: E731
         yield "norm_gradient", gradient, [image, *packed, v, v]
+    behind = lambda g, t, *p: OPS.norm_gradient(g, None, *p, "", False, torch.float32, t)  # noqa: E731
+    yield "norm_gradient", behind, [image, full, *packed, v, v]
     gated = lambda g, *t: OPS.gated_gradient(g, list(t), "silu", "int4 nearest/row")  # noqa: E731
     yield "gated_gradient", gated, [x, codes, scale, codes + 1, scale + 1]
 

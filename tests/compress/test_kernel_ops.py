@@ -72,6 +72,9 @@ def test_batch_norm(channels: int, name: str) -> None:
         for passes_on in (False, True):
             for other in (None, t):
                 _as_promised(KERNELS.norm_gradient, t, other, *kept, r, w, name, passes_on)
+        _as_promised(KERNELS.normalize, t, mean, r, w, b, None, name, torch.bfloat16)
+        wide = t.float()
+        _as_promised(KERNELS.norm_gradient, t.bfloat16(), None, *kept, r, w, name, False, torch.float32, wide)
 
 
 class _Turned(nn.Module):

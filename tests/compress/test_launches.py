@@ -545,6 +545,101 @@ def test_the_gradients_of_two_readers_are_added_in_the_kernel(
     assert_same(step, eager(build), build)
 
 
+class PreNorm(nn.Module):
+    """Blocks x + conv(norm(x)); autocast casts the result of a norm in float32 for the convolution."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.stem, self.out = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            x = self.stem(x).to(self.dtype)
+            for norm, conv in zip(self.norms, self.convs, strict=True):
+                x = x + conv(norm(x))
+            return self.out(x).float()
+
+
+class MergedStep(Step):
+    """A step that notes the dtypes that norms' operators are given, and whether one adds to g_x."""
+
+    def backend(self) -> Any:
+        self.results: list[Any] = []
+        self.gradients_of_x: list[tuple[Any, bool]] = []
+
+        def look(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            for node in graph.graph.nodes:
+                if node.target is torch.ops.hotrain.normalize.default:
+                    self.results.append(dict(enumerate(node.args)).get(7))
+                elif node.target is torch.ops.hotrain.norm_gradient.default:
+                    given = dict(enumerate(node.args))
+                    self.gradients_of_x.append((given.get(9), given.get(10) is not None))
+                elif torch.ops.hotrain.norm_gradient_.default in node.args:
+                    self.gradients_of_x.append((node.kwargs.get("g_x"), node.kwargs.get("after") is not None))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_before_a_branch_casts_and_adds_in_its_kernels(dtype: torch.dtype) -> None:
+    """Of a float32 stream y is written in bfloat16 and g is read in it; the shortcut's gradient is added to g_x.
+
+    Rounded to bfloat16, g_x is added before it is and not after, so gradients of two steps differ by such roundings.
+    """
+    build = functools.partial(PreNorm, dtype)
+    definition = SimpleNamespace(**vars(DEFINITION), inlines=kernels.inlines)
+    # The interpreter truncates what the definition rounds.
+    step, other, without = MergedStep(converted(build), kernels), MergedStep(converted(build), definition), eager(build)
+    wide = dtype == torch.float32
+    assert step.results == other.results == [torch.bfloat16 if wide else None] * 2
+    assert step.gradients_of_x == other.gradients_of_x == [(torch.float32 if wide else None, True)] * 2
+    assert distance(other.gradients, without.gradients) <= 2.0**-7
+    exact = Step(converted(build, memory=False), None, "")
+    assert distance(step.gradients, exact.gradients) <= NEAR
+
+
+class Slices(nn.Module):
+    """Convolutions of some channels of an image, whose gradients are some channels of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(16, 64, 1), nn.Conv2d(64, 16, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.tanh(self.stem(x)).chunk(2, 1)
+        return self.out(torch.cat([conv(part) for conv, part in zip(self.convs, parts, strict=True)], 1))
+
+
+def test_convolutions_of_some_channels_read_dense_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operators would copy slices and gradients in another layout, in each call."""
+    monkeypatch.setattr(compiled, "SMALL", 2)
+    read: list[Tensor] = []
+
+    def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        targets = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+        for node in graph.graph.nodes:
+            if node.target in targets:
+                backward = node.target is targets[1]
+                read.extend(t.meta["val"] for t in node.args[: 1 + backward])
+        return make_boxed_func(graph.forward)
+
+    model = converted(Slices)
+    x = image().requires_grad_()
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+    torch.compile(model, backend=backend)(x).square().sum().backward()
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    assert len(read) >= 4 + 2 * 4
+    assert [t.stride() for t in read if not t.is_contiguous(memory_format=LAST)] == []
+    exact, x = converted(Slices, memory=False), image().requires_grad_()
+    exact(x).square().sum().backward()
+    assert distance(found, [x.grad, *(p.grad for p in exact.parameters())]) <= NEAR
+
+
 @pytest.mark.parametrize("name", INTO_THE_SHORTCUT)
 def test_what_is_added_to_the_shortcut_is_added_once(name: str) -> None:
     build = functools.partial(Net, INTO_THE_SHORTCUT[name])

@@ -94,6 +94,9 @@ def calls() -> None:
         kept = batch_norm.normalize(x, vector, vector, vector, vector, x, "relu", None)
         for other in (None, x):
             batch_norm.gradient(kept[0], other, *kept[1:], vector, vector, "relu", None, True)
+        full = x.float()
+        y, *kept = batch_norm.normalize(full, vector, vector, vector, vector, None, "", None, torch.bfloat16)
+        batch_norm.gradient(y, None, *kept, vector, vector, "", None, False, torch.float32, full)
     heads = [torch.empty(4, 64, 8, 64, dtype=torch.bfloat16) for _ in range(4)]
     for count in (1, 2):
         middle = attention.middles(heads[1 : 1 + count])

@@ -740,6 +740,38 @@ def test_a_norms_gradients_of_two_branches(
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("name", ["", "relu", "silu"])
+def test_a_norms_result_in_the_dtype_of_a_product(name: str, device: torch.device) -> None:
+    """A float32 norm's y is rounded once, to 8 bits (the interpreter truncates); what backward needs is as it was."""
+    norm = Norm(49, 72, torch.float32, device, False)
+    want, *kept = normalize(*norm.tensors(), name, levels_of(name))
+    got, *also = normalize(*norm.tensors(), name, levels_of(name), torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    assert ((got.double() - want).abs() <= 2.0**-7 * want.abs()).all()
+    assert all(torch.equal(a, b) for a, b in zip(also, kept, strict=True))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["", "a gradient behind"])
+def test_a_norms_gradients_of_a_cast_gradient(
+    after: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """g in bfloat16 for a float32 norm is g cast before, to the bit; what is added to g_x is rounded with it."""
+    norm = Norm(49, 72, torch.float32, device, False)
+    _, *kept = normalize(*norm.tensors(), "", None)
+    g = torch.randn(49, 72, device=device).to(torch.bfloat16)
+    behind = torch.randn(49, 72, device=device) if after else None
+    given = (*kept, norm.r, norm.w, "")
+    got = norm_gradient(g, None, *given, None, False, torch.float32, behind)
+    want = norm_gradient(g.float(), None, *given, None, False)
+    total = want[0].double() + (0.0 if behind is None else behind.double())
+    assert got[0].dtype == torch.float32
+    assert ((got[0] - total).abs() <= (rounding(torch.float32, total) + 2.0**-22 * want[0].abs()) * after).all()
+    assert torch.equal(got[1], want[1])
+    defined_so = defined(monkeypatch, _norm_gradient, image(g), None, *given, False, torch.float32, image(behind))
+    _, (size, *_) = exact_gradient(g.float(), kept, norm, "")
+    assert ((got[0] - defined_so[0].flatten(1)).abs() <= CLOSE * (size + total.abs())).all()
+
+
 @pytest.mark.parametrize("w", [False, True], ids=["no γ", "γ in bfloat16"])
 def test_a_norms_gradients_without_parameters_and_of_lower_ones(
     w: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch

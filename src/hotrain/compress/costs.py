@@ -56,9 +56,11 @@ def _norm_gradient(node: Node) -> int:
     A gradient that is added to g is read in its first pass; what is written for the shortcut is read in its second.
     """
     args: Any = node.args
-    g, other, *_, name, passes_on = args
+    g, other, *_, name, passes_on = args[:9]
+    (g_x, *_), after = node.meta["val"], args[10] if len(args) > 10 else None
     again = 1 if passes_on or other is None else 2
-    return (5 + 2 * bool(name) + bool(passes_on)) * bytes_of(g) + again * bytes_of(other)
+    moved = (2 + 2 * bool(name) + bool(passes_on)) * bytes_of(g) + 3 * bytes_of(g_x)  # x is of g_x's dtype
+    return moved + again * bytes_of(other) + bytes_of(after)
 
 
 # Operator → bytes that exact training moves in its place; codes are packed and unpacked in no one's place.
@@ -69,7 +71,7 @@ _EXACT: dict[Any, Callable[[Node], int]] = {
     _ops.activation_gradient.default: _activation_gradient,
     _ops.gated_gradient.default: lambda node: 5 * bytes_of(node.args[0]),  # reads g_y, x and b, writes both gradients
     _ops.channel_statistics.default: lambda node: bytes_of(node.args[0]),
-    _ops.normalize.default: lambda node: 2 * bytes_of(node.args[0]) + bytes_of(node.args[5]),
+    _ops.normalize.default: lambda node: sum(map(bytes_of, (node.args[0], node.args[5], node.meta["val"][0]))),
     _ops.norm_gradient.default: _norm_gradient,
     _ops.keep_codes.default: lambda node: 0,
     _ops.restore_codes.default: lambda node: 0,

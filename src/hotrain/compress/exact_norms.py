@@ -30,8 +30,10 @@ def pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
 
 def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
     """Compute both exactly, in place; the operators are dead code then."""
-    x, mean, r, w, b, shortcut, name = norm.args
-    g, other, *_, passes_on = gradient.args
+    x, mean, r, w, b, shortcut, name, *_ = norm.args
+    g, other, _, _, _, _, _, _, passes_on, *more = gradient.args
+    y_dtype = norm.meta["val"][0].dtype
+    g_x_dtype, after = gradient.meta["val"][0].dtype, more[1] if len(more) > 1 else None
     given = [t for t in (w, b, shortcut) if t is not None]
 
     def forward(x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +42,7 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
         y = y if w is None else y * _along(wide(next(terms)))
         y = (y if b is None else y + _along(wide(next(terms)))).to(x.dtype)
         y = y if shortcut is None else y + next(terms)
-        return y, ACTIVATIONS[name].f(y) if name else y  # type: ignore[index]
+        return y, (ACTIVATIONS[name].f(y) if name else y).to(y_dtype)  # type: ignore[index]
 
     before, y = inlined(graph, norm, forward, [x, mean, r, *given])  # type: ignore[list-item]
     replace_results(graph, norm, [y])
@@ -56,10 +58,11 @@ def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
         g_b, g_w = lifted.sum(axes), (lifted * normal).sum(axes)
         mean_g, slope = (_along(t * (x.shape[1] / x.numel())) for t in (g_b, g_w))
         factor = r if w is None else r * wide(next(terms))
-        g_x = ((lifted - mean_g - normal * slope) * _along(factor)).to(g.dtype)
+        g_x = (lifted - mean_g - normal * slope) * _along(factor)
+        g_x = (g_x if after is None else g_x + wide(next(terms))).to(g_x_dtype)
         return g_x, torch.stack([g_b, g_w]), behind
 
-    inputs = [g, before, x, mean, r, *(t for t in (other, w) if t is not None)]
+    inputs = [g, before, x, mean, r, *(t for t in (other, w, after) if t is not None)]
     found = inlined(graph, gradient, backward, inputs)  # type: ignore[arg-type]
     replace_results(graph, gradient, found[: 3 if passes_on else 2])
 

@@ -59,12 +59,12 @@ def fuse(graph: Graph) -> bool:
     return merge_all(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 
 
-def add_gradients(graph: Graph) -> None:
-    """Let the backward of batch norm add the two gradients whose sum it reads, in place.
+def merge_batch_norms(graph: Graph) -> None:
+    """Let batch norm cast its result and its gradients, and add gradients before and behind it, in place.
 
-    On the joint graph, before `choosing` asks for its time: exact training has no pass of its own for this sum either.
+    On the joint graph, before `choosing` asks for its time: exact training has no passes of its own for these either.
     """
-    merge_all(graph, {torch.ops.hotrain.norm_gradient: _Joint})
+    merge_all(graph, {torch.ops.hotrain.normalize: _Normalize, torch.ops.hotrain.norm_gradient: _NormGradient})
 
 
 def unfused(norm: Node) -> int:
@@ -277,15 +277,51 @@ class _Activation(Merging):
                 self.replace(old, cast, old)
 
 
-class _Joint(Merging):
-    """The gradient of batch norm's result where two branches begin at it."""
-
+class _Normalize(Merging):
     def merge(self) -> None:
+        self.cast_result(0, at=7)
+
+
+class _NormGradient(Merging):
+    def merge(self) -> None:
+        self.add_before()
+        self.uncast()
+        self.cast_result(0, at=9)
+        self.add_behind()
+
+    def add_before(self) -> None:
+        """Where two branches begin at batch norm's result."""
         args: Any = self.node.args
         g, other, *rest = args
         operands = g.args if g.target is _aten.add.Tensor and not g.kwargs and len(g.users) == 1 else ()
         if other is None and len(operands) == 2 and all(_is_alike(t, g) for t in operands):
             self.again(self.node, (*operands, *rest))
+
+    def uncast(self) -> None:
+        """Read g before its cast to x's dtype, unless it is multiplied with f' and rounded again."""
+        args: Any = self.node.args
+        g, other, *rest, name, passes_on = args
+        source = _uncast(g)
+        value = source.meta["val"]
+        if source is g or other is not None or name or passes_on or value.stride() != g.meta["val"].stride():
+            return
+        self.again(self.node, (source, None, *rest, name, passes_on, g.meta["val"].dtype))
+
+    def add_behind(self) -> None:
+        """Where batch norm is the first of a branch beside a shortcut."""
+        args: Any = self.node.args
+        g_x = self.result(0)
+        if g_x is None or len(g_x.users) != 1:
+            return
+        (total,) = g_x.users
+        operands: Any = total.args if total.target is _aten.add.Tensor and not total.kwargs else ()
+        others = [t for t in operands if t is not g_x]
+        if len(others) != 1 or not all(_is_alike(t, g_x) for t in (*others, total)) or not others[0] < self.node:
+            return
+        dtype = args[9] if len(args) > 9 else None
+        self.again(self.node, (*args[:9], dtype, *others))
+        total.replace_all_uses_with(self.result(0))  # type: ignore[arg-type]
+        self.graph.erase_node(total)
 
 
 def _is_alike(node: Any, other: Node) -> bool:

@@ -35,7 +35,9 @@ def write(backward: Graph) -> bool:
                 changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
         args: Any = node.args
-        g, other, passes_on = args[0], args[1], args[-1]
+        g, other, passes_on = args[0], args[1], args[8]
+        if node.meta["val"][0].dtype != g.meta["val"].dtype:
+            continue
         if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
             own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
             g_x = written_over(first, second, passes_on)
@@ -63,7 +65,7 @@ def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
     """The results of an operator that writes to arguments, called before `node` with its arguments: its own results,
     then the arguments written to."""
     names = [argument.name for argument in schema_of(target).arguments]  # type: ignore[union-attr]
-    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, node.args, strict=True)))
+    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, node.args, strict=False)))
     values: Sequence[Any] = made.meta["val"]
     return [
         called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None

@@ -48,13 +48,13 @@ class Merging:
         self.node, self.changed = made, True
         return made
 
-    def cast_result(self, place: int) -> None:
-        """Give a result, whose dtype is argument 6, the one that all its readers cast it to, if there is one."""
+    def cast_result(self, place: int, at: int = 6) -> None:
+        """Give a result, whose dtype is argument ``at``, the one that all its readers cast it to, if there is one."""
         result, args = self.result(place), self.node.args
         casts = [] if result is None else readers_of(result)
         dtype = half_of(casts) if all(map(is_cast, casts)) else None
         if dtype is not None:
-            self.again(self.node, (*args[:6], dtype, *args[7:]))
+            self.again(self.node, (*args[:at], dtype, *args[at + 1 :]))
             _drop(self.graph, casts)
 
     def result(self, place: int) -> Node | None:

@@ -4,7 +4,7 @@
 
     statistics  x              ──►  μ and σ² per channel
     normalize  x, its μ and r  ──►  y = f(γ x̂ + β + shortcut), codes of x̂, bits or derivatives of f
-    gradient   g_y [+ other]   ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x
+    gradient   g_y [+ other]   ──►  Σ g and Σ g x̂ per channel with g = g_y f', then g_x [+ after]
 """
 
 from __future__ import annotations
@@ -268,11 +268,12 @@ def _total_kernel(parts, sums, count, N: tl.constexpr, COLUMNS: tl.constexpr, RO
 
 @triton.jit
 def _gradient_kernel(
-    g, codes, scale, marks, sums, r, w, g_x, rows, blocks, programs, share,
+    g, codes, scale, marks, sums, r, w, after, g_x, rows, blocks, programs, share,
     C: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, MARKS: tl.constexpr,
     HAS_W: tl.constexpr, FIRST: tl.constexpr, PER_ONE: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    AFTER: tl.constexpr,
 ):  # fmt: skip
-    """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share).  sums: (2, C)."""
+    """g_x = r γ (g − Σ g share − x̂ Σ g x̂ share) + after.  sums: (2, C)."""
     HALF: tl.constexpr = C // 2
     share = tl.full((1,), share, tl.float32)  # Inductor passes a Python number as a double
     _, run, at, whole, live = _columns(HALF, RUNS, RUN)
@@ -294,6 +295,9 @@ def _gradient_kernel(
         )  # fmt: skip
         low = low.to(tl.float32) * f_l - m_l - low_codes(packed) * step * s_l
         high = high.to(tl.float32) * f_h - m_h - high_codes(packed) * step * s_h
+        if AFTER:
+            low += tl.load(after + place * C + at, mask=inside, other=0).to(tl.float32)
+            high += tl.load(after + place * C + HALF + at, mask=inside, other=0).to(tl.float32)
         tl.store(g_x + place * C + at, low.to(g_x.dtype.element_ty), mask=inside)
         tl.store(g_x + place * C + HALF + at, high.to(g_x.dtype.element_ty), mask=inside)
 
@@ -374,7 +378,7 @@ def statistics(x: Tensor, entries: int = 4096, waves: int = 8) -> tuple[Tensor, 
 
 def normalize(
     x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
-    levels: tuple[int, int] | None, tiling: Tiling | None = None,
+    levels: tuple[int, int] | None, dtype: torch.dtype | None = None, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """BatchNorm, residual and activation in one kernel: y = f(γ x̂ + β + shortcut), and all that backward needs.
 
@@ -385,15 +389,16 @@ def normalize(
         shortcut: as x, or None.
         name: of f, "" for none.
         levels: of f's derivative (`saved.Levels`): the lowest, and the steps from 0 to 1; None for bits.
+        dtype: of y; None for x's.
         tiling: block sizes.
 
     Returns:
-        y, as x; codes and scales of x̂ with per-row scales; marks of f, uint8, (rows, C/2) or (rows, C/8).
+        y, shaped as x; codes and scales of x̂ with per-row scales; marks of f, uint8, (rows, C/2) or (rows, C/8).
     """
     rows, channels = x.shape
     tiling = tiling or _normalize_tiling(channels)
     kept = _marks(name, levels)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     codes = torch.empty(rows, 1, channels // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
     marks = torch.empty(rows, channels * kept["MARKS"] // 8, dtype=torch.uint8, device=x.device)
@@ -410,7 +415,8 @@ def normalize(
 
 def gradient(
     g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
-    name: str, levels: tuple[int, int] | None, passes_on: bool, in_place: bool = False,
+    name: str, levels: tuple[int, int] | None, passes_on: bool, dtype: torch.dtype | None = None,
+    after: Tensor | None = None, in_place: bool = False,
     sums_tiling: Tiling | None = None, tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `normalize`.
@@ -421,6 +427,8 @@ def gradient(
         codes, scale, marks: of `normalize`.
         r, w, name, levels: as given to `normalize`.
         passes_on: whether the shortcut needs a gradient.
+        dtype: of g_x; None for g's.
+        after: added to g_x, of its shape and dtype, or None.
         in_place: whether the last result is written over g, which is scratch memory where it is not needed. Then g_x is
             written over `other`, or over g if there is no `other` and the shortcut needs no gradient.
         sums_tiling, tiling: block sizes.
@@ -452,9 +460,10 @@ def gradient(
     source, marked = (passed_on, 0) if writes else (g, constants["MARKS"])
     tile, blocks, programs = tiling.cut(channels, rows, g.device)
     constants |= tile | {"MARKS": marked, "HAS_W": w is not None, "STAGES": tiling.stages}
+    constants["AFTER"] = after is not None
     place = written_over(g, other, passes_on) if in_place else None
-    g_x = torch.empty_like(g) if place is None else place
-    read = (source, codes, scale, marks, sums, r, r if w is None else w, g_x)
+    g_x = torch.empty_like(g, dtype=dtype) if place is None else place
+    read = (source, codes, scale, marks, sums, r, r if w is None else w, source if after is None else after, g_x)
     found = (g.device, rows, programs, tuple(t.dtype for t in read), aligned(*read), tuple(constants.items()))
     try:
         launch(

@@ -114,12 +114,14 @@ def _channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _normalize_fake(x: Tensor, *args: Any) -> Four:
-    name, channels = args[-1], x.shape[1]
+def _normalize_fake(
+    x: Tensor, mean: Tensor, r: Tensor, w: Any, b: Any, shortcut: Any, name: str, y: torch.dtype | None = None
+) -> Four:
+    channels = x.shape[1]
     rows = x.numel() // channels
     marks = 0 if not name else channels // 8 if _levels(name) is None else channels // 2
     return (
-        torch.empty_like(x, memory_format=torch.channels_last),
+        torch.empty_like(x, dtype=y, memory_format=torch.channels_last),
         x.new_empty(rows, 1, channels // 2, dtype=torch.uint8),
         x.new_empty(rows, 1, 1, dtype=torch.bfloat16),
         x.new_empty(rows, marks, dtype=torch.uint8),
@@ -127,55 +129,63 @@ def _normalize_fake(x: Tensor, *args: Any) -> Four:
 
 
 @opaque(
-    "normalize(Tensor x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "normalize(Tensor x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name, "
+    "ScalarType? y=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _normalize_fake,
 )
 def _normalize(
-    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str
-) -> Four:
-    """y in channels-last, codes and scales of x̂, and f's derivative."""
+    x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
+    y: torch.dtype | None = None,
+) -> Four:  # fmt: skip
+    """The result in channels-last and of dtype y, x's for None; codes and scales of x̂; f's derivative."""
+    dtype = y or x.dtype
     rows, added = _rows(x), None if shortcut is None else _rows(shortcut)
 
     def reference() -> Four:
         normal = (wide(rows) - mean) * r
-        y = normal if w is None else normal * wide(w)
-        y = (y if b is None else y + wide(b)).to(x.dtype)
-        y = y if added is None else y + added
+        v = normal if w is None else normal * wide(w)
+        v = (v if b is None else v + wide(b)).to(x.dtype)
+        v = v if added is None else v + added
         codes, scale = GROUPED[saved_format()].keep(normal)
         kind = ACTIVATIONS[name] if name else None
         if kind is None:
-            return y, codes, scale, x.new_empty(len(y), 0, dtype=torch.uint8)
+            return v.to(dtype), codes, scale, x.new_empty(len(v), 0, dtype=torch.uint8)
         if kind.levels is None:
-            (marks,) = _BITS.keep(kind.slope(y))
+            (marks,) = _BITS.keep(kind.slope(v))
         else:
-            (marks,) = kind.levels.keep(y, kind.slope)
-        return kind.f(y), codes, scale, marks
+            (marks,) = kind.levels.keep(v, kind.slope)
+        return kind.f(v).to(dtype), codes, scale, marks
 
-    y, *kept = launch(x.device, "batch_norm.normalize", reference, rows, mean, r, w, b, added, name, _levels(name))
-    return _image(y, x), kept[0], kept[1], kept[2]
+    args = (rows, mean, r, w, b, added, name, _levels(name), dtype)
+    result, *kept = launch(x.device, "batch_norm.normalize", reference, *args)
+    return _image(result, x), kept[0], kept[1], kept[2]
 
 
-def _norm_gradient_fake(g: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, r, _, _, passes_on = args
-    g_x = torch.empty_like(g, memory_format=torch.channels_last)
-    return g_x, r.new_empty(2, g.shape[1]), torch.empty_like(g_x) if passes_on else g.new_empty(0)
+def _norm_gradient_fake(
+    g: Tensor, other: Any, codes: Any, scale: Any, marks: Any, r: Tensor, w: Any, name: str, passes_on: bool,
+    g_x: torch.dtype | None = None, after: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    behind = torch.empty_like(g, memory_format=torch.channels_last)
+    return torch.empty_like(behind, dtype=g_x), r.new_empty(2, g.shape[1]), behind if passes_on else g.new_empty(0)
 
 
 @opaque(
     "norm_gradient(Tensor g, Tensor? other, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, str name, "
-    "bool passes_on) -> (Tensor, Tensor, Tensor)",
+    "bool passes_on, ScalarType? g_x=None, Tensor? after=None) -> (Tensor, Tensor, Tensor)",
     _norm_gradient_fake,
 )
 def _norm_gradient(
     g: Tensor, other: Tensor | None, codes: Tensor, scale: Tensor, marks: Tensor, r: Tensor, w: Tensor | None,
-    name: str, passes_on: bool, in_place: bool = False,
+    name: str, passes_on: bool, g_x: torch.dtype | None = None, after: Tensor | None = None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """g_x, [Σ g, Σ g x̂] as (2, C), and the shortcut's gradient, empty if not needed; of y's gradient g + other.
 
-    ``in_place``: the last is g, written to, and g_x is `written_over`.
+    ``g_x`` is its dtype, g's for None; ``after``, of that dtype, is added to it. ``in_place``: the last result is g,
+    written to, and g_x, of g's dtype, is `written_over`.
     """
+    dtype = g_x or g.dtype
     rows, added = _rows(g), None if other is None else _rows(other)
+    total = None if after is None else _rows(after)
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         kind, behind = ACTIVATIONS[name] if name else None, rows if added is None else rows + added
@@ -187,36 +197,37 @@ def _norm_gradient(
         normal = GROUPED[saved_format()].restore((codes, scale), rows.shape, lifted.dtype)
         sums = torch.stack([lifted.sum(0), (lifted * normal).sum(0)])
         factor = r if w is None else r * wide(w)
-        g_x = ((lifted - sums[0] / len(rows) - normal * (sums[1] / len(rows))) * factor).to(g.dtype)
+        own = (lifted - sums[0] / len(rows) - normal * (sums[1] / len(rows))) * factor
+        own = (own if total is None else own + wide(total)).to(dtype)
         if in_place and passes_on:
             behind = rows.copy_(behind)
         place = written_over(rows, added, passes_on) if in_place else None
-        return g_x if place is None else place.copy_(g_x), sums, behind if passes_on else g.new_empty(0)
+        return own if place is None else place.copy_(own), sums, behind if passes_on else g.new_empty(0)
 
-    args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on, in_place)
-    g_x, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
+    args = (rows, added, codes, scale, marks, r, w, name, _levels(name), passes_on, dtype, total, in_place)
+    result, sums, behind = launch(g.device, "batch_norm.gradient", reference, *args)
     if in_place:
-        return _image(g_x, g), sums, behind
+        return _image(result, g), sums, behind
     if passes_on:
         behind = _image(behind.clone() if behind is rows else behind, g)  # results share no memory with arguments
-    return _image(g_x, g), sums, behind
+    return _image(result, g), sums, behind
 
 
 def _norm_gradient_in_place_fake(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     g_x, sums, _ = _norm_gradient_fake(g, other, *args)
-    return g_x if written_over(g, other, args[-1]) is None else g.new_empty(0), sums
+    return g_x if written_over(g, other, args[6]) is None else g.new_empty(0), sums
 
 
 @opaque(
     "norm_gradient_(Tensor(a!) g, Tensor(b!)? other, Tensor codes, Tensor scale, Tensor marks, Tensor r, Tensor? w, "
-    "str name, bool passes_on) -> (Tensor, Tensor)",
+    "str name, bool passes_on, ScalarType? g_x=None, Tensor? after=None) -> (Tensor, Tensor)",
     _norm_gradient_in_place_fake,
     inlined=False,
 )
 def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     """Of `_norm_gradient` the sums, and g_x where it has memory of its own: else it is empty."""
     g_x, sums, _ = _norm_gradient(g, other, *args, in_place=True)
-    return g_x if written_over(g, other, args[-1]) is None else g.new_empty(0), sums
+    return g_x if written_over(g, other, args[6]) is None else g.new_empty(0), sums
 
 
 # ---- autograd functions ----
@@ -353,8 +364,13 @@ def _batch_norm(
         return None
     form = saved_format()
     scope.record("batch_norm", form)
-    if torch.compiler.is_dynamo_compiling() and is_fused(input):
-        mean, r = batch_statistics(input, running_mean, running_var, momentum, eps)
+    rows = input.dim() == 2 and input.is_contiguous()
+    image = input.view(*input.shape, 1, 1) if rows else input
+    if torch.compiler.is_dynamo_compiling() and is_fused(image):
+        mean, r = batch_statistics(image, running_mean, running_var, momentum, eps)
+        if rows:
+            y, *codes = normalized(image, mean, r, weight, bias, None, "")
+            return note_norm(scope, (y.view(input.shape), *codes), weight, bias, form, image=True)
         what = Unfinished(input, mean, r, weight, bias)
         y = finished(scope, what, "")
         scope.origins.note_unfinished(y, what)
