@@ -61,6 +61,14 @@ def test_works_are_timed_a_few_times_where_the_times_agree_and_not_forever_where
     assert planning.fastest([lambda: next(falling)], rounds=7) == (0.5**6,)
 
 
+@pytest.mark.parametrize(("converted", "stays"), [(1.015, False), (1.025, True)])
+def test_of_two_equal_times_the_one_with_less_memory_is_chosen(monkeypatch, converted, stays):
+    """Times differ by up to 2 % from round to round; a step of many such layers counts what they lose (`gain`)."""
+    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, converted, 0.0))
+    assert (planning.verdict(LINEAR) is not None) == stays
+    assert planning.gain(LINEAR) == pytest.approx(1.0 - converted)
+
+
 @pytest.mark.parametrize(("host", "stays"), [(0.5, False), (0.6, True)])
 def test_a_layer_stays_exact_where_the_host_would_be_the_limit(monkeypatch, host, stays):
     """Faster alone, but at more than half of exact's time to issue."""

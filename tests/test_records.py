@@ -418,6 +418,9 @@ def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: Mo
         row(VIT_B, "hotrain-default", 24.0, 4, run_id="one"),
         row("another/b8", "exact+graphs", 20.0, 8, run_id="one"),
         row("another/b8", "hotrain-default", 20.0, 8, run_id="one"),
+        row("a third/b8", "exact+graphs", 20.0, 8, run_id="one"),
+        row("a third/b8", "hotrain-default", 20.0, 8, run_id="one"),
+        row("a third/b8", "hotrain", 20.0, 8, run_id="one"),
     )
     write(
         tmp_path / "step_2026-11-22.jsonl",
@@ -443,7 +446,8 @@ def test_the_zoo_has_a_line_for_each_of_its_models_that_was_measured(records: Mo
     assert notes.startswith(f"* {gpt2}, `hotrain-default`: OutOfMemoryError.\n\n<details>")
     assert "\n* a device" in notes
     shown = records.steps(tmp_path)
-    assert "another/b8" in shown, "of a model that is not among the thirty"
+    assert "a third/b8" in shown, "with a variant that the sweep does not have"
+    assert "another/b8" not in shown, "swept as the thirty are: `pays` has it"
     assert resnet not in shown, "a line of the zoo"
 
 

@@ -205,7 +205,7 @@ def gain(question: Question, graphs: bool = False) -> float:
 
 
 def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> str | None:
-    """Why the layer stays exact, with the two times; None where it is faster converted.
+    """Why the layer stays exact, with the two times; None where it is faster converted, or equal: it saves memory.
 
     Args:
         question: the layer.
@@ -224,7 +224,7 @@ def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> 
     if found is None:
         return None
     exact, converted, host = found
-    if converted > exact:
+    if converted > _SAME * exact:
         return f"slower on this GPU: {converted:.3f} ms/step, exact {exact:.3f} ms/step; plan='memory' converts it"
     if host > _ISSUING * exact:
         # A step has other work for the host. Where the GPU waits for it, what the layer gains is lost twice.
