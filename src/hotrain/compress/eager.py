@@ -27,6 +27,12 @@ _OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 PLAIN = (Tensor, nn.Parameter, fakes.tensor)  # FakeTensor replaces any of them where bytes are predicted
 
 
+def sees_functions(kind: type[Tensor]) -> bool:
+    """Whether PyTorch calls a tensor class's `__torch_function__` in place of its functions: not of parameters, fake
+    tensors and DTensors, which have none that is called."""
+    return kind not in PLAIN and kind.__torch_function__ is not nn.Parameter.__torch_function__
+
+
 def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rule | None:
     """The rule of a call of a function of PyTorch; None if it runs unchanged.
 

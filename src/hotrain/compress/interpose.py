@@ -29,8 +29,11 @@ from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
 from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
 from .pace import IN_EAGER, TIMED, Pace
-from .report import ATTRIBUTE, Buffers
+from .report import ATTRIBUTE, Buffers, tensors
 from .sharing import Origins, traced_number
+
+_PLAIN = (Tensor,)  # the types of nearly every call that has any
+OF_ITS_OWN = "a tensor class with a __torch_function__; x.as_subclass(torch.Tensor) in front of the model is compressed"
 
 
 class Compressed(Mode):
@@ -62,6 +65,10 @@ class Compressed(Mode):
         if without_rule and (handler is None or func in OF_GRAPHS):  # nearly every call
             return func(*args, **kwargs)
         wanted = torch.is_grad_enabled() and kwargs.get("out") is None
+        if types and types != _PLAIN and not compiling and any(map(eager.sees_functions, types)):
+            if handler is not None and wanted and args and eager.sees_functions(type(args[0])):
+                self.buffers.record_full(f"what is computed of {type(args[0]).__name__}", OF_ITS_OWN)
+            return func(*args, **kwargs)
         if handler is not None and wanted and self._may_compress():
             if self.nested and not compiling:
                 y = without_own_modes(handler, self.scope, *args, **kwargs)
@@ -164,7 +171,8 @@ class Wrapped(Mixin):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
         standing, checkpoint = top(), current_checkpoint()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
-        if buffers.example is None and buffers.root is not None and buffers.root() is self:
+        first = buffers.example is None and buffers.root is not None and buffers.root() is self
+        if first and not any(eager.sees_functions(type(t)) for t in tensors((args, kwargs))):  # predicted as plain ones
             buffers.see(self, args, kwargs)
         forward = super().forward  # type: ignore[misc]
         if buffers.pace is not None and IN_EAGER in self.__dict__:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..compress.eager import sees_functions
 from ..compress.operators.activation import by_slope
 from ..private import differentiates
 
@@ -26,6 +27,8 @@ class BitReLU(nn.ReLU):
         if not (self.training and differentiates() and input.requires_grad):
             return super().forward(input)
         if PLANNED in self.__dict__ and input.dim() == 4 and _plans(input.device):
+            return super().forward(input)
+        if not torch.compiler.is_compiling() and sees_functions(type(input)):
             return super().forward(input)
         return by_slope(input, "relu", self.inplace)
 

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import cached, is_parametrized
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..casting import autocast_dtype, autocast_to
+from ..compress.eager import sees_functions
 from ..compress.mode_stack import current_checkpoint, left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
@@ -31,6 +32,7 @@ REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the r
 
 _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 
+_OF_TENSORS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]  # makes results of the same class
 _SHAPES = 256  # of inputs that a layer remembers: their layouts have tensors of one element per token
 
 Place = tuple[Any, ...]  # the fields of a `Geometry`, as torch.nn.Conv2d has them
@@ -160,7 +162,8 @@ class LayerState:
         device, kernels = x.device, autograd.KERNELS.get(x.device.type)
         off = None if kernels is None else kernels.switched_off()
         cast = autocast_to(device.type) if any_autocast() else None
-        seen = (x.shape, x.dtype, device, x.layout, needs_x, trained, cast, place, off)
+        kind = type(x)
+        seen = (kind, x.shape, x.dtype, device, x.layout, needs_x, trained, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
             functional.check_input(self, x, channels, -1 if place is None else -3)
@@ -174,11 +177,20 @@ class LayerState:
         key = self._key_on_gpu(device, found.config) if device.type == "cuda" else self.draws.next()
         self.calls += 1
         origin = None if origins is None else origins.of(x)
-        return autograd.apply(x, w, module.bias, found, key, origin)
+        args = x, w, module.bias, found, key, origin
+        if kind is Tensor or not sees_functions(kind):
+            return autograd.apply(*args)
+        # Results of an autograd function whose forward makes them of such a class are views, and not to be written to.
+        return kind.__torch_function__(autograd.apply, (kind,), args)  # type: ignore[no-any-return]
 
     def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:
         """How the layer runs an input like x, or why it stays exact; kept for each shape."""
-        w = module.weight
+        w, kind = module.weight, type(x)
+        if sees_functions(kind) and getattr(kind.__torch_function__, "__func__", None) is not _OF_TENSORS:
+            return (
+                f"its input is a {kind.__name__}, whose own __torch_function__ decides what functions return; "
+                "x.as_subclass(torch.Tensor) in front of the model converts it"
+            )
         geometry = None if place is None else Geometry(*_constant(place))
         self.choose_numbers(x.device)
         question = self._question(_facts(module, x), geometry)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...casting import outside_autocast
 from ...private import differentiates
+from ..eager import sees_functions
 from ..report import ATTRIBUTE, Buffers
 from .base import Handlers, Scope, is_large, note_norm, wants_gradient
 from .norm import KINDS, forward, norm, saved_format
@@ -52,6 +53,7 @@ class ComposedRMSNorm:
         buffers: Buffers | None = self.__dict__.get(ATTRIBUTE)
         wanted = buffers is not None and differentiates() and wants_gradient(x, w)
         plain = args or kwargs or not (self.training and wanted) or not is_large(x)  # type: ignore[attr-defined]
+        plain = plain or (not torch.compiler.is_compiling() and sees_functions(type(x)))
         kind = "" if plain else _kind_of(self.__dict__, x, w)
         if not kind:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc,no-any-return]
