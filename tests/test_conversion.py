@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
+import types
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hotrain
 from hotrain.nn import HadamardConv2d, HadamardLinear, layer_state
@@ -698,6 +701,49 @@ def test_a_forward_replaced_on_the_instance_is_kept() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     assert reasons(hotrain.convert(model)) == {"0": "its forward was replaced on the instance"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "trained"])
+def test_a_convolution_replaced_on_the_instance_is_kept(when: str, compiled: bool) -> None:
+    """`_conv_forward`, which tools for seamless images set, as diffusion models have it; before or after converting."""
+
+    def wrap(self: nn.Conv2d, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), w, b, self.stride)
+
+    exact = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1))
+    model, x = copy.deepcopy(exact), torch.randn(2, 32, 8, 8)
+    torch.compiler.reset()  # equal layers of another model share its code
+    run = torch.compile(model, backend="eager") if compiled else model
+    report = None if when == "before" else hotrain.convert(model)
+    if when == "trained":
+        run(x)
+    for patched in (exact[0], model[0]):
+        patched._conv_forward = types.MethodType(wrap, patched)
+    report = report or hotrain.convert(model)
+    assert torch.equal(run(x), exact(x))
+    assert reasons(report) == {"0": "its _conv_forward was replaced on the instance"}
+    for patched in (exact[0], model[0]):
+        del patched._conv_forward
+    assert torch.equal(run(x), exact(x))
+    if not compiled:  # which does not trace them again
+        assert set(reasons(report)) == ({"0"} if when == "before" else set())
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d])
+def test_a_forward_replaced_on_the_class_is_kept(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kind.forward
+
+    @functools.wraps(own)  # so that its names are those of PyTorch's
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * own(self, x)
+
+    monkeypatch.setattr(kind, "forward", doubled)
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Flatten(2), nn.Linear(36, 36))
+    exact, x = copy.deepcopy(model), torch.randn(2, 32, 8, 8)
+    kept = {"0" if kind is nn.Conv2d else "2": f"{kind.__name__}.forward was replaced on the class"}
+    assert reasons(hotrain.convert(model)) == kept
+    assert torch.equal(model(x), exact(x))
 
 
 def test_a_weight_used_without_calling_its_layer_is_found_out_in_training() -> None:

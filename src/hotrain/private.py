@@ -250,6 +250,13 @@ fakes = Fakes(
 """For `predicted_bytes`, and to recognize them. Without it: nothing is predicted."""
 
 
+# ---- modules ----
+
+CONV_FORWARD = "_conv_forward"
+"""The method that forward of `nn.Conv2d` calls, and that users replace (convolutions of images that are tiles). Without
+it: there is nothing to replace."""
+
+
 # ---- several processes ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..functional import FLOATING
 from ..nn import HadamardLinear
 from ..nn.conv import ConvertedConv2d
 from ..nn.state import layer_state
-from ..private import fakes
+from ..private import CONV_FORWARD, fakes
 
 SMALLEST = 32  # in- or output channels (times kernel size) below which a layer has nothing to gain
 
@@ -96,8 +97,12 @@ def _hindrance(
         # timm has a Linear of its own: its name alone would contradict the sentence.
         called = f"{kind.__module__}.{kind.__name__}" if hasattr(nn, kind.__name__) else kind.__name__
         return f"{called} is a subclass" + (" with a forward of its own" if own else "")
-    if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
+    for name in ("forward", CONV_FORWARD):
+        if name in module.__dict__:
+            return f"its {name} was replaced on the instance"
+        for base in type(module).__mro__:
+            if base in (nn.Linear, nn.Conv2d, conv1d_of(module)) and _is_replaced(base, name):
+                return f"{base.__name__}.{name} was replaced on the class"
     weight = module.weight
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATING:
         return f"weight of dtype {getattr(weight, 'dtype', type(weight).__name__)}; accepted are floating-point weights"
@@ -107,6 +112,12 @@ def _hindrance(
         if other is not module and target_of(other) is None:
             return f"tied weight: {name!r} ({type(other).__name__}) uses it as well"
     return None
+
+
+def _is_replaced(kind: type, name: str) -> bool:
+    """Whether a method of PyTorch's or transformers' class was written elsewhere, whatever its name is."""
+    method = getattr(kind, name, None)
+    return method is not None and getattr(method, "__globals__", None) is not vars(sys.modules[kind.__module__])
 
 
 def _computes_by_itself(t: Tensor) -> bool:

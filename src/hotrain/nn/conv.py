@@ -10,6 +10,7 @@ from .. import functional
 from ..geometry import Geometry
 from ..method import Method
 from ..presets import DEFAULT
+from ..private import CONV_FORWARD
 from .state import ATTRIBUTE, LayerState
 
 
@@ -37,6 +38,10 @@ class HadamardConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
+            return super().forward(input)
+        # Looked up as an attribute first: Dynamo compiles again where that has changed, and not where __dict__ has.
+        if getattr(self, CONV_FORWARD, None) is not None and CONV_FORWARD in self.__dict__:
+            self._hotrain.stay_exact(f"its {CONV_FORWARD} was replaced on the instance")
             return super().forward(input)
         place = self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode
         return self._hotrain.forward(self, super().forward, input, self.in_channels, place)

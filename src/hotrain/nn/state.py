@@ -111,6 +111,11 @@ class LayerState:
             kernels = autograd.KERNELS.get(device.type)
             self.running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
 
+    @constant_in_graphs
+    def stay_exact(self, why: str) -> None:
+        """Record why this forward is PyTorch's own."""
+        self.fallback = why
+
     def forward(
         self, module: Any, exact: Callable[[Tensor], Tensor], x: Tensor, channels: int, place: Place | None = None
     ) -> Tensor:
