@@ -150,6 +150,31 @@ def test_manual_seed_counts_from_zero_again(own_seed: None) -> None:
     assert layer.next() != first[0]
 
 
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_layer_that_another_process_saved_continues(own_seed: None, seeds: int) -> None:
+    """However often that one has set a seed: with its seed and step, unless this process has set one."""
+    for _ in range(seeds):
+        hotrain.manual_seed(7)
+    layer = draws.Draws.of("fc")
+    layer.next()
+    saved, ahead = pickle.dumps(layer), [layer.next() for _ in range(3)]
+    draws._seed.value, draws._seed.generation = None, 0  # as in a new process
+    twin = pickle.loads(saved)
+    assert [twin.next() for _ in range(3)] == ahead
+    hotrain.manual_seed(8)
+    twin = pickle.loads(saved)
+    assert [twin.next() & M64 for _ in range(2)] == [mix(8, 0, twin.layer, step) for step in (1, 2)]
+
+
+def test_a_layer_that_was_saved_behind_a_new_seed_begins_anew(own_seed: None) -> None:
+    hotrain.manual_seed(7)
+    layer = draws.Draws.of("fc")
+    first = [layer.next() for _ in range(2)]
+    hotrain.manual_seed(7)
+    twin = pickle.loads(pickle.dumps(layer))
+    assert [twin.next() for _ in range(2)] == first
+
+
 def test_without_a_seed_of_its_own_it_follows_torch(own_seed: None) -> None:
     draws._seed.value = None
     before = torch.initial_seed()

@@ -50,7 +50,7 @@ def manual_seed(seed: int) -> None:
 
     Without it draws follow `torch.initial_seed()`, that is the last `torch.manual_seed`. Compiled graphs follow this
     function at once; `torch.manual_seed`, and a process group made later, only when they are traced again or after an
-    uncompiled training forward.
+    uncompiled training forward. A model saved as a whole brings its seed into a process that has set none.
 
     Args:
         seed: any integer; its lowest 64 bits count.
@@ -151,13 +151,18 @@ class Draws:
         return cls(zlib.crc32(name.encode()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy counts on from the same step, with a counter and a history of its own."""
+        """A copy counts on from the same step, with a counter and a history of its own; in a process that has set no
+        seed also with the same seed."""
         amax = None if self.history is None else self.history.words.to("cpu", copy=True)
-        known = {"layer": self.layer, "generation": self.generation, "step": self.step}
+        # Not the generation, which another process counts for itself.
+        step = self.step if self.generation == _seed.generation else -1
+        known = {"layer": self.layer, "seed": _seed.value, "step": step}
         return {**known, "ran": replace(self.ran), "amax": amax}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.layer, self.generation, self._host_step = state["layer"], state["generation"], state["step"]
+        if _seed.value is None:
+            _seed.value = state.get("seed")
+        self.layer, self.generation, self._host_step = state["layer"], _seed.generation, state["step"]
         self.ran, amax = state["ran"], state["amax"]
         self.history = None if amax is None else AmaxHistory(amax)
         self._start()
