@@ -54,6 +54,9 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "mul by itself": (lambda a: a * a, [rand(*X)]),
     "mul of complex": (lambda a: (torch.complex(a, a) * torch.complex(a, a)).abs(), [rand(*X)]),
     "mul of shapes that do not fit": (lambda a, b: a * b, [rand(*X), rand(5)]),
+    "a factor between two that are added": (lambda a, b: torch.add(a, 2, b), [rand(*X), rand(*X)]),
+    "layer_norm of nothing": (lambda _: F.layer_norm(None, [48]), [rand(*X)]),  # type: ignore[arg-type]
+    "rms_norm of nothing": (lambda _: F.rms_norm(None, [48]), [rand(*X)]),  # type: ignore[arg-type]
     "matmul by keywords": (lambda a, b: torch.matmul(input=a, other=b), [rand(*X), rand(2, 48, 5)]),
     "matmul of a method, by keyword": (lambda a, b: a.matmul(other=b), [rand(*X), rand(2, 48, 5)]),
     "matmul with a matrix": (lambda a, b: a @ b, [rand(*X), rand(48, 5)]),
@@ -177,7 +180,9 @@ FORMS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:Mismatch dtype", "ignore:Implicit dimension")
+@pytest.mark.filterwarnings(
+    "ignore:Using padding='same'", "ignore:Mismatch dtype", "ignore:Implicit dimension", "ignore:This overload"
+)
 def test_every_form_of_a_call_has_pytorchs_result_or_error(name: str) -> None:
     """Also where nothing can be compressed. Gradients: within what the formats lose (`test_operators`)."""
     call, inputs = FORMS[name]

@@ -382,8 +382,13 @@ def _batch_norm(
 def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """A handler of additions: a shortcut is added to batch norm's result in the same kernel."""
 
-    def run(scope: Scope, input: Any, other: Any, **kwargs: Any) -> Tensor | None:
-        if kwargs or not (isinstance(input, Tensor) and isinstance(other, Tensor)) or input.shape != other.shape:
+    def run(scope: Scope, input: Any, other: Any, *third: Any, **kwargs: Any) -> Tensor | None:
+        if (
+            third
+            or kwargs
+            or not (isinstance(input, Tensor) and isinstance(other, Tensor))
+            or input.shape != other.shape
+        ):
             return None
         pairs = [(input, other), (other, input)]
         in_place = func in (Tensor.add_, operator.iadd)

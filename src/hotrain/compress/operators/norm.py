@@ -375,7 +375,9 @@ def _replaced(
     return note_norm(scope, (y, codes, scale), factor, b, form, image=not KINDS[kind].by_token)
 
 
-def _ends_in(input: Tensor, shape: Any) -> bool:
+def _ends_in(input: Any, shape: Any) -> bool:
+    if not isinstance(input, Tensor):
+        return False
     if len(shape) == 1:  # nearly every call
         return input.dim() > 0 and bool(input.shape[-1] == shape[0])
     return 0 < len(shape) <= input.dim() and input.shape[-len(shape) :] == torch.Size(shape)
