@@ -602,6 +602,65 @@ def test_a_norm_before_a_branch_casts_and_adds_in_its_kernels(dtype: torch.dtype
     assert distance(step.gradients, exact.gradients) <= NEAR
 
 
+def _sum_behind(m: Any, x: Tensor) -> Tensor:
+    c = torch.tanh(m.conv(x))
+    return m.out(torch.tanh(F.relu(m.norm(c) + torch.sigmoid(c)) + c))
+
+
+def test_a_gradient_that_is_added_behind_is_not_written_over() -> None:
+    """The gradient of the outer sum is read by batch norm's gradient twice: by its first pass, which may write the
+    gradient of ReLU's argument over it, and as the shortcut's, which it adds to g_x."""
+    seen: list[bool] = []
+
+    def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.hotrain.norm_gradient.default:
+                seen.append(node.args[10] is not None)
+            assert torch.ops.hotrain.norm_gradient_.default not in node.args
+        return make_boxed_func(graph.forward)
+
+    with using(SimpleNamespace(**vars(DEFINITION), inlines=kernels.inlines)):
+        model, x = converted(functools.partial(Net, _sum_behind)), image().requires_grad_()
+        backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+        torch.compile(model, backend=backend)(x).square().sum().backward()
+    assert seen == [True]
+
+
+def test_a_cast_that_changes_the_layout_stays_behind_a_norm() -> None:
+    def call(m: Any, x: Tensor) -> Tensor:
+        c = torch.tanh(m.conv(x))
+        y = m.norm(c).to(torch.bfloat16, memory_format=torch.contiguous_format)
+        return m.out(torch.tanh(y).float() + c)
+
+    build = functools.partial(Net, call)
+    other = eager(build)
+    step = MergedStep(converted(build), SimpleNamespace(**vars(DEFINITION), inlines=kernels.inlines))
+    assert step.results == [None]
+    assert distance(step.gradients, other.gradients) <= 2.0**-7
+
+
+@pytest.mark.parametrize("case", ["frozen", "conv3d"])
+def test_a_gradient_whose_layout_no_convolution_asks_for_is_not_copied(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen weight needs no x, of which only the shape is there; volumes have a channels-last of their own."""
+    monkeypatch.setattr(compiled, "SMALL", 2)
+    kind, layout = (nn.Conv3d, torch.channels_last_3d) if case == "conv3d" else (nn.Conv2d, LAST)
+    model = nn.Sequential(*(kind(16, 16, 3, padding=1) for _ in range(3))).to(DEVICE, memory_format=layout)
+    model[1].weight.requires_grad_(case != "frozen")
+    hotrain.convert(model, "exact", memory="block")
+    size = (2, 16, 4, 6, 5) if case == "conv3d" else (2, 16, 6, 5)
+    x = draw(*size).contiguous(memory_format=layout).requires_grad_()
+
+    def look(graph: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=compiled.partition)
+    y = torch.compile(model, backend=backend)(x)
+    y.backward(torch.randn_like(y))
+
+
 class Slices(nn.Module):
     """Convolutions of some channels of an image, whose gradients are some channels of another."""
 

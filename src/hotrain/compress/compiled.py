@@ -46,7 +46,6 @@ from .nodes import (
     same_order,
     source_of,
 )
-from .operators.base import is_channels_last
 from .rules import SMALL
 
 _inductor = inductor()
@@ -310,10 +309,8 @@ def _gradients_of_convolutions(half: Graph) -> bool:
         g_y, x = given[:2]
         if numel(x) < SMALL:
             continue
-        value, layout = x.meta["val"], torch.contiguous_format
-        if formats.is_static(value) and is_channels_last(value):
-            layout = torch.channels_last
-        if formats.is_static(value) and not g_y.meta["val"].is_contiguous(memory_format=layout):
+        layout = _layout_of(x.meta["val"])
+        if layout is not None and not g_y.meta["val"].is_contiguous(memory_format=layout):
             given[0] = called(half, node, node, torch.ops.aten.clone.default, g_y, memory_format=layout)
             node.update_arg(0, given[0])
             changed = True
@@ -329,6 +326,14 @@ def _gradients_of_convolutions(half: Graph) -> bool:
         half.erase_node(node)
         changed = True
     return changed
+
+
+def _layout_of(image: Tensor) -> torch.memory_format | None:
+    """The memory layout of an image, None where it has another one, or both."""
+    if image.dim() != 4 or not formats.is_static(image):
+        return None
+    found = [f for f in (torch.contiguous_format, torch.channels_last) if image.is_contiguous(memory_format=f)]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_last_axis(axes: Any, of: Any) -> bool:

@@ -36,7 +36,10 @@ def write(backward: Graph) -> bool:
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
         args: Any = node.args
         g, other, passes_on = args[0], args[1], args[8]
-        if node.meta["val"][0].dtype != g.meta["val"].dtype:
+        after = args[10] if len(args) > 10 else None
+        # The gradient of a sum is both: what is written over g would be added.
+        is_read = after is not None and base_of(after) is base_of(g)
+        if is_read or node.meta["val"][0].dtype != g.meta["val"].dtype:
             continue
         if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
             own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)

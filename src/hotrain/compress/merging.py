@@ -52,7 +52,7 @@ class Merging:
         """Give a result, whose dtype is argument ``at``, the one that all its readers cast it to, if there is one."""
         result, args = self.result(place), self.node.args
         casts = [] if result is None else readers_of(result)
-        dtype = half_of(casts) if all(map(is_cast, casts)) else None
+        dtype = half_of(casts) if all(map(_is_cast_alone, casts)) else None
         if dtype is not None:
             self.again(self.node, (*args[:at], dtype, *args[at + 1 :]))
             _drop(self.graph, casts)
@@ -91,6 +91,14 @@ def half_of(casts: Sequence[Node]) -> torch.dtype | None:
     """The 16-bit dtype that all these casts have; None where there is none."""
     dtypes = {cast.meta["val"].dtype for cast in casts}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
+
+
+def _is_cast_alone(node: Node) -> bool:
+    """Whether a node changes the dtype, and neither the memory layout nor the device."""
+    if not is_cast(node):
+        return False
+    before, behind = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return bool(before.stride() == behind.stride() and before.device == behind.device)
 
 
 def _drop(graph: Graph, casts: Sequence[Node]) -> None:
