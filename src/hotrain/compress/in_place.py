@@ -67,8 +67,10 @@ def _is_free(t: Any, reader: Node) -> bool:
 def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
     """The results of an operator that writes to arguments, called before `node` with its arguments: its own results,
     then the arguments written to."""
-    names = [argument.name for argument in schema_of(target).arguments]  # type: ignore[union-attr]
-    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, node.args, strict=False)))
+    arguments = schema_of(target).arguments  # type: ignore[union-attr]
+    given = [*node.args, *(argument.default_value for argument in arguments[len(node.args) :])]
+    names = [argument.name for argument in arguments]
+    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, given, strict=True)))
     values: Sequence[Any] = made.meta["val"]
     return [
         called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None
