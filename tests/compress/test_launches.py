@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -27,11 +28,12 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
+from hotrain.compress import choosing, compiled, exact_norms, rematerialize, sharing
 from hotrain.compress import codes as packing
-from hotrain.compress import compiled, rematerialize, sharing
 from hotrain.compress.formats import GROUPED
 from hotrain.compress.operators.activation import Curve
 from hotrain.compress.slopes import ACTIVATIONS
+from hotrain.planning import Roofs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAST = torch.channels_last
@@ -600,6 +602,33 @@ def test_a_norm_before_a_branch_casts_and_adds_in_its_kernels(dtype: torch.dtype
     assert distance(other.gradients, without.gradients) <= 2.0**-7
     exact = Step(converted(build, memory=False), None, "")
     assert distance(step.gradients, exact.gradients) <= NEAR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_merged_with_a_norm_is_there_when_it_is_put_back(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything kept exact: the compiled exact step, but for sums that are rounded once, to 8 bits."""
+    put_back: list[Any] = []
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        for candidate in choosing._candidates(gm.graph, Roofs(copy=4e12, product=7e14))[0]:
+            candidate.apply()
+        gm.graph.eliminate_dead_code()
+        for norm, gradient in list(exact_norms.pairs(gm.graph)):
+            put_back.append(gradient.args[9:])
+            exact_norms.put_back(gm.graph, norm, gradient)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    build = functools.partial(PreNorm, dtype)
+    step = MergedStep(converted(build), SimpleNamespace(**vars(DEFINITION), inlines=kernels.inlines))
+    assert len(put_back) == 2
+    assert all(after is not None for _, after in put_back)
+    assert step.results == step.gradients_of_x == []
+    assert distance(step.gradients, Step(converted(build, memory=False), None, "").gradients) <= 2.0**-6
 
 
 def _sum_behind(m: Any, x: Tensor) -> Tensor:
