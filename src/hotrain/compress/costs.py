@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ..planning import Roofs, agreed, captured, fastest
 from ..private import no_dispatch_modes
-from .nodes import bytes_of, readers_of, result_of
+from .nodes import arguments_of, bytes_of, readers_of, result_of
 
 _EFFICIENCY = 0.85  # of the roof of copies, that compiled formulas reach
 _OF_STATISTICS = 0.56  # that their sums over an image's pixels reach: ResNet-50 and DenseNet-121, on an H200
@@ -55,9 +55,8 @@ def _norm_gradient(node: Node) -> int:
 
     A gradient that is added to g is read in its first pass; what is written for the shortcut is read in its second.
     """
-    args: Any = node.args
-    g, other, *_, name, passes_on = args[:9]
-    (g_x, *_), after = node.meta["val"], args[10] if len(args) > 10 else None
+    g, other, *_, name, passes_on, _, after = arguments_of(node)
+    g_x, *_ = node.meta["val"]
     again = 1 if passes_on or other is None else 2
     moved = (2 + 2 * bool(name) + bool(passes_on)) * bytes_of(g) + 3 * bytes_of(g_x)  # x is of g_x's dtype
     return moved + again * bytes_of(other) + bytes_of(after)

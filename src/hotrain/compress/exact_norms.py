@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..quantize.integer import wide
-from .nodes import inlined, replace_results
+from .nodes import arguments_of, inlined, replace_results
 from .slopes import ACTIVATIONS
 
 _NORMALIZE = torch.ops.hotrain.normalize.default
@@ -30,10 +30,9 @@ def pairs(graph: Graph) -> Iterator[tuple[Node, Node]]:
 
 def put_back(graph: Graph, norm: Node, gradient: Node) -> None:
     """Compute both exactly, in place; the operators are dead code then."""
-    x, mean, r, w, b, shortcut, name, *_ = norm.args
-    g, other, _, _, _, _, _, _, passes_on, *more = gradient.args
-    y_dtype = norm.meta["val"][0].dtype
-    g_x_dtype, after = gradient.meta["val"][0].dtype, more[1] if len(more) > 1 else None
+    x, mean, r, w, b, shortcut, name, _ = arguments_of(norm)
+    g, other, *_, passes_on, _, after = arguments_of(gradient)
+    y_dtype, g_x_dtype = (node.meta["val"][0].dtype for node in (norm, gradient))
     given = [t for t in (w, b, shortcut) if t is not None]
 
     def forward(x: Tensor, mean: Tensor, r: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from .merging import Merging, half_of, merge_all
 from .nodes import (
     CASTS,
     FLOATS,
+    arguments_of,
     bytes_of,
     is_alias,
     is_cast,
@@ -309,7 +310,6 @@ class _NormGradient(Merging):
 
     def add_behind(self) -> None:
         """Where batch norm is the first of a branch beside a shortcut."""
-        args: Any = self.node.args
         g_x = self.result(0)
         if g_x is None or len(g_x.users) != 1:
             return
@@ -318,8 +318,8 @@ class _NormGradient(Merging):
         others = [t for t in operands if t is not g_x]
         if len(others) != 1 or not all(_is_alike(t, g_x) for t in (*others, total)) or not others[0] < self.node:
             return
-        dtype = args[9] if len(args) > 9 else None
-        self.again(self.node, (*args[:9], dtype, *others))
+        *given, _ = arguments_of(self.node)
+        self.again(self.node, (*given, *others))
         total.replace_all_uses_with(self.result(0))  # type: ignore[arg-type]
         self.graph.erase_node(total)
 

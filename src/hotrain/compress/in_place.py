@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ..kernels import written_over
 from ..private import schema_of
-from .nodes import base_of, called, is_alias, readers_of, replace_results
+from .nodes import arguments_of, base_of, called, is_alias, readers_of, replace_results
 
 _ops = torch.ops.hotrain
 _FIRST = ("activation_gradient", "gated_gradient")
@@ -34,9 +34,7 @@ def write(backward: Graph) -> bool:
                 replace_results(backward, node, (g_x, other))
                 changed = True
     for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
-        args: Any = node.args
-        g, other, passes_on = args[0], args[1], args[8]
-        after = args[10] if len(args) > 10 else None
+        g, other, *_, passes_on, _, after = arguments_of(node)
         # The gradient of a sum is both: what is written over g would be added.
         is_read = after is not None and base_of(after) is base_of(g)
         if is_read or node.meta["val"][0].dtype != g.meta["val"].dtype:
@@ -67,10 +65,8 @@ def _is_free(t: Any, reader: Node) -> bool:
 def _called(graph: Graph, node: Node, target: Any) -> list[Any]:
     """The results of an operator that writes to arguments, called before `node` with its arguments: its own results,
     then the arguments written to."""
-    arguments = schema_of(target).arguments  # type: ignore[union-attr]
-    given = [*node.args, *(argument.default_value for argument in arguments[len(node.args) :])]
-    names = [argument.name for argument in arguments]
-    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, given, strict=True)))
+    names = [argument.name for argument in schema_of(target).arguments]  # type: ignore[union-attr]
+    made = called(graph, node, node, _MUTATION, target, **dict(zip(names, arguments_of(node), strict=True)))
     values: Sequence[Any] = made.meta["val"]
     return [
         called(graph, node, node, operator.getitem, made, place) if isinstance(value, Tensor) else None

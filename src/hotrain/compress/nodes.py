@@ -63,6 +63,12 @@ def is_dense(node: Any) -> bool:
     return value is not None and value.dtype in FLOATS and is_static(value) and value.is_contiguous()
 
 
+def arguments_of(node: Node) -> list[Any]:
+    """The arguments of a call of an operator, with its defaults for those that are left out; all are positional."""
+    arguments = schema_of(node.target).arguments  # type: ignore[union-attr]
+    return [*node.args, *(argument.default_value for argument in arguments[len(node.args) :])]
+
+
 # ---- what reads a value, and whose value a node has, through views ----
 #
 # What a view is depends on the question. What reads rows asks for all elements in the same order (`same_order`), what

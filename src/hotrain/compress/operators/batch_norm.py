@@ -364,9 +364,10 @@ def _batch_norm(
         return None
     form = saved_format()
     scope.record("batch_norm", form)
-    rows = input.dim() == 2 and input.is_contiguous()
+    compiling = torch.compiler.is_dynamo_compiling()
+    rows = compiling and input.dim() == 2 and input.is_contiguous()
     image = input.view(*input.shape, 1, 1) if rows else input
-    if torch.compiler.is_dynamo_compiling() and is_fused(image):
+    if compiling and is_fused(image):
         mean, r = batch_statistics(image, running_mean, running_var, momentum, eps)
         if rows:
             y, *codes = normalized(image, mean, r, weight, bias, None, "")
@@ -383,12 +384,8 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """A handler of additions: a shortcut is added to batch norm's result in the same kernel."""
 
     def run(scope: Scope, input: Any, other: Any, *third: Any, **kwargs: Any) -> Tensor | None:
-        if (
-            third
-            or kwargs
-            or not (isinstance(input, Tensor) and isinstance(other, Tensor))
-            or input.shape != other.shape
-        ):
+        both = isinstance(input, Tensor) and isinstance(other, Tensor)
+        if third or kwargs or not both or input.shape != other.shape:
             return None
         pairs = [(input, other), (other, input)]
         in_place = func in (Tensor.add_, operator.iadd)
