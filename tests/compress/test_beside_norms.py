@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +75,69 @@ def test_a_cast_of_the_shortcuts_gradient_is_time_gained() -> None:
     size = ROWS * CHANNELS
     found = [fusing.unfused(one_of(joint_with_a_shortcut(cast), BACKWARD)) for cast in (True, False)]
     assert found == [-(4 + 2) * size, 4 * size]
+
+
+IMAGE = 2, CHANNELS, 6, 4
+PIXELS = 2 * CHANNELS * 6 * 4 * 4  # bytes of an image
+NORMALIZE, GRADIENT = torch.ops.hotrain.normalize, torch.ops.hotrain.norm_gradient
+
+
+def image_step(behind: Callable[[Tensor], Any], gradient: Callable[[Tensor], Tensor], count: int = 1) -> Graph:
+    """Batch norm with its gradient, in a graph; `count` gradients of one g."""
+
+    def step(x: Tensor, g: Tensor, one: Tensor) -> list[Any]:
+        y, *kept = NORMALIZE(x, one, one, None, None, None, "")
+        g = gradient(g)
+        return [behind(y), *(GRADIENT(g, None, *kept, one, one, "", False)[1] for _ in range(count))]
+
+    x, g = (torch.randn(IMAGE).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    return make_fx(step, tracing_mode="fake")(x, g, torch.ones(CHANNELS)).graph
+
+
+def pooled(t: Tensor) -> Tensor:
+    """What no formula is, and is not fused."""
+    return torch.nn.functional.avg_pool2d(t, 2)
+
+
+def pooled_like(t: Tensor) -> Tensor:
+    return torch.nn.functional.max_pool2d(t, 3, 1, 1)
+
+
+def shortcut(y: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a batch norm behind a branch."""
+    one = torch.ones(CHANNELS)
+    return pooled(NORMALIZE(branch(y), one, one, None, None, y, "")[0])
+
+
+def test_what_a_compiler_fuses_with_batch_norm_counts() -> None:
+    """A result that formulas alone read is not written in exact training; of one that others read as well, a formula
+    has it in registers, unless it waits for what they make of it."""
+    for behind, wanted in (
+        (pooled, 0),
+        (torch.sin, 2),
+        (lambda y: [torch.sin(y), pooled(y)], 1),
+        (lambda y: y * pooled(y).mean(), 0),
+        (lambda y: shortcut(y, pooled_like), 0),
+        (lambda y: shortcut(y, lambda t: torch.ones(IMAGE).contiguous(memory_format=torch.channels_last)), 2),
+    ):
+        graph = image_step(behind, lambda g: g)
+        first = graph.find_nodes(op="call_function", target=NORMALIZE.default)[0]
+        assert fusing.unfused(first) == wanted * PIXELS
+
+
+def test_gradients_that_a_compiler_reads_once_count() -> None:
+    """Of one g for three batch norms exact training makes all sums in one pass; a formula's g it does not write."""
+    for gradient, count, wanted in ((None, 1, 0.0), (None, 3, 4.0), (torch.sin, 1, 1.0), (pooled_like, 1, 0.0)):
+        graph = image_step(pooled, gradient or (lambda g: g), count)
+        found = sum(map(fusing.unfused, graph.find_nodes(op="call_function", target=GRADIENT.default)))
+        assert found == wanted * PIXELS
+
+
+def test_a_function_of_a_formula_counts() -> None:
+    """Exact training applies it in registers; what a product has made is in memory there, too."""
+    made: dict[Callable[[Tensor], Tensor], int] = {torch.sin: 2, lambda t: t @ t.mT @ t: 0}
+    for before, wanted in made.items():
+        step = functools.partial(lambda f, t: torch.ops.hotrain.activate(f(t), "gelu", "int8", None)[0], before)
+        graph = make_fx(step, tracing_mode="fake")(torch.randn(ROWS, CHANNELS)).graph
+        (node,) = graph.find_nodes(op="call_function", target=torch.ops.hotrain.activate.default)
+        assert fusing.unfused(node) == wanted * ROWS * CHANNELS * 4

@@ -750,6 +750,31 @@ def test_a_norm_and_a_function_of_many_slopes(name: str) -> None:
     assert step.bytes <= 1.01 * without.bytes
 
 
+class Rows(nn.Module):
+    """Batch norm of tokens in rows, as LeViT has it, and a function behind; with `flat` they have no other shape."""
+
+    def __init__(self, f: nn.Module, flat: bool) -> None:
+        super().__init__()
+        self.flat, self.f, self.norm = flat, f, nn.BatchNorm1d(32)
+        self.before, self.behind = nn.Linear(16, 32, bias=False), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x.flatten(2).mT)
+        normal = self.norm(y.flatten(0, 1))
+        return self.behind(self.f(normal if self.flat else normal.reshape_as(y)))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("f", "name"), [(nn.ReLU(), "relu"), (nn.ReLU(True), "relu"), (nn.Hardswish(), "hardswish")])
+def test_a_norm_of_rows_and_what_is_behind_are_one_operator(f: nn.Module, name: str, flat: bool) -> None:
+    """Through views; the layer behind reads the same codes, so that no more is kept than in eager mode."""
+    build = functools.partial(Rows, f, flat)
+    step, other = (Step(converted(build), found, counts=True) for found in (kernels, DEFINITION))
+    assert step.behind == other.behind == [name]
+    assert_same(step, other, build, MOVED.get(name, SAME))
+    assert step.bytes <= 1.01 * eager(build, counts=True).bytes
+
+
 @pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=str)
 def test_a_norm_without_parameters_or_running_statistics(options: dict[str, bool]) -> None:
     build = functools.partial(Net, FUSED["+="][0], **options)

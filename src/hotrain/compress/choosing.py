@@ -52,7 +52,6 @@ _NAMES = {
     _aten.bmm.default: "matmul",
 }
 _BATCH_NORM, _FORMULA = "batch_norm", "mul"
-_NORMS = torch.ops.hotrain.norm_forward.default, torch.ops.hotrain.norm_backward.default
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
@@ -113,8 +112,14 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
     graph.eliminate_dead_code()
     found, fixed = _candidates(graph, roofs)
     found = [dataclasses.replace(one, ms=_IN_A_STEP * one.ms) for one in found]
-    beside = [_beside(node, roofs) for target in _NORMS for node in graph.find_nodes(op="call_function", target=target)]
-    spent = [*(c.ms for c in found), *fixed, *_statistics(graph, roofs), *beside, -_behind(graph, roofs)]
+    unfused = [node for target in fusing.UNFUSED for node in graph.find_nodes(op="call_function", target=target)]
+    spent = [
+        *(c.ms for c in found),
+        *fixed,
+        *_statistics(graph, roofs),
+        *(_beside(node, roofs) for node in unfused),
+        -_behind(graph, roofs),
+    ]
     late = sum(spent) - _TRUST * gains - _interpolation(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     if norms := len(graph.find_nodes(op="call_function", target=torch.ops.hotrain.normalize.default)):
@@ -164,16 +169,16 @@ def _batch_norms(graph: Graph, roofs: Roofs) -> list[Candidate]:
     for norm, gradient in exact_norms.pairs(graph):
         x: Any = norm.args[0]
         parts = sum(numel(part) for part in norm.users if part.args[1] != 0)  # codes, scales and marks, of a byte
-        ms = costs.excess(norm, roofs) + costs.excess(gradient, roofs)
+        ms = sum(costs.excess(node, roofs) + _beside(node, roofs) for node in (norm, gradient))
         nbytes = bytes_of(x) - parts
         apply = functools.partial(exact_norms.put_back, graph, norm, gradient)
         found.append(Candidate(_BATCH_NORM, ms, nbytes, apply))
     return found
 
 
-def _beside(norm: Node, roofs: Roofs) -> float:
-    """ms of what exact training fuses with a norm, less that of casts which it does not."""
-    return 1e3 * fusing.unfused(norm) / roofs.copy
+def _beside(node: Node, roofs: Roofs) -> float:
+    """ms of what exact training fuses with a norm or an activation function, less that of casts which it does not."""
+    return 1e3 * fusing.unfused(node) / roofs.copy
 
 
 def _behind(graph: Graph, roofs: Roofs) -> float:

@@ -17,6 +17,7 @@ activation function that reads the convolution. Sums are in float32 and rounded 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ from .nodes import (
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.index.Tensor, _aten.constant_pad_nd.default, _aten.cat.default)
 _FORWARD = torch.ops.hotrain.norm_forward.default
+_NORMALIZE = torch.ops.hotrain.normalize.default
+_SLOPE = torch.ops.hotrain.activation_gradient.default
 _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 
 
@@ -69,14 +72,16 @@ def merge_batch_norms(graph: Graph) -> None:
 
 
 def unfused(norm: Node) -> int:
-    """Bytes that formulas and copies beside a norm move more than in exact training, where a compiler fuses them.
+    """Bytes that formulas and copies beside an operator move more than in exact training, where a compiler fuses them.
 
     What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that is
     written in another order next (of windows); the gradient that the norm writes is read once more. Fewer, below 0, by
     the cast of a shortcut's gradient for a product, which the kernel writes and a compiler makes in a pass of its own
-    (seen in ViT-B and DeiT-S). On the joint graph, as `choosing` sees it, of `norm_forward` or `norm_backward`.
+    (seen in ViT-B and DeiT-S). A compiler also sums for several batch norms whose results are added in one pass. On the
+    joint graph, as `choosing` sees it, of an operator in `UNFUSED`.
     """
-    return _unfused_forward(norm) if norm.target is _FORWARD else _unfused_backward(norm)
+    target: Any = norm.target
+    return UNFUSED[target](norm)
 
 
 def _unfused_forward(norm: Node) -> int:
@@ -114,6 +119,46 @@ def _unfused_backward(norm: Node) -> int:
     return moved
 
 
+def _unfused_normalize(norm: Node) -> int:
+    shortcut = norm.args[5]
+    moved = 2 * bytes_of(shortcut) if isinstance(shortcut, Node) and _is_alone(shortcut) else 0
+    return moved + _read_by_formulas(norm)
+
+
+def _unfused_norm_gradient(norm: Node) -> int:
+    g = _uncast(source_of(norm.args[0], is_move))
+    is_slope = g.target is operator.getitem and g.args[0].target is _SLOPE  # type: ignore[union-attr]
+    # Of a formula's result exact training reads in both passes what that one reads, often two tensors.
+    moved = bytes_of(g) if is_slope or (_is_formula(g) and len(g.users) == 1) else 0
+    moved += _read_by_formulas(norm)
+    together = [t for t in readers_of(g, _is_as_before) if t.target is norm.target]
+    return moved + 2 * bytes_of(g) * (len(together) - 1) // max(len(together), 1)
+
+
+def _unfused_activate(node: Node) -> int:
+    x = source_of(node.args[0], is_move)
+    return 2 * bytes_of(x) if _is_formula(x) and len(x.users) == 1 else 0
+
+
+def _read_by_formulas(norm: Node) -> int:
+    """Bytes of a first result that exact training has in registers for the formulas which read it.
+
+    It is not even written where nothing else reads it; a batch norm that adds it as its shortcut is a formula there.
+    """
+    result = result_of(norm, 0)
+    readers = [] if result is None else readers_of(result, _is_as_before)
+    if readers and all(_is_formula(t) or t.target is _NORMALIZE for t in readers):
+        return 2 * bytes_of(result)
+    path = {norm, result}
+    at_once = [t for t in readers if _is_formula(t) and all(n < norm or _is_of(n, path) for n in t.all_input_nodes)]
+    return bytes_of(result) if at_once else 0
+
+
+def _is_of(node: Node, path: set[Any]) -> bool:
+    """Whether a node is one of these, or a view or cast of one."""
+    return source_of(node, _is_as_before) in path
+
+
 def _is_alone(node: Node) -> bool:
     """Whether a tensor is a formula's, read by one operator alone, so that a compiler would not write it."""
     source = source_of(node)
@@ -137,6 +182,16 @@ def _is_same(node: Node) -> bool:
 def _is_as_before(node: Node) -> bool:
     """Whether a node has elements of its argument, in any order and dtype."""
     return is_alias(node) or is_cast(node) or node.target is torch.ops.hotrain.marked.default
+
+
+UNFUSED: dict[Any, Callable[[Node], int]] = {
+    _FORWARD: _unfused_forward,
+    torch.ops.hotrain.norm_backward.default: _unfused_backward,
+    _NORMALIZE: _unfused_normalize,
+    torch.ops.hotrain.norm_gradient.default: _unfused_norm_gradient,
+    torch.ops.hotrain.activate.default: _unfused_activate,
+}
+"""Operator → bytes that formulas beside it move more than in exact training."""
 
 
 class _Forward(Merging):

@@ -245,7 +245,7 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         form = FORMATS[kind.by_input] if saves_input else _DERIVATIVE if kind.levels else _BIT
         scope.record(name, form)
         if before is not None:
-            return finished(scope, before, name, input if inplace else None)
+            return finished(scope, before, name, input, input if inplace else None)
         if saves_input:
             image = is_channels_last(input) or (known is not None and rematerialize.is_image(known.recipe))
             y, *codes = curve(input, name, form, image)

@@ -336,13 +336,18 @@ batch_statistics = custom_op(
 )
 
 
-def finished(scope: Scope, what: Unfinished, name: str, place: Tensor | None = None) -> Tensor:
-    """Fused batch norm, shortcut and the activation of this name ("" for none), written to ``place`` if given."""
+def finished(scope: Scope, what: Unfinished, name: str, like: Tensor, place: Tensor | None = None) -> Tensor:
+    """Fused batch norm, shortcut and the activation of this name ("" for none), written to ``place`` if given.
+
+    The result has the shape of ``like``, x's, or that of a view of x as rows (N, C).
+    """
     y, codes, scale = normalized(what.x, what.mean, what.r, what.w, what.b, what.shortcut, name)
+    image = y.shape == like.shape
+    y = y if image else y.view(like.shape)
     if place is not None:
         y = replaced(place, y)
     if what.shortcut is None:
-        recipe = rematerialize.normed(rematerialize.values(saved_format(), y.shape, image=True), False)
+        recipe = rematerialize.normed(rematerialize.values(saved_format(), what.x.shape[:2], image), False)
         scope.origins.note(y, rematerialize.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
     return y
 
@@ -369,15 +374,12 @@ def _batch_norm(
     image = input.view(*input.shape, 1, 1) if rows else input
     if compiling and is_fused(image):
         mean, r = batch_statistics(image, running_mean, running_var, momentum, eps)
-        if rows:
-            y, *codes = normalized(image, mean, r, weight, bias, None, "")
-            return note_norm(scope, (y.view(input.shape), *codes), weight, bias, form, image=True)
-        what = Unfinished(input, mean, r, weight, bias)
-        y = finished(scope, what, "")
+        what = Unfinished(image, mean, r, weight, bias)
+        y = finished(scope, what, "", input)
         scope.origins.note_unfinished(y, what)
         return y
     found = batch_norm(input, weight, bias, eps, form, running_mean, running_var, momentum)
-    return note_norm(scope, found, weight, bias, form, image=True)
+    return note_norm(scope, found, weight, bias, form, image=input.dim() > 2)
 
 
 def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
@@ -392,7 +394,7 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
         # An in-place sum overwrites its operand, and what shares memory with it.
         for normed, shortcut in pairs[:1] if in_place else pairs:
             what = scope.origins.unfinished_of(normed, Unfinished)
-            if what is not None and what.shortcut is None and _same_layout(what.x, shortcut):
+            if what is not None and what.shortcut is None and _is_alike(what.x, shortcut):
                 y = func(input, other)
                 if not in_place or sharing.read_apart():
                     scope.origins.note_unfinished(y, dataclasses.replace(what, shortcut=shortcut))
@@ -402,8 +404,9 @@ def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     return run
 
 
-def _same_layout(x: Tensor, other: Tensor) -> bool:
-    return x.dtype == other.dtype and other.is_contiguous(memory_format=torch.channels_last)
+def _is_alike(x: Tensor, other: Tensor) -> bool:
+    in_rows = other.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
+    return in_rows and x.shape == other.shape and x.dtype == other.dtype
 
 
 # Compiled alone: in eager mode no batch norm waits for a shortcut.

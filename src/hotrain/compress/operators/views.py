@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rematerialize
+from ..sharing import Unfinished
 from .base import Handlers, Scope
 
 
@@ -40,7 +41,10 @@ def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
             return None
         y = func(input, *args, **kwargs)
         if y is not input:
+            before = scope.origins.unfinished_of(input, Unfinished)
             scope.origins.note(y, known.recipe, *known.tensors)
+            if before is not None:
+                scope.origins.note_unfinished(y, before)
         return y
 
     return run
@@ -53,6 +57,7 @@ HANDLERS: Handlers = {
         for func in (
             *(torch.reshape, torch.flatten, torch.unflatten),
             *(Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.view, Tensor.contiguous),
+            *(Tensor.reshape_as, Tensor.view_as),
         )
     },
 }
