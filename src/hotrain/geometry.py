@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .private import CONV_PADS
 
 Pair = tuple[int, int]
 Shape = tuple[int, int, int, int]
@@ -19,7 +22,7 @@ class Geometry:
     Attributes:
         kernel: (height, width).
         stride: (vertical, horizontal).
-        padding: a pair, ``"same"`` or ``"valid"``.
+        padding: a pair, ``"same"``, ``"valid"``, or (left, right, top, bottom) where the mode is not zeros.
         dilation: (vertical, horizontal).
         groups: divides both numbers of channels.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
@@ -27,7 +30,7 @@ class Geometry:
 
     kernel: Pair
     stride: Pair = (1, 1)
-    padding: Pair | str = (0, 0)
+    padding: Pair | tuple[int, int, int, int] | str = (0, 0)
     dilation: Pair = (1, 1)
     groups: int = 1
     padding_mode: str = "zeros"
@@ -35,9 +38,8 @@ class Geometry:
     @classmethod
     def of(cls, module: nn.Conv2d) -> Geometry:
         """The geometry of a module."""
-        padding = module.padding if isinstance(module.padding, str) else (module.padding[0], module.padding[1])
-        kernel, stride, dilation = ((v[0], v[1]) for v in (module.kernel_size, module.stride, module.dilation))
-        return cls(kernel, stride, padding, dilation, module.groups, module.padding_mode)
+        kernel, stride, dilation = ((v[0], v[1]) for v in (module.weight.shape[2:], module.stride, module.dilation))
+        return cls(kernel, stride, padding_of(module), dilation, module.groups, module.padding_mode)
 
     @property
     def pads(self) -> tuple[int, int, int, int]:
@@ -47,6 +49,8 @@ class Geometry:
         if isinstance(self.padding, str):
             (vertical, horizontal) = (d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True))
             return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
+        if len(self.padding) == 4:
+            return self.padding
         (vertical, horizontal) = self.padding
         return horizontal, horizontal, vertical, vertical
 
@@ -99,6 +103,12 @@ class Geometry:
         with torch.enable_grad():
             image = torch.zeros(*g.shape[:2], height, width, dtype=g.dtype, device=g.device, requires_grad=True)
             return torch.autograd.grad(self.pad(image), image, g)[0]
+
+
+def padding_of(module: nn.Conv2d) -> Any:
+    """A module's padding as its forward reads it."""
+    pads = None if module.padding_mode == "zeros" else getattr(module, CONV_PADS, None)
+    return module.padding if pads is None else tuple(pads)
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:

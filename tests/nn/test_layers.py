@@ -184,6 +184,50 @@ def test_a_wrong_width_names_the_layer_and_what_fits(make: Any) -> None:
         model(torch.randn(2, 31, 8, 63))
 
 
+# layer, the shape of another weight, the inputs' shapes before and after: none changes in_features or kernel_size
+EXCHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "inputs": (lambda: nn.Linear(64, 48), (48, 96), (2, 16, 64), (2, 16, 96)),
+    "images of more channels": (lambda: nn.Conv2d(3, 48, 4, 4), (48, 6, 4, 4), (2, 3, 8, 8), (2, 6, 8, 8)),
+    "groups": (lambda: nn.Conv2d(32, 48, 3, groups=2), (48, 32, 3, 3), (2, 32, 8, 8), (2, 64, 8, 8)),
+    "patches that overlap now": (lambda: nn.Conv2d(16, 48, 2, 2), (48, 16, 4, 4), (2, 16, 8, 8), (2, 16, 8, 8)),
+    "one pixel": (lambda: nn.Conv2d(16, 48, 3), (48, 16, 1, 1), (2, 16, 8, 8), (2, 16, 8, 8)),
+    "PyTorch pads by its new kernel": (
+        lambda: nn.Conv2d(16, 48, 3, padding="same"), (48, 16, 5, 5), (2, 16, 8, 8), (2, 16, 8, 8)
+    ),
+    "PyTorch pads by its old kernel": (
+        lambda: nn.Conv2d(16, 48, 3, padding="same", padding_mode="circular"),
+        (48, 16, 5, 5), (2, 16, 8, 8), (2, 16, 8, 8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("case", EXCHANGED)
+def test_a_weight_of_another_shape_is_read_as_pytorch_reads_it(case: str, when: str, how: str) -> None:
+    """PyTorch computes by the weight's own shape; layers raised, or failed in backward, after a step of the old too."""
+    make, shape, old, new = EXCHANGED[case]
+    layer = make().double()
+    weight, x = torch.randn(shape, dtype=torch.double), torch.randn(new, dtype=torch.double)
+    found = []
+    for converts in (False, True):
+        model = run = copy.deepcopy(layer)
+        if when == "before":
+            model.weight = nn.Parameter(weight.clone())
+        if converts:
+            hotrain.convert(model, hotrain.preset("hla", rank=16), filter_fn=lambda module, name: True)
+            run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+        if when == "after":
+            run(torch.randn(old, dtype=torch.double)).sum().backward()
+            model.weight = nn.Parameter(weight.clone())
+        x_t = x.clone().requires_grad_()
+        y = run(x_t)
+        found.append((y, *torch.autograd.grad(y.sin().sum(), (x_t, model.weight))))
+    (want, *exact), (y, *grads) = found
+    assert torch.equal(y, want)
+    torch.testing.assert_close(grads, exact)  # full rank without bits
+
+
 @LAYERS
 def test_an_empty_batch_works(make: Any, sample: Any) -> None:
     layer = make()

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional
-from ..geometry import Geometry
+from ..geometry import Geometry, padding_of
 from ..method import Method
 from ..presets import DEFAULT
 from ..private import CONV_FORWARD
@@ -43,8 +43,8 @@ class HadamardConv2d(nn.Conv2d):
         if getattr(self, CONV_FORWARD, None) is not None and CONV_FORWARD in self.__dict__:
             self._hotrain.stay_exact(f"its {CONV_FORWARD} was replaced on the instance")
             return super().forward(input)
-        place = self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        return self._hotrain.forward(self, super().forward, input, self.in_channels, place)
+        place = self.stride, padding_of(self), self.dilation, self.groups, self.padding_mode
+        return self._hotrain.forward(self, super().forward, input, place)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (B, O, H, W), as a matrix of tokens, (B·H·W, O)."""

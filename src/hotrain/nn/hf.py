@@ -19,7 +19,7 @@ class HadamardConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         exact = super().forward
-        return self._hotrain.forward(self, exact, x, self.nx) if self.training else exact(x)
+        return self._hotrain.forward(self, exact, x) if self.training else exact(x)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

@@ -33,7 +33,7 @@ class HadamardLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         exact = super().forward
-        return self._hotrain.forward(self, exact, input, self.in_features) if self.training else exact(input)
+        return self._hotrain.forward(self, exact, input) if self.training else exact(input)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

@@ -35,7 +35,7 @@ _SAMPLES = "2-D input (or one token a sample): its rows are samples, not tokens"
 _OF_TENSORS = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]  # makes results of the same class
 _SHAPES = 256  # of inputs that a layer remembers: their layouts have tensors of one element per token
 
-Place = tuple[Any, ...]  # the fields of a `Geometry`, as torch.nn.Conv2d has them
+Place = tuple[Any, ...]  # the fields of a `Geometry` but the kernel, as torch.nn.Conv2d has them
 
 
 class LayerState:
@@ -74,7 +74,7 @@ class LayerState:
         self._method, self.grid, self.plan = method, grid, plan
         self.running = numbers_chosen(method, False)
         self.spec = f"{Config(self.running, grid).word} {method.automatic} {plan}"
-        self._calls: dict[Any, Call | str] = {}  # (shape, dtype, device …) of x → how it runs, or why exact
+        self._calls: dict[Any, Call | str] = {}  # (shapes, dtype, device …) of x and w → how it runs, or why exact
 
     @property
     def method(self) -> Method:
@@ -116,47 +116,44 @@ class LayerState:
         """Record why this forward is PyTorch's own."""
         self.fallback = why
 
-    def forward(
-        self, module: Any, exact: Callable[[Tensor], Tensor], x: Tensor, channels: int, place: Place | None = None
-    ) -> Tensor:
+    def forward(self, module: Any, exact: Callable[[Tensor], Tensor], x: Tensor, place: Place | None = None) -> Tensor:
         """The result of a layer in training.
 
         Args:
             module: the layer.
             exact: PyTorch's own forward of it, for where the method does not run.
             x: its input.
-            channels: that it must have.
             place: of a convolution.
 
         Raises:
             TypeError, ValueError: as `functional.check_input`.
         """
         if not is_parametrized(module):
-            y = self._forward(module, x, channels, place)
+            y = self._forward(module, x, place)
             return exact(x) if y is None else y
         with cached():  # weight and bias are read several times; PyTorch computes them once in a forward
-            y = self._forward(module, x, channels, place)
+            y = self._forward(module, x, place)
             return exact(x) if y is None else y
 
-    def _forward(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+    def _forward(self, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
         """The result by the method, or None where PyTorch's own forward is to run."""
         if torch.compiler.is_dynamo_compiling():
-            return self._traced(module, x, channels, place)
+            return self._traced(module, x, place)
         # Nothing is shared across the borders of a checkpoint, of which the second forward must find the same.
         origins = self.origins if self.origins and self.origins.checkpoint == current_checkpoint() else None
-        args = module, x, channels, place, differentiates(), origins
+        args = module, x, place, differentiates(), origins
         return without_own_modes(self._eager, *args)  # type: ignore[no-any-return]
 
     @left_to_eager
     def _eager(
-        self, module: Any, x: Tensor, channels: int, place: Place | None, differentiated: bool, origins: Origins | None
+        self, module: Any, x: Tensor, place: Place | None, differentiated: bool, origins: Origins | None
     ) -> Tensor | None:
-        if not isinstance(x, Tensor):
-            functional.check_input(self, x, channels, -1)
         w = module.weight
+        if not isinstance(x, Tensor):
+            self._check(x, w, place)
         needs_x, trained = x.requires_grad, w.requires_grad
         if not (differentiated and (needs_x or trained)):
-            functional.check_input(self, x, channels, -1 if place is None else -3)
+            self._check(x, w, place)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
             if x.device.type == "cuda":
@@ -168,10 +165,10 @@ class LayerState:
         off = None if kernels is None else kernels.switched_off()
         cast = autocast_to(device.type) if any_autocast() else None
         kind = type(x)
-        seen = (kind, x.shape, x.dtype, device, x.layout, needs_x, trained, cast, place, off)
+        seen = (kind, x.shape, x.dtype, device, x.layout, w.shape, needs_x, trained, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
-            functional.check_input(self, x, channels, -1 if place is None else -3)
+            self._check(x, w, place)
             if len(self._calls) == _SHAPES:
                 self._calls.clear()
             found = self._calls[seen] = self._decide(module, x, place)
@@ -188,6 +185,13 @@ class LayerState:
         # Results of an autograd function whose forward makes them of such a class are views, and not to be written to.
         return kind.__torch_function__(autograd.apply, (kind,), args)  # type: ignore[no-any-return]
 
+    def _check(self, x: Tensor, w: Tensor, place: Place | None) -> None:
+        """Check the input against the weight, whose shape PyTorch reads in place of `in_features` and `in_channels`."""
+        if place is None:
+            functional.check_input(self, x, w.shape[0 if self.transposed else 1], -1)
+        else:
+            functional.check_input(self, x, w.shape[1] * place[3], -3)
+
     def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:
         """How the layer runs an input like x, or why it stays exact; kept for each shape."""
         w, kind = module.weight, type(x)
@@ -196,7 +200,7 @@ class LayerState:
                 f"its input is a {kind.__name__}, whose own __torch_function__ decides what functions return; "
                 "x.as_subclass(torch.Tensor) in front of the model converts it"
             )
-        geometry = None if place is None else Geometry(*_constant(place))
+        geometry = None if place is None else Geometry((w.shape[2], w.shape[3]), *_constant(place))
         self.choose_numbers(x.device)
         question = self._question(_facts(module, x), geometry)
         why = self._why_exact(question, w.requires_grad and _is_of_samples(x, place))
@@ -223,14 +227,14 @@ class LayerState:
         word = self.draws.host_key()
         return key if word is None else word
 
-    def _traced(self, module: Any, x: Tensor, channels: int, place: Place | None) -> Tensor | None:
+    def _traced(self, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
         """`_eager` under Dynamo.
 
         Nothing that changes from step to step is read, so that nothing is compiled twice; the record of the layer is
         written when the compiled code runs.
         """
-        functional.check_input(self, x, channels, -1 if place is None else -3)
         w = module.weight
+        self._check(x, w, place)
         if not (differentiates() and (x.requires_grad or w.requires_grad)):
             return None
         samples = False
@@ -255,8 +259,8 @@ class LayerState:
         Returns:
             The word of the configuration and whether it draws; None where the exact path runs.
         """
-        geometry = None if place is None else Geometry(*place)
-        shape, dtype, device, *_ = facts
+        shape, dtype, device, _, w, *_ = facts
+        geometry = None if place is None else Geometry(w[2:], *place)
         self.choose_numbers(device)
         question = self._question(facts, geometry)
         self.fallback, self.asked = self._why_exact(question, samples), question
