@@ -653,6 +653,43 @@ def test_a_lazy_layer_is_converted_once_it_has_a_weight() -> None:
     assert converted(hotrain.convert(model)) == {"0"}
 
 
+class LazyScale(nn.modules.lazy.LazyModuleMixin, nn.Module):
+    """A lazy module of the user's, which stays of its class."""
+
+    cls_to_become = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.UninitializedParameter()
+
+    def initialize_parameters(self, x: Tensor) -> None:
+        if self.has_uninitialized_params():
+            self.scale.materialize((x.shape[-1],))
+            nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("make", [nn.LazyBatchNorm1d, lambda: nn.LazyInstanceNorm1d(affine=True), LazyScale])
+def test_a_lazy_module_of_another_kind_is_left_alone(make: Any) -> None:
+    """A search for experts' weights read the shape of a parameter that has none: PyTorch's error ended `convert`."""
+    model, x = nn.Sequential(nn.Linear(64, 64), make()), torch.randn(8, 64, 64)
+    report = hotrain.convert(model)
+    for count in (hotrain.saved_bytes, hotrain.predicted_bytes):
+        with pytest.raises(ValueError, match=r"^(saved|predicted)_bytes: '1\.\w+' is lazy .* run a forward pass"):
+            count(model, x)
+    for _ in range(2):
+        train_step(model, x)
+        totals = report.totals()
+        assert totals is not None
+        assert totals[0] == hotrain.saved_bytes(model, x).total < totals[1]
+        assert reasons(report) == {}
+        report = hotrain.convert(model)
+    hotrain.revert(model)
+    assert type(model) is nn.Sequential
+
+
 def test_a_parametrized_layer_is_kept_and_converted_without_its_parametrization() -> None:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
     assert "parametrized" in reasons(hotrain.convert(model))["0"]

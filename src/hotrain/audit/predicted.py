@@ -23,7 +23,7 @@ from ..compress.report import Example, map_tensors
 from ..functional import check_model
 from ..nn.state import layer_states
 from ..private import fakes
-from .saved_bytes import SavedBytes, saved_bytes
+from .saved_bytes import SavedBytes, check_shapes, saved_bytes
 
 
 def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes:
@@ -40,10 +40,11 @@ def predicted_bytes(model: nn.Module, *inputs: Any, **kwargs: Any) -> SavedBytes
 
     Raises:
         TypeError: it is no model.
-        ValueError: the model needs values to run (it routes tokens, say), or has a recurrent layer whose library says
-            only when it runs what it keeps.
+        ValueError: the model needs values to run (it routes tokens, say), has a lazy module, or has a recurrent layer
+            whose library says only when it runs what it keeps.
     """
     check_model("predicted_bytes", model)
+    check_shapes("predicted_bytes", model)
     return _predicted(model, inputs, kwargs)
 
 

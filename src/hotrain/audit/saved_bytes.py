@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from ..compress.report import tensors
 from ..functional import check_model
@@ -92,9 +93,10 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
 
     Raises:
         TypeError: it is no model.
-        ValueError: no output requires grad, or ``device_peak`` with no input on a CUDA device.
+        ValueError: it has a lazy module, no output requires grad, or ``device_peak`` with no input on a CUDA device.
     """
     check_model("saved_bytes", model)
+    check_shapes("saved_bytes", model)
     device = _cuda_device(inputs, kwargs) if device_peak else None
     with as_found(model), torch.enable_grad():
         if not model.training:
@@ -114,6 +116,13 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
         peak = _device_peak(model, inputs, kwargs, device) if device is not None else None
     total = sum(row["bytes"] for row in rows)
     return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
+
+
+def check_shapes(function: str, model: nn.Module) -> None:
+    """Raise ValueError for a model with a lazy module that has not run: running it here would change the model."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            raise ValueError(f"{function}: {name!r} is lazy and has no shape yet; run a forward pass before")
 
 
 _CAST = "ToCopyBackward0"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..functional import FLOATING
 from ..nn import HadamardLinear
@@ -76,7 +77,7 @@ def _has_stacked_weights(module: nn.Module) -> bool:
     if isinstance(module, nn.utils.parametrize.ParametrizationList):  # its layer has a row
         return False
     own = module.parameters(recurse=False)
-    return any(p.dim() > 2 and min(p.shape) > 1 and p.numel() >= SMALLEST**2 for p in own)
+    return any(not is_lazy(p) and p.dim() > 2 and min(p.shape) > 1 and p.numel() >= SMALLEST**2 for p in own)
 
 
 def _hindrance(
