@@ -165,6 +165,37 @@ def test_the_report_counts_the_workspace_of_an_lstm() -> None:
     assert float(found[1]) == pytest.approx(hotrain.saved_bytes(model.rnn, x).total / 2**20, abs=0.15)
 
 
+class Attributes(nn.Module):
+    """Tensors that are neither parameters nor buffers: a table, the last result, another model that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.last = nn.Linear(64, 64), torch.randn(64), None
+        self.tables = {"turns": [(torch.polar(torch.ones(32), torch.randn(32)),)]}
+        self.hidden = [nn.Linear(64, 64).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.hidden[0](x).unflatten(-1, (-1, 2))) * self.tables["turns"][0][0]
+        y = self.linear(nn.functional.silu(torch.view_as_real(turned).flatten(-2))) * self.scale
+        y = y if self.last is None else y * (1 + self.last).exp()
+        self.last = y.detach() / 10
+        return y
+
+
+def test_tensors_that_are_plain_attributes() -> None:
+    """Llama's code has its rotations so: copying them as they are, among fake tensors, failed."""
+    model, x = Attributes(), torch.randn(8, 64, 64, requires_grad=True)
+    report = hotrain.convert(model)
+    for _ in range(2):
+        model(x).sum().backward()
+        before = dict(vars(model))
+        predicted = hotrain.predicted_bytes(model, x)
+        assert vars(model) == before
+        assert type(model.last) is Tensor
+        assert predicted.by_operator == hotrain.saved_bytes(model, x).by_operator
+    assert report.totals() is not None
+
+
 def test_a_model_of_small_tensors_says_that_they_stay() -> None:
     """Not that a training forward, which there was, will tell."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..casting import autocast_to
 from ..compress.report import Example, map_tensors
@@ -113,7 +114,8 @@ def _on_fakes(
                 for t in owner:
                     shaped = _shape_alone(t)
                     memory[id(t)] = nn.Parameter(shaped, t.requires_grad) if isinstance(t, nn.Parameter) else shaped
-            shapes = copy.deepcopy(model, memory)
+            with _ShapesAlone():
+                shapes = copy.deepcopy(model, memory)
             for module, remove, hook in _hooks(shapes):
                 if not _is_of_its_library(hook, module):
                     remove()
@@ -131,6 +133,17 @@ def _on_fakes(
         ) from error
     finally:
         log.disabled = before
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """Tensors that are copied become fake ones, wherever a module has them: not registered, in a list, in a dict."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = Tensor.__deepcopy__, Tensor.data.__get__  # type: ignore[attr-defined]  # of parameters the second
+        # What is no leaf has no copy: a weight that a hook computes would be predicted without that.
+        if func in copies and args[0].is_leaf:
+            return _shape_alone(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _has_a_workspace(module: nn.Module) -> bool:
