@@ -244,6 +244,26 @@ def test_a_graph_of_another_batch_is_not_added() -> None:
     assert totals[0] == fast.report.buffers.graphs[0]
 
 
+class Yields(nn.Module):
+    """A forward that is a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Any:
+        yield self.second(nn.functional.silu(self.first(x)))
+
+
+def test_what_a_generator_runs_is_not_said_to_be_small() -> None:
+    """Its body runs behind forward: the report called tensors of 32,768 entries too small to compress."""
+    model = Yields()
+    report = hotrain.convert(model)
+    sum(y.square().sum() for y in model(torch.randn(8, 64, 64))).backward()
+    assert "what no block calls  kept in full precision: forward is a generator" in str(report)
+    assert "as exact keeps it" not in str(report)
+
+
 def test_what_did_not_run_is_said_to_be_planned() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(512, 64)
     report = hotrain.convert(model)

@@ -202,7 +202,7 @@ def test_a_model_of_small_tensors_says_that_they_stay() -> None:
     report = hotrain.convert(model)
     assert str(report).endswith("between the layers: known after a training forward")
     model(torch.randn(64, 64)).sum().backward()
-    assert str(report).endswith("as exact keeps it (tensors of less than 16,384 entries stay as they are)")
+    assert str(report).endswith("outside of checkpoints, keeps 16,384 entries in 16 or 32 bits)")
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no product of groups")

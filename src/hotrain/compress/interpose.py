@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -186,7 +187,10 @@ class Wrapped(Mixin):
         try:  # a checkpoint ends its second forward by an exception
             buffers.waits = buffers.waits or _is_on_gpu(*args, *kwargs.values())
             with Compressed(buffers, standing):
-                return forward(*args, **kwargs)
+                y = forward(*args, **kwargs)
+            if first and isinstance(y, GeneratorType):
+                buffers.record_full("what no block calls", "forward is a generator, whose body runs later")
+            return y
         finally:
             buffers.origins.end(before)
 

@@ -191,7 +191,8 @@ class Buffers:
         rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
         rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits
         if not rows and self.example is not None:
-            return f"  between the layers: as exact keeps it (tensors of less than {SMALL:,} entries stay as they are)"
+            what = f"in forward, outside of checkpoints, keeps {SMALL:,} entries in 16 or 32 bits"
+            return f"  between the layers: as exact keeps it (no function of PyTorch that was seen {what})"
         if not rows:
             return "  between the layers: known after a training forward"
         width = max(len(what) for what, _ in rows)
