@@ -80,7 +80,20 @@ def test_the_gradient_of_a_logarithm_of_a_probability_is_near_the_exact_one(name
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("f", [torch.sigmoid, torch.tanh], ids=["sigmoid", "tanh"])
+FLAT: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "softplus": F.softplus,
+    "softplus, linear there": lambda z: F.softplus(-z),
+    "elu": F.elu,
+    "celu": F.celu,
+    "logsigmoid": F.logsigmoid,
+    "glu, its gate": lambda z: F.glu(torch.cat((z.detach().clamp(-1, 1), z), -1)),
+}
+
+
+@pytest.mark.parametrize("f", FLAT.values(), ids=FLAT)
 @pytest.mark.parametrize("mask", [-float("inf"), -1e9])
 def test_a_mask_does_not_take_the_bits_of_its_group(f: Callable[[Tensor], Tensor], mask: float) -> None:
     """Where f is flat its argument may be anything; others in the group keep their precision."""

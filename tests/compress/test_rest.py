@@ -283,6 +283,37 @@ def test_layouts_come_back(name: str) -> None:
         ]
 
 
+CUT: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {  # and how wide its input is
+    "softplus, flat further out": (lambda x: F.softplus(x, 0.02), 300),
+    "softplus of another sign": (lambda x: F.softplus(x, beta=-2), 3),
+    "celu, flat further out": (lambda x: F.celu(x, alpha=50), 100),
+    "celu, flat nowhere": (lambda x: F.celu(x, -2), 3),
+    "celu, flat above all of its dtype": (lambda x: F.celu(x.half(), 1e4).float(), 3),
+    "glu along another axis": (lambda x: F.glu(x, 1), 50),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_an_input_is_cut_off_only_where_its_function_is_flat(name: str) -> None:
+    """Which its arguments say."""
+    call, width = CUT[name]
+    x = (width * torch.randn(X)).requires_grad_()
+    got, want = (torch.autograd.grad(f(x).sum(), x)[0] for f in (lambda x: with_operators(inner(call), x), inner(call)))
+    assert (got - want).norm() <= 2 * INT8_ERROR * want.norm()
+
+
+def test_what_is_cut_off_for_one_use_is_whole_for_another() -> None:
+    """The first packs its input for both, else."""
+    x = (20 * torch.randn(X)).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        z = x + 0
+        return torch.erf(z) + z.square()
+
+    got, want = (torch.autograd.grad(f(x).sum(), x)[0] for f in (lambda x: with_operators(run, x), run))
+    assert (got - want).norm() <= INT8_ERROR * want.norm()
+
+
 def test_nan_and_infinity_are_not_hidden() -> None:
     for bad in (float("nan"), float("inf")):
         x = torch.randn(X)

@@ -63,13 +63,13 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
     if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)
-    one = _Call(rule, args, outer)
+    name = name_of(func)
+    one = _Call(rule, args, outer, rules.flat_of(name, args, kwargs))
     try:
         with saved_tensors_hooks(one.pack, _unpack):
             y = func(*args, **kwargs)
     finally:
         one.args = ()  # the graph keeps the hooks alive, and they would keep the arguments alive
-    name = name_of(func)
     buffers.looked_at.add(name)
     if one.forms:
         buffers.record(f"{name} (saved)", ", ".join(sorted(one.forms)))
@@ -95,6 +95,7 @@ def _is_large(t: Tensor) -> bool:
 # ---- the hooks of a call ----
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Flat = tuple[float, int | None] | None  # of `rules.flat_of`
 
 # tensor → what live graphs save of it. A second node that saves the tensor shares what the first one packed.
 _packed = WeakTensorKeyDictionary()
@@ -103,8 +104,8 @@ _packed = WeakTensorKeyDictionary()
 class _Call:
     """One call of a function, with the forms it packed into and, by storage, the bytes of large tensors saved as is."""
 
-    def __init__(self, rule: Rule, args: tuple[Any, ...], outer: _Hooks | None) -> None:
-        self.rule, self.args, self.outer = rule, args, outer
+    def __init__(self, rule: Rule, args: tuple[Any, ...], outer: _Hooks | None, flat: _Flat) -> None:
+        self.rule, self.args, self.outer, self.flat = rule, args, outer, flat
         self.forms: set[str] = set()
         self.full: dict[int, int] = {}
 
@@ -114,10 +115,11 @@ class _Call:
         if not _is_large(t) or type(t) not in PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
             return _Saved(t, rules.EXACT, self.outer)
         use = rules.EXACT if _overlaps(t) else self._use(t)
-        state, known = _state(t, self.outer), _packed.get(t)
+        flat = self.flat if use == rules.VALUE else None
+        state, known = (*_state(t, self.outer), flat), _packed.get(t)
         saved = None if known is None else known()
         if saved is None or saved.state != state or not saved.is_precise_enough(use):
-            saved = _Saved(t, use, self.outer, state)
+            saved = _Saved(t, use, self.outer, state, flat)
             if self.rule is not rules.OTHER:  # which is there for the first call alone
                 _packed[t] = weakref.ref(saved)
         if saved.form:
@@ -145,13 +147,15 @@ class _Saved:
 
     __slots__ = ("__weakref__", "counter", "form", "outer", "parts", "restore", "shape", "state", "use", "version")
 
-    def __init__(self, t: Tensor, use: str, outer: _Hooks | None, state: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, t: Tensor, use: str, outer: _Hooks | None, state: tuple[Any, ...] = (), flat: _Flat = None
+    ) -> None:
         self.use, self.form, self.outer, self.state = use, rules.FORM[use], outer, state
         self.version, self.shape = version_of(t), t.shape
         self.parts: tuple[Any, ...] = (t,)
         if self.form:
             pack, self.restore = packer(t, self.form, codes.pack, codes.unpack)
-            self.parts = pack(t)
+            self.parts = pack(t if flat is None else _cut(t, *flat))
         if outer is not None:
             self.parts = tuple(outer[0](part) for part in self.parts)
             return
@@ -165,6 +169,18 @@ class _Saved:
     def is_precise_enough(self, use: str) -> bool:
         """Whether a use of that class can share this; signs are not read from bfloat16."""
         return rules.strictest((self.use, use)) == self.use and (self.use, use) != (rules.RATIO, rules.SIGN)
+
+
+def _cut(t: Tensor, flat: float, axis: int | None) -> Tensor:
+    """t, or the half of it that is a gate, from -flat to flat.
+
+    A mask of -inf, or of -1e9, would else be the scale of its group.
+    """
+    if axis is not None:
+        values, gate = t.chunk(2, axis)
+        return torch.cat((values, _cut(gate, flat, None)), axis)
+    flat = min(flat, torch.finfo(t.dtype).max)  # which `clamp` asks for
+    return t.clamp(-flat, flat)
 
 
 def _unpack(saved: _Saved) -> Tensor:

@@ -301,6 +301,23 @@ for _rule in RULES:
         BY_FUNCTION.setdefault(_function, []).append(_rule)
 
 
+def flat_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, int | None] | None:
+    """From where on a function of `SMOOTH` or `ELU` is flat; None for another one, and one that is not.
+
+    Args:
+        name: of the function; with the other two, of a call.
+
+    Returns:
+        The |x| above which f' is 0 or 1 to 7 digits, and of glu the axis whose second half is the gate, of which alone
+        that is true; else None.
+    """
+    if name in ("softplus", "elu", "celu"):
+        unit = float(_argument(args, kwargs, 1, 1.0, "beta", "alpha"))
+        return None if unit <= 0 else (17.0 / unit if name == "softplus" else 17.0 * unit, None)
+    axis = _argument(args, kwargs, 1, -1, "dim")
+    return {"erf": (4.0, None), "log_sigmoid": (17.0, None), "glu": (17.0, axis)}.get(name)
+
+
 def of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
     """The row for a call of a function of `BY_FUNCTION`."""
     rows = BY_FUNCTION[func]
