@@ -52,7 +52,7 @@ MULTIPLICATIONS = (torch.mul, Tensor.mul, Tensor.__mul__)
 class Exact:
     """The exact tensor, with the interface of a format of codes and scale."""
 
-    def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
         return t, t.new_empty(0)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -65,9 +65,9 @@ class Either:
     def __init__(self, *formats: Grouped | Exact) -> None:
         self.formats, self.kept, self.restored = formats, 0, 0
 
-    def keep(self, t: Tensor) -> tuple[Tensor, ...]:
+    def keep(self, t: Tensor, least: float | None = None) -> tuple[Tensor, ...]:
         self.kept += 1
-        return self.formats[(self.kept - 1) % 2].keep(t)
+        return self.formats[(self.kept - 1) % 2].keep(t, least)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self.restored += 1
@@ -100,8 +100,8 @@ class Redrawn:
     def __init__(self, form: Grouped) -> None:
         self.form = form
 
-    def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        return self.form.keep(t.reshape(-1, t.shape[-1]).roll(9973 * Redrawn.step, 0))
+    def keep(self, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
+        return self.form.keep(t.reshape(-1, t.shape[-1]).roll(9973 * Redrawn.step, 0), least)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         flat = (math.prod(shape[:-1]), shape[-1])

@@ -227,11 +227,12 @@ class Grouped:
         """The largest code."""
         return 2 ** (self.bits - 1) - 1
 
-    def keep(self, t: Tensor) -> tuple[Tensor, Tensor]:
+    def keep(self, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
         """Pack a tensor.
 
         Args:
             t: (..., C), floating point.
+            least: what smaller elements are packed as; None for themselves.
 
         Returns:
             Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), contiguous: kernels read them.
@@ -239,6 +240,8 @@ class Grouped:
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns).to(torch.promote_types(t.dtype, torch.float32))
+        if least is not None:
+            rows = rows.clamp(min=least)
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))

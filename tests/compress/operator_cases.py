@@ -252,8 +252,9 @@ def nbytes(held: Sequence[Tensor], besides: Sequence[Tensor] = ()) -> int:
 class Whole:
     """A format that loses nothing, in the place of one that does: what is left is the formula."""
 
-    def keep(self, t: Tensor, slope: Callable[[Tensor], Tensor] = Tensor.clone) -> tuple[Tensor, Tensor]:
-        return slope(t), t.new_empty(0)
+    def keep(self, t: Tensor, given: Any = None) -> tuple[Tensor, Tensor]:
+        """`given` is the derivative's formula, or what a format of groups cuts off."""
+        return given(t) if callable(given) else t.clone(), t.new_empty(0)
 
     def restore(self, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return kept[0].reshape(tuple(shape)).to(dtype)

@@ -30,7 +30,7 @@ import hotrain
 from hotrain import autograd, kernels
 from hotrain.compress import choosing, compiled, exact_norms, rematerialize, sharing
 from hotrain.compress import codes as packing
-from hotrain.compress.formats import GROUPED
+from hotrain.compress.formats import FORMATS, GROUPED
 from hotrain.compress.operators.activation import Curve
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.planning import Roofs
@@ -231,6 +231,7 @@ def test_a_compiler_is_told_the_truth(name: str, which: str) -> None:
     ops = torch.ops.hotrain
     with using(kernels if which == "kernels" else None):
         check(ops.keep_codes.default, (draw(2, 7, 256), GROUPS))
+        check(ops.keep_codes.default, (draw(2, 7, 256), GROUPS, -1.0))
         if name == "gelu":
             check(ops.activate.default, (draw(2, 7, 48), name, "int8", None))
             check(ops.activate.default, (draw(2, 7, 48, dtype=torch.bfloat16), name, "int8", draw(48)))
@@ -305,6 +306,28 @@ def test_a_function_that_keeps_its_input_in_eager(name: str, form: str, how: str
     assert (
         (got.double() - slope * g.double()).abs() <= g.double().abs() * ((0.001 if name == "gelu" else 1e-5) + 2 * unit)
     ).all()
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ACTIVATIONS.items() if kind.least is not None])
+@pytest.mark.parametrize("which", ["kernels", "definition"])
+def test_a_mask_is_not_the_scale_of_its_group(which: str, name: str) -> None:
+    """f and f' are zero there by its code, too; hardswish's f' also by the rounded code beside an element of 20."""
+    kind = ACTIVATIONS[name]
+    form = FORMATS[kind.by_input]
+    x = draw(2, 7, 96)
+    x[0, ::2, 9], x[0, 0, 5] = -1e9, 20.0 if name == "hardswish" else 1.0
+    least = x.clamp(min=kind.least)
+    with using(kernels if which == "kernels" else None):
+        y, *codes = Curve.apply(x, name, form, False)
+        made, *fused = torch.ops.hotrain.activate(x, name, form, None)
+        assert torch.equal(y, kind.f(x))
+        assert (made - y).abs().max() < CLOSE * 20
+        want = packing.pack(least, form)
+    for got in (codes, fused):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    back = GROUPED[form].restore(codes, x.shape, torch.float32)
+    for f in (kind.f, kind.slope):
+        assert f(back)[x == -1e9].abs().max() < 2**-7
 
 
 @pytest.mark.parametrize("form", ["int8", "int4 nearest"])

@@ -78,7 +78,8 @@ def calls() -> None:
         norm.pack(x, r, r, True, norm.channels(x, r, r, w))
         for bits in (4, 8):
             codes.unpack(*codes.pack(x, 128, bits), bits, torch.bfloat16)
-            y, *kept = codes.activate(x, "gelu", 128, bits, w)
+            codes.pack(x, 128, bits, -5.0)
+            y, *kept = codes.activate(x, "gelu", 128, bits, w, -5.0)
             codes.gradient(y, *kept, "gelu", bits, sums=True)
         halves = [(*codes.pack(x, 128, 8), None, None, False, "gelu", 8), (*codes.pack(x, 128),)]
         codes.make(halves, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -160,6 +161,21 @@ def test_the_number_of_masks_stays_finite(bits: int, dtype: torch.dtype, device:
     assert torch.equal(kept[0], want[0])
     assert Grouped(bits).restore(kept, x.shape, dtype).isfinite().all()
     assert B.unpack(*kept, bits, dtype).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("least", [-1.0, 0.5])
+def test_smaller_elements_are_packed_as_the_least(
+    least: float, bits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """In both halves of a group, -inf too; a NaN stays one."""
+    x = torch.randn(5, 48, device=device).to(dtype)
+    x[0, ::5], x[1, 3], x[2, 30] = -float("inf"), -1e4, float("nan")
+    for keep in (functools.partial(B.pack, group=48, bits=bits), Grouped(bits).keep):
+        for got, want in zip(keep(x, least=least), keep(x.clamp(min=least)), strict=True):
+            assert torch.equal(got[[0, 1, 3, 4]], want[[0, 1, 3, 4]])
+        assert keep(x, least=least)[1][2].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -402,11 +418,12 @@ def test_a_function_and_its_arguments_codes(
 ) -> None:
     """Values near float64's, and the codes that the packing kernel writes, to the bit."""
     x = (torch.randn(rows, columns, device=device) * 3).to(dtype)
-    y, *kept = B.activate(x, name, group, bits)
+    least = ACTIVATIONS[name].least
+    y, *kept = B.activate(x, name, group, bits, least=least)
     want = ACTIVATIONS[name].f(x.double())
     assert y.dtype == dtype
     assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + x.double().abs())).all()
-    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(x, group, bits), strict=True))
+    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(x, group, bits, least), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -419,12 +436,13 @@ def test_a_function_of_a_sum_with_a_bias(
 ) -> None:
     """Which is not rounded before the function, nor before its codes."""
     x, bias = (torch.randn(rows, columns, device=device) * 3).to(dtype), torch.randn(columns, device=device).to(added)
-    y, *kept = B.activate(x, "gelu", group, 8, bias)
+    y, *kept = B.activate(x, "gelu", group, 8, bias, -3.0)
     total = x.float() + bias.float()
     want = ACTIVATIONS["gelu"].f(total.double())
     assert y.dtype == dtype
     assert ((y.double() - want).abs() <= rounding(dtype, want) + CLOSE * (1 + total.double().abs())).all()
-    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(total, group, 8), strict=True))
+    assert total.min() < -3
+    assert all(torch.equal(got, one) for got, one in zip(kept, B.pack(total, group, 8, -3.0), strict=True))
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -34,31 +34,34 @@ def _is_read(spec: Grouped, columns: int) -> bool:
     return uniform and columns % group_size(columns, spec.whole) == 0
 
 
-def pack(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`."""
+def pack(t: Tensor, form: str, least: float | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`.
+
+    Elements below `least` are packed as `least`.
+    """
     if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])):
         if rows_in_memory(t) is not None:
-            return operator_for(t, "keep_codes")(t, form)  # type: ignore[no-any-return]
+            return operator_for(t, "keep_codes")(t, form, least)  # type: ignore[no-any-return]
         if is_eager(t):  # a copy and a kernel in place of the formula's twenty passes
-            return _keep_codes(t.contiguous(), form)
-    return rematerialize.keep(GROUPED[form], t)
+            return _keep_codes(t.contiguous(), form, least)
+    return rematerialize.keep(GROUPED[form], t, least)
 
 
-def empty_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def empty_codes(t: Tensor, form: str, least: float | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales as the kernels return them, not written."""
     codes, scales = GROUPED[form].sizes(t.numel() // t.shape[-1], int(t.shape[-1]))
     return t.new_empty(codes, dtype=torch.uint8), t.new_empty(scales, dtype=torch.bfloat16)
 
 
-@opaque("keep_codes(Tensor t, str form) -> (Tensor, Tensor)", empty_codes)
-def _keep_codes(t: Tensor, form: str) -> tuple[Tensor, Tensor]:
+@opaque("keep_codes(Tensor t, str form, float? least=None) -> (Tensor, Tensor)", empty_codes)
+def _keep_codes(t: Tensor, form: str, least: float | None = None) -> tuple[Tensor, Tensor]:
     spec = GROUPED[form]
 
     def reference() -> tuple[Tensor, Tensor]:
-        return spec.keep(t.contiguous())
+        return spec.keep(t.contiguous(), least)
 
     size = group_size(t.shape[-1], spec.whole)
-    codes, scale = launch(t.device, "codes.pack", reference, t, size, spec.bits)
+    codes, scale = launch(t.device, "codes.pack", reference, t, size, spec.bits, least)
     return codes, scale
 
 

@@ -83,10 +83,10 @@ def restore(
         return restored(form, (codes, *kept[1:]), shape, dtype)
 
 
-def keep(form: Grouped, t: Tensor) -> tuple[Tensor, Tensor]:
+def keep(form: Grouped, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
     marks = torch.fx.traceback.has_preserved_node_meta() and _is_dense(t)
-    return form.keep(torch.ops.hotrain.marked(t, PACKED) if marks else t)
+    return form.keep(torch.ops.hotrain.marked(t, PACKED) if marks else t, least)
 
 
 def source(t: Tensor) -> tuple[Tensor, int | None]:

@@ -27,6 +27,8 @@ class Activation:
             from it the derivative, and f(x) for the next layer.
         flat: the |x| above which f is constant to 8 digits; x is cut off there before it is saved. A mask of -inf, or
             of -1e9, would else be the scale of its group.
+        least: the x below which f and f' are zero but for less than the format's error; None for no such x. A smaller
+            one is saved as this one.
     """
 
     f: Callable[..., Tensor]
@@ -34,6 +36,7 @@ class Activation:
     levels: Levels | None = SLOPES
     by_input: str = ""
     flat: float = math.inf
+    least: float | None = None
 
     def cut(self, x: Tensor) -> Tensor:
         """x as it is saved."""
@@ -78,12 +81,15 @@ LEAKS = {0.01: "leaky_relu", 0.1: "leaky_relu 0.1", 0.2: "leaky_relu 0.2"}
 
 _WIDER = Levels(4, first=-4, per_one=7)  # −½ to 1½
 
+# The nearer `least` is to 0, the finer are the codes beside a mask. At GELU's, |f| and |f'| are below 1e-5; at SiLU's,
+# below 2⁻⁷, a unit of bfloat16 beside 1. Hardswish's f' steps from 0 to −½ at −3: codes of −5 are below that up to a
+# step of 4, so of groups with elements up to 28; those of −3 would be above it by rounding.
 ACTIVATIONS = {
-    "gelu": Activation(F.gelu, _gelu_slope, by_input="gelu"),
-    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input="gelu"),
-    "silu": Activation(F.silu, _silu_slope, by_input="curve"),
+    "gelu": Activation(F.gelu, _gelu_slope, by_input="gelu", least=-5.0),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input="gelu", least=-5.0),
+    "silu": Activation(F.silu, _silu_slope, by_input="curve", least=-7.0),
     "mish": Activation(F.mish, _mish_slope),
-    "hardswish": Activation(F.hardswish, _hardswish_slope, _WIDER, by_input="curve"),
+    "hardswish": Activation(F.hardswish, _hardswish_slope, _WIDER, by_input="curve", least=-5.0),
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope, by_input="saturating", flat=17.0),
     "tanh": Activation(torch.tanh, _tanh_slope, by_input="saturating", flat=8.5),
     "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch

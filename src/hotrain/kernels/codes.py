@@ -104,9 +104,15 @@ def _byte(v, factor):
 
 
 @triton.jit
-def pack_halves(low, high, codes, at, packed_at, inside, HALF: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr):
+def pack_halves(
+    low, high, codes, at, packed_at, inside, HALF: tl.constexpr, BITS: tl.constexpr, SMALL: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
     """Store the codes of rows of halves, at `at` or, of 4 bits, `packed_at`, and return their scales. SMALL is whether
-    the values are those of float16."""
+    the values are those of float16, LEAST what smaller ones are packed as, None for themselves; a NaN stays one."""
+    if LEAST is not None:
+        low = tl.maximum(low, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        high = tl.maximum(high, LEAST, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
     if BITS == 4:
         found, inverse = scale_of(largest, LIFT4, _HALF4 if SMALL else _MOST4)
@@ -131,7 +137,7 @@ def tile_of(half: int) -> tuple[int, int, int]:
 def pack_groups(
     block, x, codes, scale, segments, run, stride,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    middles=None, period=1, sample=1, CENTERED: tl.constexpr = False,
+    middles=None, period=1, sample=1, CENTERED: tl.constexpr = False, LEAST: tl.constexpr = None,
 ):  # fmt: skip
     """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further. If
     CENTERED, `middles` are subtracted, of `period` groups from each so many; each `sample` groups have their own."""
@@ -150,7 +156,7 @@ def pack_groups(
         low -= tl.load(own, mask=real, other=0)
         high -= tl.load(own + HALF, mask=real, other=0)
     packed_at, at = place[:, None] * HALF + column[None, :], place[:, None] * (2 * HALF) + column[None, :]
-    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16)
+    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16, LEAST)
     tl.store(scale + place, found, mask=live)
 
 
@@ -158,8 +164,9 @@ def pack_groups(
 def _pack_kernel(
     x, codes, scale, segments, run, stride,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
-    pack_groups(tl.program_id(0), x, codes, scale, segments, run, stride, BITS, HALF, BLOCK, ROWS, WIDE)
+    pack_groups(tl.program_id(0), x, codes, scale, segments, run, stride, BITS, HALF, BLOCK, ROWS, WIDE, LEAST=LEAST)
 
 
 class Rows:
@@ -185,20 +192,21 @@ class Rows:
         self.scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=device)
 
 
-def pack(x: Tensor, group: int, bits: int = 4) -> tuple[Tensor, Tensor]:
-    """`Grouped(bits).keep(x)`, of 4 or 8 bits; shapes as in `Rows`."""
+def pack(x: Tensor, group: int, bits: int = 4, least: float | None = None) -> tuple[Tensor, Tensor]:
+    """`Grouped(bits).keep(x, least)`, of 4 or 8 bits; shapes as in `Rows`."""
     rows = Rows(x, group, bits)
-    _packs(x.device, x.dtype, bits, rows.half, rows.place, rows.wide).run(rows.x, rows.codes, rows.scale)
+    _packs(x.device, x.dtype, bits, rows.half, rows.place, rows.wide, least).run(rows.x, rows.codes, rows.scale)
     return rows.codes, rows.scale
 
 
 @functools.cache
 def _packs(
-    device: torch.device, dtype: torch.dtype, bits: int, half: int, place: tuple[int, int, int], wide: bool
-) -> Plan:
+    device: torch.device, dtype: torch.dtype, bits: int, half: int, place: tuple[int, int, int], wide: bool,
+    least: float | None,
+) -> Plan:  # fmt: skip
     block = power_of_2(half)
     each = max(1, 2048 // block)
-    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide}
+    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide, "LEAST": least}
     return Plan(_pack_kernel, cdiv(place[0], each), constants, place, given=1)
 
 
@@ -397,7 +405,7 @@ def _makes(
 @triton.jit
 def _activate_kernel(
     x, bias, y, codes, scale, segments, groups, BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, F: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, F: tl.constexpr, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Groups of 2 HALF neighbours, `groups` to a row."""
     segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -415,11 +423,13 @@ def _activate_kernel(
     tl.store(y + at, apply(low, F).to(y.dtype.element_ty), mask=inside)
     tl.store(y + at + HALF, apply(high, F).to(y.dtype.element_ty), mask=inside)
     packed_at = place * HALF + column
-    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16)
+    found = pack_halves(low, high, codes, at, packed_at, inside, HALF, BITS, x.dtype.element_ty == tl.float16, LEAST)
     tl.store(scale + segment, found, mask=live)
 
 
-def activate(x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def activate(
+    x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = None, least: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """An activation function, of x or of x + bias, and the codes of its argument.
 
     Args:
@@ -428,6 +438,7 @@ def activate(x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = 
         group: elements per scale, even; they divide C.
         bits: 4 or 8.
         bias: (C,), contiguous, added in float32; None for 0.
+        least: of `pack`.
 
     Returns:
         f(x + bias), (rows, C) in x's dtype, and codes and scales of x + bias, as of `pack`.
@@ -437,7 +448,7 @@ def activate(x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = 
     codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
     dtypes = x.dtype, None if bias is None else bias.dtype
-    _activates(x.device, rows * groups, groups, group // 2, bits, name, dtypes).run(
+    _activates(x.device, rows * groups, groups, group // 2, bits, name, dtypes, least).run(
         x, x if bias is None else bias, y, codes, scale
     )
     return y, codes, scale
@@ -446,13 +457,13 @@ def activate(x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = 
 @functools.cache
 def _activates(
     device: torch.device, segments: int, groups: int, half: int, bits: int, name: str,
-    dtypes: tuple[torch.dtype, torch.dtype | None],
+    dtypes: tuple[torch.dtype, torch.dtype | None], least: float | None,
 ) -> Plan:  # fmt: skip
     block = power_of_2(half)
     each = max(1, 1024 // block)
     constants = {
         "BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "F": FUNCTIONS[name],
-        "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(2 * half * segments),
+        "HAS_BIAS": dtypes[1] is not None, "WIDE": is_wide(2 * half * segments), "LEAST": least,
     }  # fmt: skip
     return Plan(_activate_kernel, cdiv(segments, each), constants, (segments, groups), given=2)
 

@@ -56,14 +56,14 @@ def _activate_fake(t: Tensor, name: str, form: str, bias: Tensor | None) -> tupl
 
 @opaque("activate(Tensor t, str name, str form, Tensor? bias) -> (Tensor, Tensor, Tensor)", _activate_fake)
 def _activate(t: Tensor, name: str, form: str, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """f(t + bias), and codes and scales of t + bias; bias is along the last axis."""
-    spec, columns = GROUPED[form], t.shape[-1]
+    """f(t + bias), and codes and scales of t + bias, cut off below; bias is along the last axis."""
+    spec, columns, kind = GROUPED[form], t.shape[-1], ACTIVATIONS[name]
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         x = t if bias is None else wide(t) + bias
-        return ACTIVATIONS[name].f(x).to(t.dtype), *spec.keep(x)
+        return kind.f(x).to(t.dtype), *spec.keep(x, kind.least)
 
-    args = (t.view(-1, columns), name, group_size(columns, spec.whole), spec.bits, bias)
+    args = (t.view(-1, columns), name, group_size(columns, spec.whole), spec.bits, bias, kind.least)
     y, codes, scale = launch(t.device, "codes.activate", reference, *args)
     return y.view_as(t), codes, scale
 
@@ -178,7 +178,7 @@ class Curve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, ...]:
-        ctx.activation, ctx.form, ctx.image = name, form, image
+        kind, ctx.activation, ctx.form, ctx.image = ACTIVATIONS[name], name, form, image
         ordered = x.movedim(1, -1) if image else x
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
         supports = x.device.type in autograd.KERNELS and name in FUNCTIONS and supported(x.device, x.dtype)
@@ -188,8 +188,8 @@ class Curve(torch.autograd.Function):
             y, codes, scale = operator_for(ordered, "activate")(ordered, name, form, None)
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
-            y = ACTIVATIONS[name].f(x)
-            codes, scale = pack(ACTIVATIONS[name].cut(ordered), form)
+            y = kind.f(x)
+            codes, scale = pack(kind.cut(ordered), form, kind.least)
         ctx.save_for_backward(codes, scale)
         return y, *with_codes(ctx, codes, scale)
 
