@@ -17,6 +17,7 @@ choosing, costs           what a compiled step keeps exact to be fast, and what 
 exact_norms, exact_attention  of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
 layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
+padding                   products of matrices whose rows are no whole 16 bytes, padded where that is faster
 losses                    cross entropy of interpolated logits as one operator, a pass on Dynamo's graphs
 logits                    logits beside a loss: their gradient outside of the graph, where unused ones cost nothing
 in_place                  gradients written over those that they are computed from

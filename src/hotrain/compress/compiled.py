@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import fakes, inductor
-from . import choosing, formats, fusing, graph, in_place, kernel_nodes, rules
+from . import choosing, formats, fusing, graph, in_place, kernel_nodes, padding, rules
 from .graph import KEY
 from .halves import Halves
 from .losses import in_pieces
@@ -145,6 +145,7 @@ def partition(
             _write_as_matrices(half.graph)
             _write_before_statistics(half.graph)
             changed = _gradients_of_convolutions(half.graph)
+            changed |= padding.pad(half.graph, functools.partial(_device_roofs, gm))
             changed |= fusing.fuse(half.graph)
             changed |= kernel_nodes.insert(half.graph)
             changed |= half is backward and in_place.write(half.graph)

@@ -1,0 +1,264 @@
+"""Batched products of 16-bit matrices whose rows are no multiple of 16 bytes, padded with zeros.
+
+Attention that is written as products has them where the tokens are no multiple of 8: windows of 49, or 197 with the
+class token. GPUs read and write such rows element by element: the products take about twice as long as padded ones
+(H200, measured for each product). The key tokens are padded in q kᵀ, p v and their gradients,
+
+    c = a b  ──►  c = (pad(a) pad(b))[:M, :N]
+
+Results are sliced, which costs nothing where formulas read them. A compiler writes the padded operand in the place of
+the copy that it makes anyway, or in one more pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..planning import Roofs, agreed, captured, fastest
+from ..private import no_dispatch_modes
+from .formats import is_static
+from .nodes import VIEWS, bytes_of, called, computed, is_alias, is_cast, is_pointwise, readers_of, value_of
+
+_aten = torch.ops.aten
+_ROW = 8  # elements of 16 bytes
+_MOST = 1.25  # a padded size, over the size
+_HALVES = torch.float16, torch.bfloat16
+_TURNS = _aten.permute.default, _aten.transpose.int
+_SUMS = _aten.sum.dim_IntList, _aten.amax.default
+_COPIES = _aten.clone.default, _aten.cat.default, _aten.constant_pad_nd.default, _aten.select_scatter.default
+_measured: dict[str, tuple[float, float] | None] = {}
+
+Sizes = dict[int, int]  # axis, -1 or -2 → its size when it is padded
+
+
+def pad(graph: Graph, roofs_of: Callable[[], Roofs | None]) -> bool:
+    """Pad the products that are faster so, in place; returns whether the graph has changed.
+
+    Args:
+        graph: of forward or of backward.
+        roofs_of: returns what was measured of the device; None where that is nothing, and nothing is padded.
+    """
+    products = map(_Product, graph.find_nodes(op="call_function", target=_aten.bmm.default))
+    found = [one for one in products if one.sizes]
+    roofs = roofs_of() if found else None
+    if roofs is None:
+        return False
+    padded, changed = _Padded(graph), False
+    for one in found:
+        if one.gain(roofs, padded) > 0:
+            padded.replace(one)
+            changed = True
+    if changed:
+        graph.eliminate_dead_code()
+    return changed
+
+
+class _Product:
+    """A call of bmm, and what is padded of it: of (M, K) by (K, N) each size along which rows are contiguous."""
+
+    def __init__(self, node: Node) -> None:
+        operands: Any = node.args
+        a, b = self.a, self.b = operands
+        self.node = node
+        self.sizes: dict[str, int] = {}
+        values = value_of(a), value_of(b)
+        if any(t is None or t.dtype not in _HALVES or not is_static(t) for t in values):
+            return
+        rows = [_axis_of_rows(t) for t in values]
+        if None in rows:
+            return
+        (_, m, k), n = values[0].shape, values[1].shape[-1]  # type: ignore[union-attr]
+        along = {"N", "K" if rows[0] == -1 else "M", "N" if rows[1] == -1 else "K"}
+        sizes = {name: _whole(size) for name, size in (("M", m), ("K", k), ("N", n)) if name in along and size % _ROW}
+        if all(size <= _MOST * {"M": m, "K": k, "N": n}[name] for name, size in sizes.items()):
+            self.sizes = sizes
+
+    def operands(self) -> list[tuple[Node, Sizes]]:
+        """Both, with the sizes of their axes that are padded."""
+        return [(self.a, self._of("M", "K")), (self.b, self._of("K", "N"))]
+
+    def _of(self, *names: str) -> Sizes:
+        return {axis: self.sizes[name] for axis, name in zip((-2, -1), names, strict=True) if name in self.sizes}
+
+    def gain(self, roofs: Roofs, known: _Padded) -> float:
+        """ms that a step is faster."""
+        pairs = [(operand, sizes) for operand, sizes in self.operands() if sizes]
+        key = f"padded {[(t.dtype, tuple(t.shape), t.stride()) for t in map(value_of, (self.a, self.b))]}"  # type: ignore[union-attr]
+        if key not in _measured:
+            _measured[key] = agreed(key, _times(self.operands()))
+        times = _measured[key]
+        if times is None:
+            return 0.0
+        passes = sum(known.passes(operand, sizes) * bytes_of(operand) for operand, sizes in pairs)
+        return times[0] - times[1] - 1e3 * passes / roofs.copy
+
+
+class _Padded:
+    """Tensors with padded axes; each is made once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.made: dict[Any, Node] = {}
+
+    def replace(self, one: _Product) -> None:
+        """The padded product in the place of one."""
+        node = one.node
+        a, b = (self.of(operand, sizes, node) if sizes else operand for operand, sizes in one.operands())
+        result = called(self.graph, node, node, _aten.bmm.default, a, b)
+        for axis, name in ((1, "M"), (2, "N")):
+            if name in one.sizes:
+                size = node.meta["val"].shape[axis]
+                result = called(self.graph, node, node, _aten.slice.Tensor, result, axis, 0, size)
+        copy = None
+        for user in list(node.users):
+            if result.target is _aten.slice.Tensor and not _takes_strides(user, node, result):
+                # In the memory layout that it had: others, and whoever saves it, rely on that.
+                copy = copy or called(
+                    self.graph, node, node, _aten.clone.default, result, memory_format=torch.contiguous_format
+                )
+                user.replace_input_with(node, copy)
+            else:
+                user.replace_input_with(node, result)
+                _refresh(user)
+        self.graph.erase_node(node)
+
+    def of(self, node: Node, sizes: Sizes, before: Node) -> Node:
+        """A node with its last axes padded, before another one; padded where its elements are, views behind it."""
+        key = node, *sorted(sizes.items())
+        if key not in self.made:
+            self.made[key] = self._of(node, sizes, before)
+        return self.made[key]
+
+    def _of(self, node: Node, sizes: Sizes, before: Node) -> Node:
+        inner = _inside(node, sizes)
+        if inner is None:
+            shape, amounts = node.meta["val"].shape, [0, 0, 0, 0]
+            for axis, size in sizes.items():
+                amounts[-2 * axis - 1] = size - shape[axis]
+            return called(self.graph, before, node, _aten.constant_pad_nd.default, node, amounts)
+        source = self.of(*inner, before)
+        if node.target in _TURNS:
+            return called(self.graph, before, node, node.target, source, *node.args[1:])
+        shape = list(node.meta["val"].shape)
+        for axis, size in sizes.items():
+            shape[axis] = size
+        return called(self.graph, before, node, node.target, source, shape)
+
+    def passes(self, node: Node, sizes: Sizes) -> int:
+        """How often padding reads or writes the tensor in memory; what is copied anyway is padded as it is copied."""
+        if (node, *sorted(sizes.items())) in self.made:
+            return 0
+        inner = _inside(node, sizes)
+        return self.passes(*inner) if inner is not None else 0 if _is_written_anyway(node) else 2
+
+
+def _inside(node: Node, sizes: Sizes) -> tuple[Node, Sizes] | None:
+    """What a node is a view of, and the axes that are padded there; None where it is no view, or these axes change."""
+    source: Any = node.args[0] if node.args else None
+    value, mine = value_of(source), value_of(node)
+    if value is None or mine is None or value.dim() < 2:
+        return None
+    if node.target in (*VIEWS, _aten.expand.default):
+        kept = value.shape[-2:] == mine.shape[-2:] and (node.target in VIEWS or value.shape == mine.shape)
+        return (source, sizes) if kept else None
+    if node.target not in _TURNS:
+        return None
+    order = list(range(value.dim()))
+    axes: Any = node.args[1:]
+    if node.target is _aten.permute.default:
+        order = [axis % value.dim() for axis in axes[0]]
+    else:
+        one, other = axes
+        order[one], order[other] = order[other], order[one]
+    found = {order[axis] - value.dim(): size for axis, size in sizes.items()}
+    return (source, found) if found.keys() <= {-1, -2} else None
+
+
+def _is_written_anyway(node: Node) -> bool:
+    """Whether a tensor is a formula's without sums, which a compiler computes where it is padded, and writes once."""
+    seen, waiting = set(), [node]
+    while waiting:
+        one = waiting.pop()
+        if one.target in _SUMS:
+            return False
+        if one not in seen and (_is_formula(one) or is_alias(one)):
+            seen.add(one)
+            waiting += one.all_input_nodes
+    return node in seen
+
+
+def _axis_of_rows(t: Any) -> int | None:
+    """The axis of a batch of matrices along which they are contiguous, -1 or -2."""
+    return next((axis for axis in (-1, -2) if t.stride(axis) == 1), None)
+
+
+def _whole(size: int) -> int:
+    return -(-size // _ROW) * _ROW
+
+
+def _takes_strides(user: Node, old: Node, new: Node) -> bool:
+    """Whether all that reads a tensor through one of its users is a formula, which takes any strides."""
+    if not is_alias(user):
+        return _is_formula(user)
+    try:
+        _refreshed(user, old, new)
+    except (RuntimeError, ValueError):  # a view that these strides do not have
+        return False
+    return all(map(_is_formula, readers_of(user, is_alias)))
+
+
+def _is_formula(node: Node) -> bool:
+    return is_pointwise(node) or is_cast(node) or node.target in (*_SUMS, *_COPIES)
+
+
+def _refreshed(view: Node, old: Node, new: Node) -> None:
+    """Check that a view, and the views of it, can be had of a tensor of other strides."""
+    before = {old: new.meta["val"]}
+    waiting = [view]
+    while waiting:
+        node = waiting.pop()
+        args = torch.fx.node.map_arg(node.args, lambda n: before.get(n, n.meta["val"]))
+        before[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        waiting += [user for user in node.users if is_alias(user)]
+
+
+def _refresh(node: Node) -> None:
+    """The strides of views behind a tensor that has others."""
+    if is_alias(node):
+        node.meta["val"] = computed(node)
+        for user in node.users:
+            _refresh(user)
+
+
+def _times(operands: Sequence[tuple[Node, Sizes]]) -> tuple[float, float] | None:
+    """ms of the product of such tensors, and of the padded ones; None where that cannot be measured."""
+    device = operands[0][0].meta["val"].device
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([device]):
+            pairs = [
+                [_random(operand.meta["val"], sizes if padded else {}) for operand, sizes in operands]
+                for padded in (False, True)
+            ]
+            works: list[Callable[[], object]] = [lambda a=a, b=b: a @ b for a, b in pairs]  # type: ignore[misc]
+            for work in works:
+                work()
+            one, other = fastest([captured(work) for work in works])
+    except RuntimeError:  # out of memory: training goes on without it
+        return None
+    return one, other
+
+
+def _random(like: Tensor, sizes: Sizes) -> Tensor:
+    """A batch of matrices of random numbers with rows along the same axis, and padded axes."""
+    count, *shape = like.shape
+    shape = [sizes.get(axis, size) for axis, size in zip((-2, -1), shape, strict=True)]
+    if _axis_of_rows(like) == -1:
+        return torch.randn(count, *shape, dtype=like.dtype, device=like.device)
+    return torch.randn(count, shape[1], shape[0], dtype=like.dtype, device=like.device).mT

@@ -1,0 +1,176 @@
+"""Products of matrices whose rows are no multiple of 16 bytes are padded: the same numbers, whole rows, less time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import hotrain
+from hotrain.compress import compiled, padding
+from hotrain.planning import Roofs
+
+BATCH, TOKENS, WIDTH = 6, 49, 32
+ROOFS = Roofs(1e12, 1e14)
+BMM, CLONE, SLICE = torch.ops.aten.bmm.default, torch.ops.aten.clone.default, torch.ops.aten.slice.Tensor
+# One rounding of bfloat16 in a sum, relative to the largest.
+CLOSE = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded products take no time, so that all are padded that can be."""
+    monkeypatch.setattr(padding, "_measured", {})
+    monkeypatch.setattr(padding, "_times", lambda operands: (1.0, 0.0))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def padded(step: Callable[..., Any], *inputs: Tensor, roofs: Roofs | None = ROOFS) -> tuple[GraphModule, bool]:
+    """The graph of a step after the pass, and whether it says to have changed it; its results are the step's."""
+    gm = make_fx(step, tracing_mode="fake")(*inputs)
+    changed = padding.pad(gm.graph, lambda: roofs)
+    gm.graph.lint()
+    gm.recompile()
+    got, want = gm(*inputs), step(*inputs)
+    for one, other in zip(*([t] if isinstance(t, Tensor) else t for t in (got, want)), strict=True):
+        assert one.shape == other.shape
+        assert one.stride() == other.stride()  # whoever has a graph's results relies on their layout
+        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE * other.abs().max().item())
+    return gm, changed
+
+
+def calls(gm: GraphModule, target: Any) -> list[Any]:
+    return list(gm.graph.find_nodes(op="call_function", target=target))
+
+
+def rows(gm: GraphModule) -> list[int]:
+    """Of each product's operands and result, how many elements a row in memory has."""
+    found = []
+    for node in calls(gm, BMM):
+        for t in (*node.args, node):
+            value = t.meta["val"]
+            found.append(value.shape[-1] if value.stride(-1) == 1 else value.shape[-2])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_and_its_gradients(dtype: torch.dtype) -> None:
+    """All six products, of matrices and of transposed ones; q, k and v are those of one tensor, as layers make it."""
+
+    def step(qkv: Tensor, g: Tensor) -> list[Tensor]:
+        q, k, v = (t.contiguous() for t in qkv.unbind(0))
+        p = torch.softmax((q @ k.mT).float(), -1).to(dtype)
+        g_p = (g @ v.mT).float()
+        g_s = (p * (g_p - (g_p * p).sum(-1, keepdim=True))).to(dtype)
+        return [(p @ v) * 2, (p.mT @ g) * 2, (g_s @ k) * 2, (g_s.mT @ q) * 2]
+
+    gm, changed = padded(step, draw(3, BATCH, TOKENS, WIDTH, dtype=dtype), draw(BATCH, TOKENS, WIDTH, dtype=dtype))
+    assert changed
+    assert len(calls(gm, BMM)) == 6
+    assert all(size % 8 == 0 for size in rows(gm))
+    # k, v, p and the gradient of the scores: each once for the two products that read it
+    assert len(calls(gm, torch.ops.aten.constant_pad_nd.default)) == 4
+
+
+def test_heads_are_padded_behind_their_views() -> None:
+    """Where (batch, heads, ...) become one axis and k is transposed: before both, so that nothing is copied for it."""
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).exp()
+
+    shape = 2, TOKENS, 3, WIDTH
+    gm, changed = padded(step, draw(*shape), draw(*shape))
+    assert changed
+    assert all(size % 8 == 0 for size in rows(gm))
+
+
+def test_a_result_that_others_hold_has_its_layout() -> None:
+    """As the graph's result, and for what no formula is; a formula reads the slice as it is."""
+
+    def step(q: Tensor, k: Tensor) -> list[Tensor]:
+        s = torch.bmm(q, k.mT)
+        return [s, torch.cumsum(s, 1), s.exp()]
+
+    gm, _ = padded(step, draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH))
+    (copy,) = calls(gm, CLONE)
+    assert copy.args[0].target is SLICE
+    assert any(user.target is torch.ops.aten.exp.default for user in copy.args[0].users)
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], torch.dtype]] = {
+    "whole rows": (lambda a, b: a @ b.mT, (BATCH, 48, WIDTH), torch.bfloat16),
+    "float32": (lambda a, b: a @ b.mT, (BATCH, TOKENS, WIDTH), torch.float32),
+    "twice as many": (lambda a, b: a @ b.mT, (BATCH, 9, WIDTH), torch.bfloat16),
+    "no rows at all": (lambda a, b: a[:, ::2, ::2] @ b.mT[:, ::2], (BATCH, TOKENS, WIDTH), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_others_stay(name: str) -> None:
+    step, shape, dtype = CASES[name]
+    gm, changed = padded(step, draw(*shape, dtype=dtype), draw(*shape, dtype=dtype))
+    assert not changed
+    assert not calls(gm, SLICE) or name == "no rows at all"
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0), (1.0, 0.9), None])
+def test_what_is_not_faster_stays(times: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing was measured, too; the 0.1 ms are less than what it takes to write a padded softmax."""
+    monkeypatch.setattr(padding, "_times", lambda operands: times)
+
+    def step(s: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(s, -1) @ v
+
+    inputs = draw(BATCH, TOKENS, TOKENS), draw(BATCH, TOKENS, WIDTH)
+    assert not padded(step, *inputs, roofs=Roofs(1e8, 1e14))[1]
+    assert not padded(step, *inputs, roofs=None)[1]
+
+
+class Attention(nn.Module):
+    """Of windows, as Swin has it, with scores of heads that are mixed before and behind softmax, as CaiT's."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.qkv, self.norm, self.proj = nn.Linear(64, 192), nn.LayerNorm(64), nn.Linear(64, 64)
+        self.bias, self.mix = nn.Parameter(torch.randn(2, TOKENS, TOKENS)), nn.Linear(2, 2) if mixes else None
+
+    def mixed(self, s: Tensor) -> Tensor:
+        return s if self.mix is None else self.mix(s.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        p = self.mixed((self.mixed(q @ k.mT) + self.bias).softmax(-1))
+        return x + self.proj((p @ v).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_compiled_block(mixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With codes of what forward saves: result and gradients are those of the same graphs without padding."""
+    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: ROOFS)
+    found, changed, pad = [], [], padding.pad
+    monkeypatch.setattr(padding, "pad", lambda *args: changed.append(pad(*args)) or changed[-1])
+    x = torch.randn(32, TOKENS, 64)
+    for times in (None, (1.0, 0.0)):
+        padding._measured.clear()
+        monkeypatch.setattr(padding, "_times", lambda operands, times=times: times)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Attention(mixes)
+        hotrain.convert(model, "exact", memory="block")
+        caches = torch._inductor.config.patch(fx_graph_cache=False)
+        with caches, torch._functorch.config.patch(enable_autograd_cache=False):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = torch.compile(model)(x)
+            y.square().mean().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert changed == [False, False, True, True]
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= CLOSE * other.norm()
