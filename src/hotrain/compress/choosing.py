@@ -153,10 +153,16 @@ def layers(graph: Graph) -> list[tuple[Any, ...]]:
 
 
 def _keep_exact(candidates: list[Candidate], late: float, kept: collections.Counter[str]) -> float:
-    """Keep exact those that save most time for their bytes until a step is not late any more; returns the ms left."""
-    for candidate in sorted(candidates, key=lambda c: -c.ms / max(c.nbytes, 1.0)):
-        if late <= 0 or candidate.ms <= 0:
-            break
+    """Keep exact those that save most time for their bytes until a step is not late any more; returns the ms left.
+
+    One that saves enough alone is taken before, if it takes fewer bytes than those would.
+    """
+    left = sorted((c for c in candidates if c.ms > 0), key=lambda c: -c.ms / max(c.nbytes, 1.0))
+    while late > 0 and left:
+        first = left[0]
+        enough = min((c for c in left if c.ms >= late), key=lambda c: c.nbytes, default=first)
+        candidate = enough if first.ms >= late or enough.nbytes <= first.nbytes * late / first.ms else first
+        left.remove(candidate)
         candidate.apply()
         late -= candidate.ms
         kept[candidate.what] += 1
