@@ -92,6 +92,35 @@ def test_heads_are_padded_behind_their_views() -> None:
     assert all(size % 8 == 0 for size in rows(gm))
 
 
+def test_a_softmax_is_rounded_before_it_is_padded() -> None:
+    """By a view with the same strides, for which Inductor writes it; without a sum it is padded as it is computed."""
+
+    def step(s: Tensor, v: Tensor) -> list[Tensor]:
+        e = s.float().exp()
+        return [((e / e.sum(-1, keepdim=True)).bfloat16() @ v) * 2, (s.exp() @ v) * 2]
+
+    gm, _ = padded(step, draw(BATCH, TOKENS, TOKENS), draw(BATCH, TOKENS, WIDTH))
+    pads = [node for node in calls(gm, torch.ops.aten.constant_pad_nd.default) if node.args[0].op != "placeholder"]
+    assert [node.args[0].target is torch.ops.aten.as_strided.default for node in pads] == [True, False]
+
+
+def test_a_copy_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that are saved are written once more: 0.05 ms are less than that takes, and enough where none are."""
+    monkeypatch.setattr(padding, "_times", lambda operands: (0.05, 0.0))
+    inputs = draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH)
+    roofs = Roofs(BATCH * TOKENS * TOKENS * 2 / 1e-4, 1e14)  # one pass over the scores takes 0.1 ms
+
+    def step(q: Tensor, k: Tensor) -> list[Tensor]:
+        s = torch.bmm(q * 2, (k * 2).mT)
+        return [s.exp(), s.sin()]
+
+    def saving(q: Tensor, k: Tensor) -> list[Tensor]:
+        s = torch.bmm(q * 2, (k * 2).mT)
+        return [s.exp(), s]
+
+    assert [padded(one, *inputs, roofs=roofs)[1] for one in (step, saving)] == [True, False]
+
+
 def test_a_result_that_others_hold_has_its_layout() -> None:
     """As the graph's result, and for what no formula is; a formula reads the slice as it is."""
 

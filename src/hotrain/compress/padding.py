@@ -94,8 +94,12 @@ class _Product:
         times = _measured[key]
         if times is None:
             return 0.0
-        passes = sum(known.passes(operand, sizes) * bytes_of(operand) for operand, sizes in pairs)
-        return times[0] - times[1] - 1e3 * passes / roofs.copy
+        moved = sum(known.passes(operand, sizes) * bytes_of(operand) for operand, sizes in pairs)
+        readers = readers_of(self.node, is_alias)
+        formulas = sum(map(_is_formula, readers))
+        if formulas < len(readers) and self.sizes.keys() & {"M", "N"}:  # a copy, made where a formula reads the slice
+            moved += (1 if formulas else 2) * bytes_of(self.node)
+        return times[0] - times[1] - 1e3 * moved / roofs.copy
 
 
 class _Padded:
@@ -140,7 +144,13 @@ class _Padded:
             shape, amounts = node.meta["val"].shape, [0, 0, 0, 0]
             for axis, size in sizes.items():
                 amounts[-2 * axis - 1] = size - shape[axis]
-            return called(self.graph, before, node, _aten.constant_pad_nd.default, node, amounts)
+            value, source = node.meta["val"], node
+            if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
+                # Inductor writes it, rounded, where a view with strides of its own is asked for: else the padding would
+                # be computed of a softmax's exponentials, and these written in float32 for it.
+                sizes_and_strides = list(value.shape), list(value.stride())
+                source = called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
+            return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
         source = self.of(*inner, before)
         if node.target in _TURNS:
             return called(self.graph, before, node, node.target, source, *node.args[1:])
