@@ -134,6 +134,33 @@ def test_a_result_that_others_hold_has_its_layout() -> None:
     assert any(user.target is torch.ops.aten.exp.default for user in copy.args[0].users)
 
 
+STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a product of a product": lambda a, b: torch.bmm(torch.bmm(a, b), a) * 2,
+    "a square": lambda a, b: (lambda s: torch.bmm(s, s) * 2)(torch.bmm(a, b)),
+    "places in memory": lambda a, b: torch.bmm(a, b).as_strided((BATCH, TOKENS), (TOKENS**2, TOKENS + 1)) * 2,
+    "other bits": lambda a, b: torch.bmm(a, b).view(torch.int16) * 1,
+    "all of a sample": lambda a, b: torch.bmm(a, b).view(BATCH, -1) * 2,
+    "heads before tokens": lambda a, b: (
+        torch.bmm((a.view(2, 3, TOKENS, WIDTH).permute(1, 2, 0, 3) * 2).permute(2, 0, 1, 3).reshape(a.shape), b) * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_reads_a_product(name: str) -> None:
+    """Views by sizes and by places, and products, which need the whole one; and operands of no usual strides."""
+    assert padded(STEPS[name], draw(BATCH, TOKENS, WIDTH), draw(BATCH, WIDTH, TOKENS))[1]
+
+
+def test_a_view_that_a_padded_tensor_does_not_have() -> None:
+    """A formula keeps the strides of its operand, (heads, batch) in memory, padding does not: it is padded behind."""
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm((a.transpose(0, 1) * 2).transpose(0, 1).reshape(BATCH, WIDTH, TOKENS).mT, b) * 2
+
+    assert padded(step, draw(3, 2, WIDTH, TOKENS), draw(BATCH, WIDTH, TOKENS))[1]
+
+
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], torch.dtype]] = {
     "whole rows": (lambda a, b: a @ b.mT, (BATCH, 48, WIDTH), torch.bfloat16),
     "float32": (lambda a, b: a @ b.mT, (BATCH, TOKENS, WIDTH), torch.float32),

@@ -12,6 +12,7 @@ the copy that it makes anyway, or in one more pass.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,14 +44,13 @@ def pad(graph: Graph, roofs_of: Callable[[], Roofs | None]) -> bool:
         graph: of forward or of backward.
         roofs_of: returns what was measured of the device; None where that is nothing, and nothing is padded.
     """
-    products = map(_Product, graph.find_nodes(op="call_function", target=_aten.bmm.default))
-    found = [one for one in products if one.sizes]
+    found = [n for n in graph.find_nodes(op="call_function", target=_aten.bmm.default) if _Product(n).sizes]
     roofs = roofs_of() if found else None
     if roofs is None:
         return False
     padded, changed = _Padded(graph), False
-    for one in found:
-        if one.gain(roofs, padded) > 0:
+    for one in map(_Product, found):  # one after another: a product may read the one before
+        if one.sizes and one.gain(roofs, padded) > 0:
             padded.replace(one)
             changed = True
     if changed:
@@ -95,7 +95,7 @@ class _Product:
         if times is None:
             return 0.0
         moved = sum(known.passes(operand, sizes) * bytes_of(operand) for operand, sizes in pairs)
-        readers = readers_of(self.node, is_alias)
+        readers = readers_of(self.node, _is_view)
         formulas = sum(map(_is_formula, readers))
         if formulas < len(readers) and self.sizes.keys() & {"M", "N"}:  # a copy, made where a formula reads the slice
             moved += (1 if formulas else 2) * bytes_of(self.node)
@@ -140,24 +140,25 @@ class _Padded:
 
     def _of(self, node: Node, sizes: Sizes, before: Node) -> Node:
         inner = _inside(node, sizes)
-        if inner is None:
-            shape, amounts = node.meta["val"].shape, [0, 0, 0, 0]
+        if inner is not None:
+            source = self.of(*inner, before)
+            if node.target in _TURNS:
+                return called(self.graph, before, node, node.target, source, *node.args[1:])
+            shape = list(node.meta["val"].shape)
             for axis, size in sizes.items():
-                amounts[-2 * axis - 1] = size - shape[axis]
-            value, source = node.meta["val"], node
-            if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
-                # Inductor writes it, rounded, where a view with strides of its own is asked for: else the padding would
-                # be computed of a softmax's exponentials, and these written in float32 for it.
-                sizes_and_strides = list(value.shape), list(value.stride())
-                source = called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
-            return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
-        source = self.of(*inner, before)
-        if node.target in _TURNS:
-            return called(self.graph, before, node, node.target, source, *node.args[1:])
-        shape = list(node.meta["val"].shape)
+                shape[axis] = size
+            with contextlib.suppress(RuntimeError, ValueError):  # padded, it may have strides without that view
+                return called(self.graph, before, node, node.target, source, shape)
+        value, source = node.meta["val"], node
+        amounts = [0, 0, 0, 0]
         for axis, size in sizes.items():
-            shape[axis] = size
-        return called(self.graph, before, node, node.target, source, shape)
+            amounts[-2 * axis - 1] = size - value.shape[axis]
+        if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
+            # Inductor writes it, rounded, where a view with strides of its own is asked for: else the padding would
+            # be computed of a softmax's exponentials, and these written in float32 for it.
+            sizes_and_strides = list(value.shape), list(value.stride())
+            source = called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
+        return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
 
     def passes(self, node: Node, sizes: Sizes) -> int:
         """How often padding reads or writes the tensor in memory; what is copied anyway is padded as it is copied."""
@@ -213,13 +214,18 @@ def _whole(size: int) -> int:
 
 def _takes_strides(user: Node, old: Node, new: Node) -> bool:
     """Whether all that reads a tensor through one of its users is a formula, which takes any strides."""
-    if not is_alias(user):
+    if not _is_view(user):
         return _is_formula(user)
     try:
         _refreshed(user, old, new)
     except (RuntimeError, ValueError):  # a view that these strides do not have
         return False
-    return all(map(_is_formula, readers_of(user, is_alias)))
+    return all(map(_is_formula, readers_of(user, _is_view)))
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a view by its sizes, not by places in memory."""
+    return is_alias(node) and node.target is not _aten.as_strided.default
 
 
 def _is_formula(node: Node) -> bool:
@@ -234,12 +240,12 @@ def _refreshed(view: Node, old: Node, new: Node) -> None:
         node = waiting.pop()
         args = torch.fx.node.map_arg(node.args, lambda n: before.get(n, n.meta["val"]))
         before[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
-        waiting += [user for user in node.users if is_alias(user)]
+        waiting += filter(_is_view, node.users)
 
 
 def _refresh(node: Node) -> None:
     """The strides of views behind a tensor that has others."""
-    if is_alias(node):
+    if _is_view(node):
         node.meta["val"] = computed(node)
         for user in node.users:
             _refresh(user)
