@@ -344,3 +344,9 @@ def test_mappings_in_a_batch_keep_their_class() -> None:
     assert totals is not None
     assert totals[0] == hotrain.saved_bytes(model, batch).total < totals[1]
     assert batch.x.device.type == "cpu"
+
+
+def test_a_weight_that_a_hook_computes_is_computed() -> None:
+    """Before its first forward `spectral_norm` has the weight as a plain tensor, of which no gradient would be kept."""
+    model, x = nn.Sequential(nn.utils.spectral_norm(nn.Linear(64, 64)), nn.ReLU()), torch.randn(8, 64)
+    assert hotrain.predicted_bytes(model, x).total == hotrain.saved_bytes(model, x).total

@@ -99,6 +99,8 @@ def _on_fakes(
                 f"predicted_bytes: {name or 'the model'!r} is an {type(module).__name__}, whose workspace has a size "
                 "only when it runs; use hotrain.saved_bytes, which runs it"
             )
+        if not hooked and _has_a_computed_weight(module):
+            raise ValueError(f"predicted_bytes: {name or 'the model'!r} has a weight that a hook of its own computes")
     # Counters and amax histories have values, which a copy of them reads.
     memory: dict[int, Any] = {id(state.draws): copy.deepcopy(state.draws) for _, state in layer_states(model)}
     if not hooked:  # a function that is copied writes to what it wrote to
@@ -144,6 +146,12 @@ class _ShapesAlone(TorchFunctionMode):
         if func in copies and args[0].is_leaf:
             return _shape_alone(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _has_a_computed_weight(module: nn.Module) -> bool:
+    """Whether `torch.nn.utils.spectral_norm` or `weight_norm` has made a weight of the module an attribute."""
+    made = [name for name, t in vars(module).items() if isinstance(t, Tensor)]
+    return any(f"{name}{end}" in module._parameters for name in made for end in ("_orig", "_g"))
 
 
 def _has_a_workspace(module: nn.Module) -> bool:
