@@ -151,7 +151,8 @@ class _ShapesAlone(TorchFunctionMode):
 def _has_a_computed_weight(module: nn.Module) -> bool:
     """Whether `torch.nn.utils.spectral_norm` or `weight_norm` has made a weight of the module an attribute."""
     made = [name for name, t in vars(module).items() if isinstance(t, Tensor)]
-    return any(f"{name}{end}" in module._parameters for name in made for end in ("_orig", "_g"))
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return any(f"{name}{end}" in own for name in made for end in ("_orig", "_g"))
 
 
 def _has_a_workspace(module: nn.Module) -> bool:

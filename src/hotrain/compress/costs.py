@@ -7,7 +7,7 @@ roof of copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,24 +138,38 @@ def _sets(make: Callable[[], Any], nbytes: int, device: torch.device) -> list[An
 
 def _in_turns(node: Node, nbytes: int) -> tuple[float, float] | None:
     """ms of the operator, and of a copy that reads and writes so many bytes; None where that cannot be measured."""
+    device = _device(node)
+    half = min(max(nbytes // 2, 1), _MOST_COPIED)
+
+    def works() -> list[Callable[[], object]]:
+        target: Any = node.target
+        read = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
+        given = _sets(lambda: map_arg(node.args, _random), read, device)
+        own = lambda: [target(*args) for args in given]  # noqa: E731
+        if not nbytes:
+            return [own]
+        copied = _sets(lambda: torch.empty(2, half, dtype=torch.uint8, device=device).random_(), 2 * half, device)
+        return [own, lambda: [place.copy_(source) for place, source in copied]]
+
+    found = alone(device, works)
+    if found is None:
+        return None
+    own_ms, copy_ms = (*found, 0.0)[:2]
+    return own_ms / _CALLS, copy_ms / _CALLS * max(nbytes // 2, 1) / half
+
+
+def alone(device: torch.device, works: Callable[[], Sequence[Callable[[], object]]]) -> tuple[float, ...] | None:
+    """ms of each work of a CUDA device, as CUDA graphs, in turns; None where that cannot be measured.
+
+    ``works`` makes them and what they read; what these draw is not of the user's generators.
+    """
     if torch.cuda.is_current_stream_capturing():
         return None
-    device = _device(node)
     try:
         with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([device]):
-            target: Any = node.target
-            read = sum(map(bytes_of, dict.fromkeys(node.all_input_nodes)))
-            given = _sets(lambda: map_arg(node.args, _random), read, device)
-            half = min(max(nbytes // 2, 1), _MOST_COPIED)
-            copied = _sets(lambda: torch.empty(2, half, dtype=torch.uint8, device=device).random_(), 2 * half, device)
-            works: list[Callable[[], object]] = [
-                lambda: [target(*args) for args in given],
-                lambda: [place.copy_(source) for place, source in copied],
-            ]
-            for work in works:
+            made = works()
+            for work in made:
                 work()
-            own, copy = (captured(work) for work in works)
-            own_ms, copy_ms = fastest((own, copy)) if nbytes else (*fastest((own,)), 0.0)
+            return fastest([captured(work) for work in made])
     except RuntimeError:  # out of memory, or an operator that does not run alone: training goes on without it
         return None
-    return own_ms / _CALLS, copy_ms / _CALLS * max(nbytes // 2, 1) / half

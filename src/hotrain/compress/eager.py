@@ -64,12 +64,12 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)
     name = name_of(func)
-    one = _Call(rule, args, outer, rules.flat_of(name, args, kwargs))
+    one = _Call(rule, name, args, kwargs, outer)
     try:
         with saved_tensors_hooks(one.pack, _unpack):
             y = func(*args, **kwargs)
     finally:
-        one.args = ()  # the graph keeps the hooks alive, and they would keep the arguments alive
+        one.args, one.kwargs = (), {}  # the graph keeps the hooks alive, and they would keep the arguments alive
     buffers.looked_at.add(name)
     if one.forms:
         buffers.record(f"{name} (saved)", ", ".join(sorted(one.forms)))
@@ -104,8 +104,10 @@ _packed = WeakTensorKeyDictionary()
 class _Call:
     """One call of a function, with the forms it packed into and, by storage, the bytes of large tensors saved as is."""
 
-    def __init__(self, rule: Rule, args: tuple[Any, ...], outer: _Hooks | None, flat: _Flat) -> None:
-        self.rule, self.args, self.outer, self.flat = rule, args, outer, flat
+    def __init__(
+        self, rule: Rule, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: _Hooks | None
+    ) -> None:
+        self.rule, self.name, self.args, self.kwargs, self.outer = rule, name, args, kwargs, outer
         self.forms: set[str] = set()
         self.full: dict[int, int] = {}
 
@@ -115,7 +117,7 @@ class _Call:
         if not _is_large(t) or type(t) not in PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
             return _Saved(t, rules.EXACT, self.outer)
         use = rules.EXACT if _overlaps(t) else self._use(t)
-        flat = self.flat if use == rules.VALUE else None
+        flat = rules.flat_of(self.name, self.args, self.kwargs) if use == rules.VALUE else None
         state, known = (*_state(t, self.outer), flat), _packed.get(t)
         saved = None if known is None else known()
         if saved is None or saved.state != state or not saved.is_precise_enough(use):

@@ -144,20 +144,18 @@ def _read_by_formulas(norm: Node) -> int:
     """Bytes of a first result that exact training has in registers for the formulas which read it.
 
     It is not even written where nothing else reads it. A batch norm that adds it as its shortcut is not counted, though
-    it would be a formula: ResNet-50's measured step has that time (H200), and would keep a sixth more for it.
+    it would be a formula: without it ResNet-50's planned step is 4 % faster than exact already (8bcfa28, H200).
     """
     result = result_of(norm, 0)
     readers = [] if result is None else readers_of(result, _is_as_before)
     if readers and all(map(_is_formula, readers)):
         return 2 * bytes_of(result)
     path = {norm, result}
-    at_once = [t for t in readers if _is_formula(t) and all(n < norm or _is_of(n, path) for n in t.all_input_nodes)]
-    return bytes_of(result) if at_once else 0
-
-
-def _is_of(node: Node, path: set[Any]) -> bool:
-    """Whether a node is one of these, or a view or cast of one."""
-    return source_of(node, _is_as_before) in path
+    for reader in filter(_is_formula, readers):
+        # One that waits for nothing else.
+        if all(n < norm or source_of(n, _is_as_before) in path for n in reader.all_input_nodes):
+            return bytes_of(result)
+    return 0
 
 
 def _is_alone(node: Node) -> bool:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..planning import Roofs, agreed, captured, fastest
-from ..private import no_dispatch_modes
+from ..planning import Roofs, agreed
+from . import costs
 from .formats import is_static
-from .nodes import VIEWS, bytes_of, called, computed, is_alias, is_cast, is_pointwise, readers_of, value_of
+from .nodes import VIEWS, bytes_of, called, is_alias, is_cast, is_pointwise, readers_of, value_of
 
 _aten = torch.ops.aten
 _ROW = 8  # elements of 16 bytes
@@ -32,7 +32,7 @@ _HALVES = torch.float16, torch.bfloat16
 _TURNS = _aten.permute.default, _aten.transpose.int
 _SUMS = _aten.sum.dim_IntList, _aten.amax.default
 _COPIES = _aten.clone.default, _aten.cat.default, _aten.constant_pad_nd.default, _aten.select_scatter.default
-_measured: dict[str, tuple[float, float] | None] = {}
+_measured: dict[str, tuple[float, ...] | None] = {}
 
 Sizes = dict[int, int]  # axis, -1 or -2 → its size when it is padded
 
@@ -73,10 +73,11 @@ class _Product:
         if None in rows:
             return
         (_, m, k), n = values[0].shape, values[1].shape[-1]  # type: ignore[union-attr]
+        sizes = {"M": m, "K": k, "N": n}
         along = {"N", "K" if rows[0] == -1 else "M", "N" if rows[1] == -1 else "K"}
-        sizes = {name: _whole(size) for name, size in (("M", m), ("K", k), ("N", n)) if name in along and size % _ROW}
-        if all(size <= _MOST * {"M": m, "K": k, "N": n}[name] for name, size in sizes.items()):
-            self.sizes = sizes
+        padded = {name: _whole(size) for name, size in sizes.items() if name in along and size % _ROW}
+        if all(size <= _MOST * sizes[name] for name, size in padded.items()):
+            self.sizes = padded
 
     def operands(self) -> list[tuple[Node, Sizes]]:
         """Both, with the sizes of their axes that are padded."""
@@ -120,15 +121,17 @@ class _Padded:
                 result = called(self.graph, node, node, _aten.slice.Tensor, result, axis, 0, size)
         copy = None
         for user in list(node.users):
-            if result.target is _aten.slice.Tensor and not _takes_strides(user, node, result):
+            views = _views_behind(user, node, result) if result.target is _aten.slice.Tensor else {}
+            if views is None:
                 # In the memory layout that it had: others, and whoever saves it, rely on that.
                 copy = copy or called(
                     self.graph, node, node, _aten.clone.default, result, memory_format=torch.contiguous_format
                 )
                 user.replace_input_with(node, copy)
-            else:
-                user.replace_input_with(node, result)
-                _refresh(user)
+                continue
+            user.replace_input_with(node, result)
+            for view, value in views.items():
+                view.meta["val"] = value
         self.graph.erase_node(node)
 
     def of(self, node: Node, sizes: Sizes, before: Node) -> Node:
@@ -212,15 +215,27 @@ def _whole(size: int) -> int:
     return -(-size // _ROW) * _ROW
 
 
-def _takes_strides(user: Node, old: Node, new: Node) -> bool:
-    """Whether all that reads a tensor through one of its users is a formula, which takes any strides."""
-    if not _is_view(user):
-        return _is_formula(user)
-    try:
-        _refreshed(user, old, new)
-    except (RuntimeError, ValueError):  # a view that these strides do not have
-        return False
-    return all(map(_is_formula, readers_of(user, _is_view)))
+def _views_behind(user: Node, old: Node, new: Node) -> dict[Node, Any] | None:
+    """A user and its views, with their values where it reads a tensor of other strides; None where that does not do.
+
+    Formulas take any strides. Others rely on those that they had, and not every view is one of such a tensor.
+    """
+    values = {old: new.meta["val"]}
+    waiting = [user]
+    while waiting:
+        node = waiting.pop()
+        if not _is_view(node):
+            if not _is_formula(node):
+                return None
+            continue
+        args = torch.fx.node.map_arg(node.args, lambda n: values.get(n, n.meta["val"]))
+        try:
+            values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        except (RuntimeError, ValueError):
+            return None
+        waiting += node.users
+    del values[old]
+    return values
 
 
 def _is_view(node: Node) -> bool:
@@ -232,43 +247,18 @@ def _is_formula(node: Node) -> bool:
     return is_pointwise(node) or is_cast(node) or node.target in (*_SUMS, *_COPIES)
 
 
-def _refreshed(view: Node, old: Node, new: Node) -> None:
-    """Check that a view, and the views of it, can be had of a tensor of other strides."""
-    before = {old: new.meta["val"]}
-    waiting = [view]
-    while waiting:
-        node = waiting.pop()
-        args = torch.fx.node.map_arg(node.args, lambda n: before.get(n, n.meta["val"]))
-        before[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
-        waiting += filter(_is_view, node.users)
-
-
-def _refresh(node: Node) -> None:
-    """The strides of views behind a tensor that has others."""
-    if _is_view(node):
-        node.meta["val"] = computed(node)
-        for user in node.users:
-            _refresh(user)
-
-
-def _times(operands: Sequence[tuple[Node, Sizes]]) -> tuple[float, float] | None:
+def _times(operands: Sequence[tuple[Node, Sizes]]) -> tuple[float, ...] | None:
     """ms of the product of such tensors, and of the padded ones; None where that cannot be measured."""
     device = operands[0][0].meta["val"].device
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    try:
-        with no_dispatch_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([device]):
-            pairs = [
-                [_random(operand.meta["val"], sizes if padded else {}) for operand, sizes in operands]
-                for padded in (False, True)
-            ]
-            works: list[Callable[[], object]] = [lambda a=a, b=b: a @ b for a, b in pairs]  # type: ignore[misc]
-            for work in works:
-                work()
-            one, other = fastest([captured(work) for work in works])
-    except RuntimeError:  # out of memory: training goes on without it
-        return None
-    return one, other
+
+    def works() -> list[Callable[[], object]]:
+        pairs = [
+            [_random(operand.meta["val"], sizes if padded else {}) for operand, sizes in operands]
+            for padded in (False, True)
+        ]
+        return [lambda a=a, b=b: a @ b for a, b in pairs]  # type: ignore[misc]
+
+    return costs.alone(device, works) if device.type == "cuda" else None
 
 
 def _random(like: Tensor, sizes: Sizes) -> Tensor:
