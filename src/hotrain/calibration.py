@@ -94,11 +94,7 @@ class Calibration:
         Raises:
             OSError: it cannot be written; a file that was there stays.
         """
-        value = {
-            "statistic": self.statistic,
-            "threshold": self.threshold,
-            "layers": {name: asdict(choice) for name, choice in self.layers.items()},
-        }
+        value = asdict(self)
         signed = {"version": VERSION, "sha256": digest(value), **value}
         write_text(path, json.dumps(signed, indent=2) + "\n")
 
@@ -156,7 +152,7 @@ class Calibration:
             ValueError: the calibration names layers that the model does not quantize, or lacks one that it does.
                 Nothing is changed then.
         """
-        states = _quantized(plain_model("Calibration.apply", model))
+        states = quantizing(plain_model("Calibration.apply", model), "scale")
         unknown = [name for name in self.layers if name not in states]
         missing = [name for name in states if name not in self.layers]
         if unknown or missing:
@@ -206,7 +202,7 @@ def calibrate(
     if not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: the batches are a {type(batches).__name__}; accepted is an iterable of batches")
     model = plain_model("calibrate", model)
-    names = _quantized(model)
+    names = quantizing(model, "scale")
     if not names:
         raise ValueError(
             "calibrate: no layer quantizes g_y to integers in its g_x path, so there is no scale to choose; "
@@ -260,12 +256,12 @@ def _choose(pairs: list[tuple[float, float]], threshold: float) -> LayerChoice:
     return LayerChoice("token" if ratio < threshold else "tensor", error_tensor, error_token, ratio, count)
 
 
-def _quantized(model: nn.Module) -> dict[str, LayerState]:
-    """The layers that have a scale of g_y to choose."""
+def quantizing(model: nn.Module, knob: str) -> dict[str, LayerState]:
+    """The layers that quantize g_y and whose method has a knob: ``scale`` or ``grad_input_bits``."""
     return {
         name: state
         for name, state in layer_states(model)
-        if state.running.grad_input.bits is not None and "scale" in state.running.knobs
+        if state.running.grad_input.bits is not None and knob in state.running.knobs
     }
 
 
@@ -314,7 +310,7 @@ class BitSchedule:
             The names of the layers whose bits were set.
         """
         model = plain_model("BitSchedule.apply", model)
-        states = with_bits(model)
+        states = quantizing(model, "grad_input_bits")
         for state in states.values():
             state.method = state.method.override(grad_input_bits=self.at(epoch))
         if not states:
@@ -327,15 +323,6 @@ class BitSchedule:
                 stacklevel=2,
             )
         return list(states)
-
-
-def with_bits(model: nn.Module) -> dict[str, LayerState]:
-    """The layers whose bits a `BitSchedule` sets."""
-    return {
-        name: state
-        for name, state in layer_states(model)
-        if state.running.grad_input.bits is not None and "grad_input_bits" in state.running.knobs
-    }
 
 
 def _some(names: list[str]) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hotrain
 from hotrain import draws
 from hotrain.analysis.steps import StepTimer
-from hotrain.calibration import LayerChoice, with_bits
+from hotrain.calibration import LayerChoice, quantizing
 from hotrain.train import checkpoint, contrastive, dense, record, trackers
 from hotrain.train.batches import Batch
 from hotrain.train.contexts import rng_state, set_rng_state
@@ -121,7 +121,7 @@ class Training:
     def start_epoch(self, epoch: int) -> None:
         """Apply the bit schedule and calibration of the epoch; also when a resume starts within an epoch."""
         self.model.train()
-        if self.bit_schedule is not None and with_bits(self.model):
+        if self.bit_schedule is not None and quantizing(self.model, "grad_input_bits"):
             self.bit_schedule.apply(self.model, epoch)
         run = self.run
         due = run.calibrate_batches and self.wants_calibration and epoch >= run.calibrate_at
