@@ -282,20 +282,17 @@ def _measured(
     """The point with its time and memory; without them where memory ran out."""
 
     def measure() -> tuple[float, int]:
-        step = Step(model, loss, optimizer, compile_in_mode(model, mode_of(model, plan)) if compile else model)
-        own = step.optimizer()
-        ms, peak = timed(step, lambda: batch, own, device, warm=_WARM if device.type == "cuda" else 0, steps=steps)
-        return ms, fixed_bytes(model, own) + batch_bytes(model, batch)[0] if peak is None else peak
-
-    def measure_and_forget() -> tuple[float, int]:
         try:
-            return measure()
+            step = Step(model, loss, optimizer, compile_in_mode(model, mode_of(model, plan)) if compile else model)
+            own = step.optimizer()
+            ms, peak = timed(step, lambda: batch, own, device, warm=_WARM if device.type == "cuda" else 0, steps=steps)
+            return ms, fixed_bytes(model, own) + batch_bytes(model, batch)[0] if peak is None else peak
         finally:
             if compile:  # graphs hold memory, and the next point is another model to Dynamo only if it forgets this one
                 torch.compiler.reset()
 
     with following(model, plan):
-        result = unless_out_of_memory(measure_and_forget, model)
+        result = unless_out_of_memory(measure, model)
     ms, peak = result or (None, None)
     how = RAN if device.type == "cuda" else PREDICTED
     layers, parameters = size_of(model)
