@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hotrain.train import contrastive, detection
+from hotrain.train.batches import Batch
 from hotrain.train.distributed import Processes
 from hotrain.train.meters import finite
 from hotrain.train.setup import Setup
 
 
+def _outputs(model: nn.Module, setup: Setup, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The model's output in eval mode, float32, and the target of each batch."""
+    was_training = model.training
+    model.eval()
+    for x, target in batches:
+        with setup.autocast():
+            output = model(x).float()
+        yield output, target
+    model.train(was_training)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, setup: Setup, ranks: Processes) -> tuple[float | None, float]:
     """Return mean cross-entropy and accuracy in percent over the test images of all processes."""
-    was_training = model.training
-    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=setup.device)
-    for x, y in setup.feed.test_batches():
-        with setup.autocast():
-            output = model(x).float()
+    for output, y in _outputs(model, setup, setup.feed.test_batches()):
         sums[0] += nn.functional.cross_entropy(output, y, reduction="sum")
         sums[1] += (output.argmax(1) == y).sum()
         sums[2] += len(y)
-    model.train(was_training)
     loss, correct, count = ranks.total(sums).tolist()
     return finite(loss / count), 100.0 * correct / count
 
@@ -39,15 +47,11 @@ def evaluate_dense(model: nn.Module, setup: Setup, ranks: Processes) -> dict[str
         precision at IoU 0.5, and of masks also ``pixel_accuracy``.
     """
     classes = len(setup.data.classes)
-    was_training = model.training
-    model.eval()
     table = torch.zeros(classes, classes, dtype=torch.float64, device=setup.device)  # true class × predicted class
     objects = torch.zeros(classes, dtype=torch.float64, device=setup.device)
     found: list[Tensor] = []
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
-    for x, target in setup.feed.test_batches():
-        with setup.autocast():
-            output = model(x).float()
+    for output, target in _outputs(model, setup, setup.feed.test_batches()):
         if setup.run.task == "segmentation":
             seen = target >= 0
             pairs = target[seen] * classes + output.argmax(1)[seen]
@@ -57,10 +61,9 @@ def evaluate_dense(model: nn.Module, setup: Setup, ranks: Processes) -> dict[str
             label = target[..., 0].long()
             objects += label[label >= 0].bincount(minlength=classes)
             found.append(torch.stack([part.double() for part in detection.judged(output, target)]).flatten(1).cpu())
-            weight = torch.tensor(len(x), device=setup.device)
+            weight = torch.tensor(len(target), device=setup.device)
         if weight:
             sums += torch.stack((setup.loss(output, target).double() * weight, weight.double()))
-    model.train(was_training)
     loss, count = ranks.total(sums).tolist()
     row: dict[str, Any] = {"test_loss": finite(loss / max(1, count))}
     if setup.run.task == "segmentation":
@@ -89,14 +92,10 @@ def probe(learner: contrastive.TwoViews, setup: Setup, ranks: Processes) -> tupl
         Cross-entropy and accuracy (percent) of a linear probe, and the accuracy by 20 nearest neighbours.
     """
     feed, classes = setup.feed, len(setup.data.classes)
-    was_training = learner.training
-    learner.eval()
-    with setup.autocast():
-        train, test = (
-            [(learner.backbone(x).float(), y) for x, y in b] for b in (feed.train_batches(), feed.test_batches())
-        )
-    learner.train(was_training)
-    (x, labels), (seen, truth) = ([torch.cat(part) for part in zip(*pairs, strict=True)] for pairs in (train, test))
+    (x, labels), (seen, truth) = (
+        [torch.cat(part) for part in zip(*_outputs(learner.backbone, setup, batches), strict=True)]
+        for batches in (feed.train_batches(), feed.test_batches())
+    )
     logits = contrastive.linear_probe(x, labels, seen, classes)
     near = contrastive.nearest_neighbours(x, labels, seen, classes)
     right = [logits.argmax(1) == truth, near == truth]
