@@ -16,11 +16,9 @@ MODELS = (*ENCODERS, *DECODERS)
 class Encoder(nn.Module):
     """BERT with a classifier."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import BertForSequenceClassification
-
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = BertForSequenceClassification(config)
+        self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (B, classes) of ids (B, L)."""
@@ -30,11 +28,9 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """GPT-2."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import GPT2LMHeadModel
-
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = GPT2LMHeadModel(config)
+        self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits (B·L, vocabulary) of the token after each of ids (B, L)."""
@@ -54,13 +50,14 @@ def create(name: str, *, classes: int, vocabulary: int, length: int, args: dict[
         ImportError: transformers is not installed, or too old.
     """
     require("transformers", "5", "text")
-    from transformers import BertConfig, GPT2Config
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
     if name in ENCODERS:
         sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
         fixed = {"vocab_size": vocabulary, "max_position_embeddings": length, "pad_token_id": PADDING}
-        return Encoder(BertConfig(**{**sizes, **fixed, "num_labels": classes, **(args or {})}))
+        config = BertConfig(**{**sizes, **fixed, "num_labels": classes, **(args or {})})
+        return Encoder(BertForSequenceClassification(config))
     sizes = {"n_embd": 384, "n_layer": 6, "n_head": 6}
     dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
     fixed = {"vocab_size": vocabulary, "n_positions": length, "bos_token_id": 0, "eos_token_id": 0}
-    return Decoder(GPT2Config(**{**sizes, **dropout, **fixed, **(args or {})}))
+    return Decoder(GPT2LMHeadModel(GPT2Config(**{**sizes, **dropout, **fixed, **(args or {})})))
