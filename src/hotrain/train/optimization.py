@@ -44,7 +44,7 @@ def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_p
         updates: number of updates of the whole run.
         updates_per_epoch: updates per epoch, the unit of ``run.warmup_epochs``.
     """
-    from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, StepLRScheduler
+    from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
 
     common: dict[str, Any] = {
         "warmup_t": min(round(run.warmup_epochs * updates_per_epoch), updates),
@@ -53,8 +53,6 @@ def create_schedule(run: TrainRun, optimizer: Optimizer, updates: int, updates_p
     }
     if run.schedule == "cosine":
         return CosineLRScheduler(optimizer, t_initial=updates, lr_min=run.min_lr, **common)
-    if run.schedule == "multistep":
-        # timm drops the rate one step before the milestone it is given.
-        drops = [round(m * updates) + 1 for m in run.milestones]
-        return MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=0.1, **common)
-    return StepLRScheduler(optimizer, decay_t=max(1, updates), decay_rate=1.0, **common)
+    # timm drops the rate one step before the milestone it is given. A constant rate never drops.
+    drops = [round(m * updates) + 1 for m in run.milestones] if run.schedule == "multistep" else []
+    return MultiStepLRScheduler(optimizer, decay_t=drops, decay_rate=0.1, **common)
