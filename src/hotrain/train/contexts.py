@@ -36,11 +36,8 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Use deterministic algorithms alone, if wanted."""
-    if not wanted:
-        yield
-        return
+def deterministic() -> Iterator[None]:
+    """Use deterministic algorithms alone."""
     # cuBLAS sums in a fixed order only with a workspace of fixed size, which it reads when first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark

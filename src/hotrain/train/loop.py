@@ -59,7 +59,8 @@ def train(
         raise ValueError("train: got neither a run nor a checkpoint to resume")
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(processes(run.device))
-        stack.enter_context(deterministic(run.deterministic))
+        if run.deterministic:
+            stack.enter_context(deterministic())
         stack.enter_context(without_cudnn_attention())
         setup = build(run, ranks)
         if on_start is not None and ranks.is_main:
