@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,19 +162,17 @@ def _side_by_side(exact: SavedBytes, converted: SavedBytes, predicted: SavedByte
     """A table by module or by operator, the largest first; ``predicted`` is of the converted model."""
     from hotrain.tables import bytes_text, table
 
-    def of(audit: SavedBytes | None) -> dict[str, int]:
-        return {} if audit is None else audit.by_module if modules else audit.by_operator
+    def of(audit: SavedBytes | None) -> Counter[str]:
+        return Counter() if audit is None else Counter(audit.by_module if modules else audit.by_operator)
 
     before, after, said = of(exact), of(converted), of(predicted)
-    names = sorted({*before, *after, *said}, key=lambda name: (-max(before.get(name, 0), after.get(name, 0)), name))
+    names = sorted({*before, *after, *said}, key=lambda name: (-max(before[name], after[name]), name))
 
     def line(name: str, b: int, a: int, p: int) -> list[str]:
         ratio, foretold = f"{a / b:.3f}" if b else "–", "–" if predicted is None else bytes_text(p)
         return [name, bytes_text(b), bytes_text(a), ratio, foretold]
 
-    rows = [
-        line(name or "(the model itself)", before.get(name, 0), after.get(name, 0), said.get(name, 0)) for name in names
-    ]
+    rows = [line(name or "(the model itself)", before[name], after[name], said[name]) for name in names]
     rows.append(line("total", exact.total, converted.total, 0 if predicted is None else predicted.total))
     return table(["module" if modules else "operator", "exact", "converted", "ratio", "predicted"], rows)
 

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotrain.plotting.records import ROW_FIELDS, Records, curve
+
 if TYPE_CHECKING:
-    from hotrain.plotting.records import Records
     from hotrain.train import Comparison, Result, TrainRun
 
-MEASURED = ("accuracy", "saved_bytes", "bit_ops", "step_ms")
+MEASURED = ROW_FIELDS[3:]
 
 
 def progress_line(result: Result) -> str:
@@ -74,8 +75,6 @@ def records_of(outcome: Comparison, meta: dict[str, Any]) -> Records:
     A failed run becomes a row of ``None`` with its ``error``; to the conditions ``meta`` a description of every method
     that ran is added.
     """
-    from hotrain.plotting.records import Records, curve
-
     curves = [
         curve(result.history, model=result.run.model, method=result.run.method_label, seed=result.run.seed)
         for result in outcome.results
@@ -97,7 +96,6 @@ def gathered(folders: Sequence[Path]) -> Records:
     Raises:
         ValueError: a folder without a finished run.
     """
-    from hotrain.plotting.records import Records, curve
     from hotrain.train import TrainRun
 
     found = [row for folder in folders for row in _finished(folder)]

@@ -105,14 +105,14 @@ def changes(by_method: Mapping[str, Mapping[str, int]]) -> list[tuple[list[str],
     exact = tables.pop("exact")
     alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for method, table in tables.items():
-        names = sorted(set(table) | set(exact), key=lambda name: -max(table.get(name, 0), exact.get(name, 0)))
-        less = tuple(name for name in names if table.get(name, 0) < 0.99 * exact.get(name, 0))
-        more = tuple(name for name in names if table.get(name, 0) > 1.01 * exact.get(name, 0))
+        names = sorted(set(table) | set(exact), key=lambda name: -max(table[name], exact[name]))
+        less = tuple(name for name in names if table[name] < 0.99 * exact[name])
+        more = tuple(name for name in names if table[name] > 1.01 * exact[name])
         alike.setdefault((less, more), []).append(method)
     return [(methods, list(less), list(more)) for (less, more), methods in alike.items()]
 
 
-def _bytes_of(table: Mapping[str, int], name: str, parts: Sequence[str]) -> int:
+def _bytes_of(table: Counter[str], name: str, parts: Sequence[str]) -> int:
     if name == REST and name not in table:
         return sum(size for operator, size in table.items() if operator not in parts)
-    return table.get(name, 0)
+    return table[name]
