@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotrain.cli.options import JsonOption, print_json
+from hotrain.cli.options import JsonOption, show
 from hotrain.cli.terminal import working
 
 EXAMPLES = """Examples:
@@ -46,9 +46,7 @@ def prepare(
             arrays = {part: getattr(found, part).numpy() for part in ("x_train", "y_train", "x_test", "y_test")}
             arrays["classes"] = np.array(found.classes)
     out.mkdir(parents=True, exist_ok=True)
-    np.savez(out / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    file = out / f"{name}.npz"
+    np.savez(file, **arrays)  # type: ignore[arg-type]
     count, what = len(arrays["x_train"]), "images" if texts is None else "texts"
-    if json:
-        print_json({"data": out / f"{name}.npz", f"train_{what}": count})
-        return
-    typer.echo(f"wrote {out / f'{name}.npz'}: {count:,} training {what}")
+    show(json, {"data": file, f"train_{what}": count}, f"wrote {file}: {count:,} training {what}")

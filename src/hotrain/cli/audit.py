@@ -74,10 +74,7 @@ def memory(
             found = _fit(run, network, images, budget, say)
     title = f"{run.model}, {about['precision']}, {run.method_label} (memory={about['memory']})"
     if budget is not None:
-        if json:
-            options.print_json({**about, **asdict(found)})
-        else:
-            typer.echo(f"{title}, {run.optimizer}\n{found}")
+        options.show(json, {**about, **asdict(found)}, f"{title}, {run.optimizer}\n{found}")
         return
     exact, converted, predicted, full = measured
     if json:
@@ -196,12 +193,9 @@ def cost(
             model, classes, batch_size, method=method, data=data, settings=settings, device="cpu"
         )
         found = hotrain.cost(network, images, method=run.resolve_method(), float_bits=float_bits)
-    if json:
-        answer: dict[str, Any] = {"model": run.model, "method": run.method_label}
-        answer |= {"batch_size": len(images), "flops": found.flops_total, "bit_ops": found.bit_ops_total}
-        options.print_json({**answer, "rows": found.rows})
-    else:
-        typer.echo(f"{run.model}, batch of {len(images)}, {run.method_label}\n{found}")
+    answer: dict[str, Any] = {"model": run.model, "method": run.method_label, "batch_size": len(images)}
+    answer |= {"flops": found.flops_total, "bit_ops": found.bit_ops_total, "rows": found.rows}
+    options.show(json, answer, f"{run.model}, batch of {len(images)}, {run.method_label}\n{found}")
 
 
 def fidelity(
@@ -224,10 +218,8 @@ def fidelity(
         setup = converted(run, checkpoint)
         with setup.autocast():
             found = hotrain.fidelity(setup.model, setup.example(), setup.loss, draws=draws)
-    if json:
-        options.print_json({"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows})
-    else:
-        typer.echo(f"{run.model} on {run.data}, {run.method_label}\n{found}")
+    answer = {"model": run.model, "method": run.method_label, "draws": draws, "rows": found.rows}
+    options.show(json, answer, f"{run.model} on {run.data}, {run.method_label}\n{found}")
 
 
 def calibrate(
@@ -260,7 +252,6 @@ def calibrate(
         with setup.autocast():
             found = hotrain.calibrate(setup.model, chosen, setup.loss, max_batches=len(chosen))
     found.save(out)
-    if json:
-        options.print_json({"model": run.model, "method": run.method_label, "file": out, **asdict(found)})
-    else:
-        typer.echo(f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}")
+    answer = {"model": run.model, "method": run.method_label, "file": out, **asdict(found)}
+    text = f"{run.model}, {run.method_label}, {len(chosen)} training batches\n{found}\nwrote {out}"
+    options.show(json, answer, text)

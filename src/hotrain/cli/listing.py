@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotrain.cli import clone, completion
-from hotrain.cli.options import JsonOption, print_json
+from hotrain.cli.options import JsonOption, print_json, show
 from hotrain.cli.terminal import print_lines, working
 from hotrain.presets import DEFAULT
 
@@ -96,18 +96,13 @@ def presets(
         return {"method": str(hotrain.preset(each)), "what": what, "default": each == DEFAULT}
 
     if name is not None:
-        if json:
-            print_json({"name": name, **entry(name), "description": describe(name)})
-        else:
-            typer.echo(f"{hotrain.preset(name)}\n\n{describe(name)}")
+        answer = {"name": name, **entry(name), "description": describe(name)}
+        show(json, answer, f"{hotrain.preset(name)}\n\n{describe(name)}")
         return
     methods = {each: entry(each) for each in hotrain.presets()}
-    if json:
-        print_json(methods)
-        return
     rows = [[each + " (default)" * entry["default"], entry["what"]] for each, entry in methods.items()]
-    typer.echo(table(["preset", "what"], rows))
-    typer.echo("\n`hotrain presets NAME` shows what one computes, its source and what it loses.")
+    more = "`hotrain presets NAME` shows what one computes, its source and what it loses."
+    show(json, methods, f"{table(['preset', 'what'], rows)}\n\n{more}")
 
 
 def report(
@@ -139,10 +134,7 @@ def report(
 
         if files := studies.records_in(folders[0]):
             path = studies.write(files, out or folders[0])
-            if json:
-                print_json({"records": files, "report": path})
-            else:
-                typer.echo(f"wrote {path}")
+            show(json, {"records": files, "report": path}, f"wrote {path}")
             return
     whole = len(folders) == 1 and out is None and (folders[0] / SUMMARY).is_file()
     folder = folders[0] if whole else out or Path("runs/report")

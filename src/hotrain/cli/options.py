@@ -140,3 +140,11 @@ def split_seeds(text: str) -> list[int]:
 def print_json(value: Any) -> None:
     """Print ``value`` as indented JSON."""
     typer.echo(json.dumps(value, indent=1, default=str))
+
+
+def show(as_json: bool, value: Any, text: str) -> None:
+    """Print ``value`` as JSON where that is asked for, else ``text``."""
+    if as_json:
+        print_json(value)
+    else:
+        typer.echo(text)

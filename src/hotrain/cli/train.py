@@ -76,12 +76,10 @@ def train(
             raise
     if not main:
         return
-    if json:
-        shown = ("run_id", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "seconds")
-        answer = {"model": run.model, "method": run.method_label, "seed": run.seed}
-        options.print_json({**answer, **{name: getattr(result, name) for name in shown}, "layers": result.layers})
-        return
-    typer.echo(_outcome(run, result))
+    shown = ("run_id", "accuracy", "best_accuracy", "saved_bytes", "bit_ops", "step_ms", "peak_bytes", "seconds")
+    answer = {"model": run.model, "method": run.method_label, "seed": run.seed}
+    answer |= {name: getattr(result, name) for name in (*shown, "layers")}
+    options.show(json, answer, _outcome(run, result))
 
 
 def _planned(run: TrainRun, resume: Path | None) -> str:
