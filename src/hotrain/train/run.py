@@ -268,15 +268,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         ValueError: an override without ``=``, or no ``:`` before the first.
     """
     name, colon, rest = text.strip().partition(":")
-    if "=" in name or (not colon and "+" in name):
+    parts = [part.partition("=") for part in rest.split("+") if part]
+    if "=" in name or (not colon and "+" in name) or not all(equals for _, equals, _ in parts):
         raise ValueError(f"method {text!r}: write overrides as name:field=value+field=value")
-    overrides = {}
-    for part in filter(None, rest.split("+")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"method {text!r}: write overrides as name:field=value+field=value")
-        overrides[key.strip()] = parse_json(value.strip())
-    return name, overrides
+    return name, {key.strip(): parse_json(value.strip()) for key, _, value in parts}
 
 
 def with_preset(run: TrainRun, method: str | Method) -> TrainRun:
