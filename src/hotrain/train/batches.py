@@ -302,9 +302,6 @@ class _Files(Dataset[Batch]):
     def __init__(self, items: Sequence[Any], read: Callable[[Any, int], Batch]) -> None:
         self.items, self.read = items, read
 
-    def __len__(self) -> int:
-        return len(self.items)
-
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         index, seed = key
         return self.read(self.items[index], seed)
