@@ -86,15 +86,10 @@ class FitReport:
         smallest = [row for row in self.rows if row.batch_size == 0]
         lines += [f"{row.variant}: not even a batch of {row.too_large} fits" for row in smallest]
         if any(row.how != RAN for row in self.rows):
-            lines.append(_PREDICTED)
+            lines.append(
+                f"Predicted, no step was run: there is no allocator here to hold to a budget.\n{steps.COUNTED}"
+            )
         return "\n".join(lines)
-
-
-_PREDICTED = """\
-Predicted, no step was run: there is no allocator here to hold to a budget.
-Counted are what autograd keeps for backward (of recomputed blocks: their inputs,
-and what one keeps while it runs again), the batch, parameters, gradients and the
-optimizer's state; what single operators need while they run comes on top."""
 
 
 def fit(

@@ -30,6 +30,7 @@ from ..plans import PREDICTED, RAN, Point, device_name, size_of, undominated
 from ..presets import DEFAULT
 from ..tables import bytes_text, parse_bytes, table
 from .steps import (
+    COUNTED,
     Inputs,
     MakeOptimizer,
     Step,
@@ -132,7 +133,7 @@ class Frontier:
         if any(point.method is not None and point.recomputed for point in self.points):
             lines.append("+n/m: n of m blocks are checkpointed")
         if predicted:
-            lines.append(_PREDICTED)
+            lines.append(f"Times were measured; peaks are predicted: there is no allocator here to ask.\n{COUNTED}")
         return "\n".join(lines)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -164,11 +165,6 @@ class Frontier:
             raise ValueError(f"{path}: record of version {sorted(versions, key=str)}, this hotrain reads {VERSION}")
         rows[0].pop("dominated", None)
         return cls(points, rows[0])
-
-
-_PREDICTED = """\
-Times were measured; peaks are predicted: there is no allocator here to ask. Counted are what autograd keeps
-for backward, the batch, parameters, gradients and the optimizer's state."""
 
 
 def frontier(

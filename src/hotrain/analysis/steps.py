@@ -1,9 +1,6 @@
 """Training steps of a model that follows a point: their time and peak memory, and on a CPU the bytes predicted.
 
-On a GPU steps run, and the allocator tells their peak. Elsewhere there is none to ask: counted are what autograd keeps
-for backward (of recomputed blocks their inputs, and what one keeps while it runs again, less what later blocks have
-freed by then), the batch, parameters, buffers, gradients and the optimizer's state. What single operators need while
-they run comes on top.
+On a GPU steps run, and the allocator tells their peak. Elsewhere there is none to ask: what is `COUNTED` instead.
 """
 
 from __future__ import annotations
@@ -32,6 +29,11 @@ from ..plans import Point
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+COUNTED = """\
+Counted are what autograd keeps for backward (of recomputed blocks: their inputs,
+and what one keeps while it runs again), the batch, parameters, gradients and the
+optimizer's state; what single operators need while they run comes on top."""
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
 
