@@ -324,10 +324,9 @@ class Training:
 
     def stopped_at_once(self) -> Interrupted:
         """Make the exception for a second Ctrl-C, which may come within an update."""
-        how = "nothing was kept" if self.good is None else f"continue after update {self.good[0]} with --resume"
-        path = None if self.good is None else self.good[1]
-        message = f"stopped at once, at update {self.update}; {how}" + (f" {path}" if path else "")
-        return Interrupted(message, path, signal.SIGINT)
+        update, path = self.good or (0, None)
+        how = "nothing was kept" if path is None else f"continue after update {update} with --resume {path}"
+        return Interrupted(f"stopped at once, at update {self.update}; {how}", path, signal.SIGINT)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on, as tensors and plain values."""
