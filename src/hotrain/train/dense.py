@@ -22,11 +22,9 @@ METRICS = {"segmentation": "mean IoU", "detection": "AP at IoU 0.5"}
 class Segmenter(nn.Module):
     """SegFormer, its stages called one by one: what transformers collects them with does not compile to one graph."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import SegformerForSemanticSegmentation
-
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = SegformerForSemanticSegmentation(config)
+        self.model = model
         if not hasattr(self.model.segformer, "stages"):
             raise ImportError("hotrain: segformer_b0 needs SegFormer's stages as transformers 5.17 has them; update it")
 
@@ -43,12 +41,10 @@ class Segmenter(nn.Module):
 class Detector(nn.Module):
     """YOLOS: a ViT with a token for each box that it may predict."""
 
-    def __init__(self, config: Any) -> None:
-        from transformers import YolosForObjectDetection
-
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = YolosForObjectDetection(config)
-        embeddings = self.model.vit.embeddings
+        self.model = model
+        config, embeddings = model.config, model.vit.embeddings
         # transformers leaves them at zero, and tokens that are all equal would predict one box.
         for tokens in (embeddings.cls_token, embeddings.detection_tokens, embeddings.position_embeddings):
             nn.init.trunc_normal_(tokens, std=config.initializer_range)
@@ -89,13 +85,13 @@ def create(name: str, *, classes: int, channels: int, image_size: int, args: dic
         ImportError: transformers is not installed, or too old.
     """
     require("transformers", "5", "text")
-    from transformers import SegformerConfig, YolosConfig
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation, YolosConfig, YolosForObjectDetection
 
     fixed: dict[str, Any] = {"num_channels": channels, "num_labels": classes}
     if MODELS[name] == "segmentation":
-        return Segmenter(SegformerConfig(**{**fixed, **(args or {})}))
+        return Segmenter(SegformerForSemanticSegmentation(SegformerConfig(**{**fixed, **(args or {})})))
     sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 3}
     # With the class token 16 tokens before those of the patches: a whole tile.
     tokens = {"patch_size": 8, "num_detection_tokens": 15, "use_mid_position_embeddings": False}
     fixed |= {"image_size": (image_size, image_size)}
-    return Detector(YolosConfig(**{**sizes, **tokens, **fixed, **(args or {})}))
+    return Detector(YolosForObjectDetection(YolosConfig(**{**sizes, **tokens, **fixed, **(args or {})})))
