@@ -119,9 +119,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
-        states = [s.cpu() for s in state["cuda"]][: torch.cuda.device_count()]
-        for device, s in enumerate(states):
-            torch.cuda.set_rng_state(s, device)
+        torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"][: torch.cuda.device_count()]])
 
 
 @contextlib.contextmanager
