@@ -232,7 +232,8 @@ class Grouped:
 
         Args:
             t: (..., C), floating point.
-            least: what smaller elements are packed as; None for themselves.
+            least: what smaller elements are packed as, or as one code below 0 where that is less: never as 0, where
+                the largest element's scale is coarse. None for themselves.
 
         Returns:
             Codes, uint8 (rows, groups, bytes), and scales, bfloat16 (rows, groups, 1), contiguous: kernels read them.
@@ -240,11 +241,11 @@ class Grouped:
         columns = t.shape[-1]
         size = group_size(int(columns), self.whole)  # a graph is specialized to one number of channels
         rows = t.reshape(-1, columns).to(torch.promote_types(t.dtype, torch.float32))
-        if least is not None:
-            rows = rows.clamp(min=least)
         if columns % size:
             rows = F.pad(rows, (0, -columns % size))
         groups = rows.unflatten(-1, (-1, size))
+        if least is not None:
+            groups = torch.maximum(groups, (groups.amax(-1, keepdim=True) * (-1 / self.top)).clamp(max=least))
         scale = self._scale(groups.abs().amax(-1, keepdim=True), t.dtype)
         divisor = torch.where(scale == 0, 1.0, scale).to(groups.dtype)
         codes = [self._codes(part / divisor, first) for first, part in parts(groups, self.bits)]

@@ -165,17 +165,23 @@ def test_the_number_of_masks_stays_finite(bits: int, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("least", [-1.0, 0.5])
+@pytest.mark.parametrize("most", [2.0, 50.0, 1e4])
 def test_smaller_elements_are_packed_as_the_least(
-    least: float, bits: int, dtype: torch.dtype, device: torch.device
+    most: float, bits: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """In both halves of a group, -inf too; a NaN stays one."""
-    x = torch.randn(5, 48, device=device).to(dtype)
-    x[0, ::5], x[1, 3], x[2, 30] = -float("inf"), -1e4, float("nan")
+    """In both halves of a group, -inf too; a NaN stays one. Below 0 they stay, however large the group's scale is."""
+    least, x = -3.0, torch.randn(5, 48, device=device).to(dtype)
+    x[0, ::5], x[1, 3], x[2, 30], x[:, 7] = -float("inf"), -1e4, float("nan"), most
+    cut = min(least, -most / (2 ** (bits - 1) - 1))
     for keep in (functools.partial(B.pack, group=48, bits=bits), Grouped(bits).keep):
-        for got, want in zip(keep(x, least=least), keep(x.clamp(min=least)), strict=True):
+        kept = keep(x, least=least)
+        for got, want in zip(kept, keep(x.float().clamp(min=cut)), strict=True):
             assert torch.equal(got[[0, 1, 3, 4]], want[[0, 1, 3, 4]])
-        assert keep(x, least=least)[1][2].isnan().all()
+        assert kept[1][2].isnan().all()
+        found = Grouped(bits).restore(kept, x.shape, torch.float64)
+        step = kept[1][0].double().item()
+        assert (found[0, ::5] <= max(least + step / 2, -step)).all()
+        assert (found[0, ::5] < 0).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -37,7 +37,7 @@ def _is_read(spec: Grouped, columns: int) -> bool:
 def pack(t: Tensor, form: str, least: float | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales of t (..., C), quantized in groups along its last axis in a format of `formats.GROUPED`.
 
-    Elements below `least` are packed as `least`.
+    Elements below `least` are packed as `Grouped.keep` says.
     """
     if supported(t.device, t.dtype) and has_kernel(form, int(t.shape[-1])):
         if rows_in_memory(t) is not None:

@@ -28,7 +28,7 @@ class Activation:
         flat: the |x| above which f is constant to 8 digits; x is cut off there before it is saved. A mask of -inf, or
             of -1e9, would else be the scale of its group.
         least: the x below which f and f' are zero but for less than the format's error; None for no such x. A smaller
-            one is saved as this one.
+            one is saved as this one, or as one code below 0 (`saved.Grouped.keep`).
     """
 
     f: Callable[..., Tensor]
@@ -82,8 +82,8 @@ LEAKS = {0.01: "leaky_relu", 0.1: "leaky_relu 0.1", 0.2: "leaky_relu 0.2"}
 _WIDER = Levels(4, first=-4, per_one=7)  # −½ to 1½
 
 # The nearer `least` is to 0, the finer are the codes beside a mask. At GELU's, |f| and |f'| are below 1e-5; at SiLU's,
-# below 2⁻⁷, a unit of bfloat16 beside 1. Hardswish's f' steps from 0 to −½ at −3: codes of −5 are below that up to a
-# step of 4, so of groups with elements up to 28; those of −3 would be above it by rounding.
+# below 2⁻⁷, a unit of bfloat16 beside 1. Hardswish's f' steps from 0 to −½ at −3: −5 is rounded to −3.3 at most, by
+# codes of any scale; −3 would be rounded to more than itself.
 ACTIVATIONS = {
     "gelu": Activation(F.gelu, _gelu_slope, by_input="gelu", least=-5.0),
     "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_slope, by_input="gelu", least=-5.0),

@@ -109,10 +109,12 @@ def pack_halves(
     LEAST: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of rows of halves, at `at` or, of 4 bits, `packed_at`, and return their scales. SMALL is whether
-    the values are those of float16, LEAST what smaller ones are packed as, None for themselves; a NaN stays one."""
+    the values are those of float16, LEAST what smaller ones are packed as, or one code below 0 where that is less, None
+    for themselves; a NaN stays one."""
     if LEAST is not None:
-        low = tl.maximum(low, LEAST, propagate_nan=tl.PropagateNan.ALL)
-        high = tl.maximum(high, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        cut = tl.minimum(tl.max(tl.maximum(low, high), axis=1) * (-1 / 7 if BITS == 4 else -1 / 127), LEAST)[:, None]
+        low = tl.maximum(low, cut, propagate_nan=tl.PropagateNan.ALL)
+        high = tl.maximum(high, cut, propagate_nan=tl.PropagateNan.ALL)
     largest = tl.max(magnitude_bits(larger(low, high)), axis=1)
     if BITS == 4:
         found, inverse = scale_of(largest, LIFT4, _HALF4 if SMALL else _MOST4)
