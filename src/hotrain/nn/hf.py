@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from .state import LayerState
+from .state import LayerState, forward
 
 
 class HadamardConv1D(Conv1D):
@@ -18,8 +18,8 @@ class HadamardConv1D(Conv1D):
     transposed = True  # the weight is (I, O)
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = super().forward
-        return self._hotrain.forward(self, exact, x) if self.training else exact(x)
+        exact = Conv1D.forward
+        return forward(self._hotrain, self, exact, x) if self.training else exact(self, x)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

@@ -10,7 +10,7 @@ from .. import functional
 from ..method import Method
 from ..presets import DEFAULT
 from ..transform.tokens import Grid
-from .state import ATTRIBUTE, LayerState
+from .state import ATTRIBUTE, LayerState, forward
 
 
 class HadamardLinear(nn.Linear):
@@ -32,8 +32,8 @@ class HadamardLinear(nn.Linear):
         self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        exact = super().forward
-        return self._hotrain.forward(self, exact, input) if self.training else exact(input)
+        exact = nn.Linear.forward
+        return forward(self._hotrain, self, exact, input) if self.training else exact(self, input)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

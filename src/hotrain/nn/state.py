@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import cached, is_parametrized
+from torch.nn.utils.parametrize import cached
 
 from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
@@ -116,44 +116,16 @@ class LayerState:
         """Record why this forward is PyTorch's own."""
         self.fallback = why
 
-    def forward(self, module: Any, exact: Callable[[Tensor], Tensor], x: Tensor, place: Place | None = None) -> Tensor:
-        """The result of a layer in training.
-
-        Args:
-            module: the layer.
-            exact: PyTorch's own forward of it, for where the method does not run.
-            x: its input.
-            place: of a convolution.
-
-        Raises:
-            TypeError, ValueError: as `functional.check_input`.
-        """
-        if not is_parametrized(module):
-            y = self._forward(module, x, place)
-            return exact(x) if y is None else y
-        with cached():  # weight and bias are read several times; PyTorch computes them once in a forward
-            y = self._forward(module, x, place)
-            return exact(x) if y is None else y
-
-    def _forward(self, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
-        """The result by the method, or None where PyTorch's own forward is to run."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._traced(module, x, place)
-        # Nothing is shared across the borders of a checkpoint, of which the second forward must find the same.
-        origins = self.origins if self.origins and self.origins.checkpoint == current_checkpoint() else None
-        args = module, x, place, differentiates(), origins
-        return without_own_modes(self._eager, *args)  # type: ignore[no-any-return]
-
     @left_to_eager
     def _eager(
         self, module: Any, x: Tensor, place: Place | None, differentiated: bool, origins: Origins | None
     ) -> Tensor | None:
         w = module.weight
         if not isinstance(x, Tensor):
-            self._check(x, w, place)
+            _check(self, x, w, place)
         needs_x, trained = x.requires_grad, w.requires_grad
         if not (differentiated and (needs_x or trained)):
-            self._check(x, w, place)
+            _check(self, x, w, place)
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
             if x.device.type == "cuda":
@@ -168,7 +140,7 @@ class LayerState:
         seen = (kind, x.shape, x.dtype, device, x.layout, w.shape, needs_x, trained, cast, place, off)
         found = self._calls.get(seen)
         if found is None:
-            self._check(x, w, place)
+            _check(self, x, w, place)
             if len(self._calls) == _SHAPES:
                 self._calls.clear()
             found = self._calls[seen] = self._decide(module, x, place)
@@ -184,13 +156,6 @@ class LayerState:
             return autograd.apply(*args)
         # Results of an autograd function whose forward makes them of such a class are views, and not to be written to.
         return kind.__torch_function__(autograd.apply, (kind,), args)  # type: ignore[no-any-return]
-
-    def _check(self, x: Tensor, w: Tensor, place: Place | None) -> None:
-        """Check the input against the weight, whose shape PyTorch reads in place of `in_features` and `in_channels`."""
-        if place is None:
-            functional.check_input(self, x, w.shape[0 if self.transposed else 1], -1)
-        else:
-            functional.check_input(self, x, w.shape[1] * place[3], -3)
 
     def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:
         """How the layer runs an input like x, or why it stays exact; kept for each shape."""
@@ -227,31 +192,8 @@ class LayerState:
         word = self.draws.host_key()
         return key if word is None else word
 
-    def _traced(self, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
-        """`_eager` under Dynamo.
-
-        Nothing that changes from step to step is read, so that nothing is compiled twice; the record of the layer is
-        written when the compiled code runs.
-        """
-        w = module.weight
-        self._check(x, w, place)
-        if not (differentiates() and (x.requires_grad or w.requires_grad)):
-            return None
-        samples = False
-        if w.requires_grad and _is_of_samples(x, place):  # a branch, which specializes a symbolic bool
-            samples = True
-        found = self._prepare(self.spec, samples, None if place is None else _constant(place), *_facts(module, x))
-        if found is None:
-            return None
-        config, draws = found
-        layer = ops.linear if place is None else ops.conv2d
-        counter = self.draws.counter if draws else None
-        history = self.draws.history.words  # type: ignore[union-attr]
-        y: Tensor = layer(x, w, module.bias, counter, history, config, "", [])
-        return y
-
     @constant_in_graphs
-    def _prepare(self, spec: str, samples: bool, place: Place | None, *facts: Any) -> tuple[str, bool] | None:
+    def prepare(self, spec: str, samples: bool, place: Place | None, *facts: Any) -> tuple[str, bool] | None:
         """The part of `_traced` that runs outside of Dynamo, once, when the layer is traced.
 
         `spec` is an argument so that Dynamo reads it; `samples` is as of `_why_exact`, `facts` are of `_facts`.
@@ -319,6 +261,77 @@ class LayerState:
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
             _make_ready(self.draws, device)
+
+
+# Functions in the place of methods: of each method that it traces, Dynamo checks before every call of the compiled code
+# that the object has none of its own. Of an object that is an argument of a constant's function it checks the identity,
+# so that blocks could not share their code: `prepare` is a method.
+
+
+def forward(
+    state: LayerState, module: Any, exact: Callable[[Any, Tensor], Tensor], x: Tensor, place: Place | None = None
+) -> Tensor:
+    """The result of a layer in training.
+
+    Args:
+        state: of the layer.
+        module: the layer.
+        exact: PyTorch's own forward of its class, for where the method does not run.
+        x: its input.
+        place: of a convolution.
+
+    Raises:
+        TypeError, ValueError: as `functional.check_input`.
+    """
+    # Not `is_parametrized`, whose `getattr` Dynamo repeats in Python before every call.
+    if "parametrizations" not in module._modules:
+        y = _by_method(state, module, x, place)
+        return exact(module, x) if y is None else y
+    with cached():  # weight and bias are read several times; PyTorch computes them once in a forward
+        y = _by_method(state, module, x, place)
+        return exact(module, x) if y is None else y
+
+
+def _by_method(state: LayerState, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
+    """The result by the method, or None where PyTorch's own forward is to run."""
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(state, module, x, place)
+    # Nothing is shared across the borders of a checkpoint, of which the second forward must find the same.
+    origins = state.origins if state.origins and state.origins.checkpoint == current_checkpoint() else None
+    args = module, x, place, differentiates(), origins
+    return without_own_modes(state._eager, *args)  # type: ignore[no-any-return]
+
+
+def _check(state: LayerState, x: Tensor, w: Tensor, place: Place | None) -> None:
+    """Check the input against the weight, whose shape PyTorch reads in place of `in_features` and `in_channels`."""
+    if place is None:
+        functional.check_input(state, x, w.shape[0 if state.transposed else 1], -1)
+    else:
+        functional.check_input(state, x, w.shape[1] * place[3], -3)
+
+
+def _traced(state: LayerState, module: Any, x: Tensor, place: Place | None) -> Tensor | None:
+    """`LayerState._eager` under Dynamo.
+
+    Nothing that changes from step to step is read, so that nothing is compiled twice; the record of the layer is
+    written when the compiled code runs.
+    """
+    w = module.weight
+    _check(state, x, w, place)
+    if not (differentiates() and (x.requires_grad or w.requires_grad)):
+        return None
+    samples = False
+    if w.requires_grad and _is_of_samples(x, place):  # a branch, which specializes a symbolic bool
+        samples = True
+    found = state.prepare(state.spec, samples, None if place is None else _constant(place), *_facts(module, x))
+    if found is None:
+        return None
+    config, draws = found
+    layer = ops.linear if place is None else ops.conv2d
+    counter = state.draws.counter if draws else None
+    history = state.draws.history.words  # type: ignore[union-attr]
+    y: Tensor = layer(x, w, module.bias, counter, history, config, "", [])
+    return y
 
 
 def _is_of_samples(x: Tensor, place: Place | None) -> bool:
