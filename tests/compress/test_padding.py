@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hotrain.planning import Roofs
 BATCH, TOKENS, WIDTH = 6, 49, 32
 ROOFS = Roofs(1e12, 1e14)
 BMM, CLONE, SLICE = torch.ops.aten.bmm.default, torch.ops.aten.clone.default, torch.ops.aten.slice.Tensor
+PAD = torch.ops.aten.constant_pad_nd.default
 # One rounding of bfloat16 in a sum, relative to the largest.
 CLOSE = 2.0**-8
 
@@ -76,8 +78,8 @@ def test_attention_and_its_gradients(dtype: torch.dtype) -> None:
     assert changed
     assert len(calls(gm, BMM)) == 6
     assert all(size % 8 == 0 for size in rows(gm))
-    # k, v, p and the gradient of the scores: each once for the two products that read it
-    assert len(calls(gm, torch.ops.aten.constant_pad_nd.default)) == 4
+    # k, v and p, each once for the two products that read it; the gradient of the scores is computed padded
+    assert [len(node.users) for node in calls(gm, PAD) if len(node.args[1]) == 4] == [2, 2, 2]
 
 
 def test_heads_are_padded_behind_their_views() -> None:
@@ -92,16 +94,67 @@ def test_heads_are_padded_behind_their_views() -> None:
     assert all(size % 8 == 0 for size in rows(gm))
 
 
-def test_a_softmax_is_rounded_before_it_is_padded() -> None:
+def test_a_softmax_that_is_saved_is_rounded_before_it_is_padded() -> None:
     """By a view with the same strides, for which Inductor writes it; without a sum it is padded as it is computed."""
 
     def step(s: Tensor, v: Tensor) -> list[Tensor]:
         e = s.float().exp()
-        return [((e / e.sum(-1, keepdim=True)).bfloat16() @ v) * 2, (s.exp() @ v) * 2]
+        p = (e / e.sum(-1, keepdim=True)).bfloat16()
+        return [(p @ v) * 2, p, (s.exp() @ v) * 2]
 
     gm, _ = padded(step, draw(BATCH, TOKENS, TOKENS), draw(BATCH, TOKENS, WIDTH))
-    pads = [node for node in calls(gm, torch.ops.aten.constant_pad_nd.default) if node.args[0].op != "placeholder"]
+    pads = [node for node in calls(gm, PAD) if node.args[0].op != "placeholder"]
     assert [node.args[0].target is torch.ops.aten.as_strided.default for node in pads] == [True, False]
+
+
+def softmax(s: Tensor) -> Tensor:
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "softmax": lambda q, k, b: [softmax((q @ k.mT).float()).bfloat16() @ k * 2],
+    "a bias of each head, and a mask of -inf": lambda q, k, b: [
+        (softmax((q @ k.mT).view(2, 3, TOKENS, TOKENS).float() + b.where(b > -1, -torch.inf)).bfloat16().flatten(0, 1))
+        @ k
+        * 2
+    ],
+    "scores far below 0, whose exponential beside a 0 is infinite": lambda q, k, b: [
+        softmax((q @ k.mT).float() - 1e4).bfloat16() @ k * 2
+    ],
+    "two products, and a sum over heads": lambda q, k, b: [
+        (p := softmax((q @ k.mT).float() + b).bfloat16()) @ k * 2,
+        p.mT @ q * 2,
+        p.view(2, 3, TOKENS, TOKENS).sum(0).exp(),
+    ],
+    "of scores that are saved": lambda q, k, b: [s := torch.bmm(q, k.mT), softmax(s.float()).bfloat16() @ k * 2],
+    "two softmaxes of one sum": lambda q, k, b: [
+        ((e := (q @ k.mT).float().exp()) / (t := e.sum(-1, keepdim=True))).bfloat16() @ k * 2,
+        (e.square() / t).bfloat16() @ q * 2,
+    ],
+    "its gradient": lambda q, k, b: [
+        (g := (((p := softmax(b + q[..., :1].float())) * (t := (q @ k.mT).float())) - p * (p * t).sum(-1, True))
+        .bfloat16()) @ k * 2,
+        g.mT @ q * 2,
+        g.float().sum(0) * 2,
+    ],
+    "sums over other axes": lambda q, k, b: [((s := (q @ k.mT).float().exp()) / s.sum(1, True)).bfloat16() @ k * 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sums_of_rows_are_over_padded_ones(name: str) -> None:
+    """One kernel has a softmax's sums and writes it padded: nothing is padded behind a formula with a sum."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    gm, changed = padded(
+        ROWS[name], draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH), torch.randn(TOKENS, TOKENS)
+    )
+    assert changed
+    assert all(size % 8 == 0 for size in rows(gm))
+    sums = [node for kind in padding._SUMS for node in calls(gm, kind) if node.args[1] == [-1]]
+    assert all(node.args[0].meta["val"].shape[-1] == 56 for node in sums)
+    written = [node for node in calls(gm, PAD) if node.args[0].target is torch.ops.aten.as_strided.default]
+    assert bool(written) == (name == "sums over other axes")
 
 
 def test_a_copy_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:

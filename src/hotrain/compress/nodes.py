@@ -146,11 +146,15 @@ def replace_results(graph: Graph, node: Node, results: Sequence[Node | None]) ->
 
 
 def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node before another, with its fake value and the metadata of `like`."""
+    """A new node before another, with its fake value and the metadata of `like`; none where the call raises."""
     with graph.inserting_before(before):
         made = graph.call_function(target, args, kwargs)
     made.meta = {name: value for name, value in like.meta.items() if name not in ("val", "tensor_meta")}
-    made.meta["val"] = computed(made)
+    try:
+        made.meta["val"] = computed(made)
+    except Exception:
+        graph.erase_node(made)
+        raise
     if made.meta.pop("eager_input_vals", None) is not None:
         # From it Inductor takes the strides of a custom operator's arguments; those of `like` are others.
         made.meta["eager_input_vals"] = tuple(

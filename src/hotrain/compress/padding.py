@@ -7,30 +7,45 @@ class token. GPUs read and write such rows element by element: the products take
     c = a b  ──►  c = (pad(a) pad(b))[:M, :N]
 
 Results are sliced, which costs nothing where formulas read them. A compiler writes the padded operand in the place of
-the copy that it makes anyway, or in one more pass.
+the copy that it makes anyway, or in one more pass. A softmax and its gradient sum over padded rows, so that one kernel
+has the sums and writes what they are needed for with its padding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ..planning import Roofs, agreed
 from . import costs
 from .formats import is_static
-from .nodes import VIEWS, bytes_of, called, is_alias, is_cast, is_pointwise, readers_of, value_of
+from .nodes import (
+    VIEWS,
+    arguments_of,
+    bytes_of,
+    called,
+    inlined,
+    is_alias,
+    is_cast,
+    is_pointwise,
+    readers_of,
+    value_of,
+)
 
 _aten = torch.ops.aten
 _ROW = 8  # elements of 16 bytes
 _MOST = 1.25  # a padded size, over the size
 _HALVES = torch.float16, torch.bfloat16
 _TURNS = _aten.permute.default, _aten.transpose.int
-_SUMS = _aten.sum.dim_IntList, _aten.amax.default
+_NEUTRAL = {_aten.sum.dim_IntList: 0.0, _aten.amax.default: -math.inf}
+_SUMS = tuple(_NEUTRAL)
 _COPIES = _aten.clone.default, _aten.cat.default, _aten.constant_pad_nd.default, _aten.select_scatter.default
 _measured: dict[str, tuple[float, ...] | None] = {}
 
@@ -109,6 +124,7 @@ class _Padded:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.made: dict[Any, Node] = {}
+        self.sums: set[Node] = set()  # over padded rows
 
     def replace(self, one: _Product) -> None:
         """The padded product in the place of one."""
@@ -156,6 +172,10 @@ class _Padded:
         amounts = [0, 0, 0, 0]
         for axis, size in sizes.items():
             amounts[-2 * axis - 1] = size - value.shape[axis]
+        if self._is_of_rows(node, sizes):
+            for each in self._sums_of_rows(node):
+                self._sum_padded_rows(each, sizes[-1])
+            return self._with_readers(node, self._masked(self._in_rows(node, sizes[-1]), node, 0.0))
         if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
             # Inductor writes it, rounded, where a view with strides of its own is asked for: else the padding would
             # be computed of a softmax's exponentials, and these written in float32 for it.
@@ -163,12 +183,99 @@ class _Padded:
             source = called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
         return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
 
+    def _in_rows(self, node: Node, size: int) -> Node:
+        """A formula of rows with as many elements, anything in those that are added."""
+        key = node, size
+        if key in self.made:
+            return self.made[key]
+        last = node.meta["val"].shape[-1]
+        after = self._after(node)
+        source: Any = node.args[0] if node.args else None
+        made: Any = None
+        if node.target is _aten.slice.Tensor and _is_first_part(node, size):
+            made = source
+        elif is_pointwise(node) or is_cast(node) or node.target is _aten.clone.default:
+            args = map_arg(node.args, lambda t: self._in_rows(t, size) if t.meta["val"].shape[-1:] == (last,) else t)
+            made = called(self.graph, after, node, node.target, *args, **node.kwargs)
+        elif _keeps_rows(node) or (node.target is _aten.expand.default and source.meta["val"].shape[-1:] == (1,)):
+            source = self._in_rows(source, size) if _keeps_rows(node) else source
+            with contextlib.suppress(RuntimeError, ValueError):
+                made = called(self.graph, after, node, node.target, source, [*node.meta["val"].shape[:-1], size])
+        if made is None:
+            made = called(self.graph, after, node, _aten.constant_pad_nd.default, node, [0, size - last])
+        self.made[key] = made
+        return made
+
+    def _is_of_rows(self, node: Node, sizes: Sizes) -> bool:
+        """Whether a formula with sums over its rows is computed with its padding, as nothing else needs it without."""
+        if sizes.keys() != {-1} or not self._sums_of_rows(node):
+            return False
+        return all(reader.target is _aten.bmm.default or _is_formula(reader) for reader in readers_of(node, _is_view))
+
+    def _sum_padded_rows(self, node: Node, size: int) -> None:
+        if node not in self.sums:
+            arguments: Any = node.args
+            of, *rest = arguments
+            rows = self._masked(self._in_rows(of, size), of, _NEUTRAL[node.target])  # type: ignore[index]
+            made = called(self.graph, node, node, node.target, rows, *rest)
+            node.replace_all_uses_with(made)
+            self.sums.add(made)
+
+    def _sums_of_rows(self, node: Node) -> list[Node]:
+        """The sums within a formula, in order, if all of them are over its rows: of a softmax, or its gradient."""
+        if not (is_pointwise(node) or is_cast(node)):
+            return []
+        size, seen, waiting, found = node.meta["val"].shape[-1], set(), [node], []
+        while waiting:
+            one = waiting.pop()
+            if one in seen or not (_is_formula(one) or _keeps_rows(one) or one.target is _aten.expand.default):
+                continue
+            seen.add(one)
+            if one.target in _SUMS:
+                of, axes, *_ = one.args
+                if one in self.sums:
+                    found.append(one)
+                    continue
+                value = of.meta["val"]  # type: ignore[union-attr]
+                if [axis % value.dim() for axis in axes] != [value.dim() - 1] or value.shape[-1] != size:  # type: ignore[union-attr]
+                    return []
+                found.append(one)
+            waiting += one.all_input_nodes
+        return sorted(found)
+
+    def _masked(self, rows: Node, like: Node, value: float) -> Node:
+        """Padded rows with a value in the elements that are added."""
+        size = like.meta["val"].shape[-1]
+
+        def mask(t: Tensor) -> Tensor:
+            return torch.where(torch.arange(t.shape[-1], device=t.device) < size, t, value)
+
+        return inlined(self.graph, self._after(rows), mask, [rows])[0]
+
+    def _after(self, node: Node) -> Node:
+        """What comes behind a node; arguments are before all others."""
+        places = self.graph.find_nodes(op="placeholder")
+        return places[-1].next if node.op == "placeholder" else node.next
+
+    def _with_readers(self, node: Node, made: Node) -> Node:
+        """A node padded; the formulas that read it read a part of that."""
+        part = called(self.graph, self._after(made), node, _aten.slice.Tensor, made, -1, 0, node.meta["val"].shape[-1])
+        for user in list(node.users):
+            views = _views_behind(user, node, part) if part < user else None
+            if views is not None:
+                user.replace_input_with(node, part)
+                for view, value in views.items():
+                    view.meta["val"] = value
+        return made
+
     def passes(self, node: Node, sizes: Sizes) -> int:
         """How often padding reads or writes the tensor in memory; what is copied anyway is padded as it is copied."""
         if (node, *sorted(sizes.items())) in self.made:
             return 0
         inner = _inside(node, sizes)
-        return self.passes(*inner) if inner is not None else 0 if _is_written_anyway(node) else 2
+        if inner is not None:
+            return self.passes(*inner)
+        return 0 if _is_written_anyway(node) or self._is_of_rows(node, sizes) else 2
 
 
 def _inside(node: Node, sizes: Sizes) -> tuple[Node, Sizes] | None:
@@ -191,6 +298,19 @@ def _inside(node: Node, sizes: Sizes) -> tuple[Node, Sizes] | None:
         order[one], order[other] = order[other], order[one]
     found = {order[axis] - value.dim(): size for axis, size in sizes.items()}
     return (source, found) if found.keys() <= {-1, -2} else None
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Whether a node is a view with the same rows."""
+    source = value_of(node.args[0]) if node.target in (*VIEWS, _aten.expand.default) else None
+    return source is not None and source.shape[-1:] == node.meta["val"].shape[-1:]
+
+
+def _is_first_part(node: Node, size: int) -> bool:
+    """Whether a slice has the first elements of rows that are padded already."""
+    source, axis, first, *_ = arguments_of(node)
+    value = source.meta["val"]
+    return axis % value.dim() == value.dim() - 1 and not first and value.shape[-1] == size
 
 
 def _is_written_anyway(node: Node) -> bool:
@@ -228,7 +348,7 @@ def _views_behind(user: Node, old: Node, new: Node) -> dict[Node, Any] | None:
             if not _is_formula(node):
                 return None
             continue
-        args = torch.fx.node.map_arg(node.args, lambda n: values.get(n, n.meta["val"]))
+        args = map_arg(node.args, lambda n: values.get(n, n.meta["val"]))
         try:
             values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
         except (RuntimeError, ValueError):
