@@ -82,7 +82,8 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
 
     A model in eval mode is put into training mode for this one forward; a model in training mode keeps the modes of
     its parts (a frozen BatchNorm stays frozen). Call it under the autocast context that training uses. The batch itself
-    is counted if a node saves it. Model, buffers, generators and random draws are restored; ``.grad`` is not changed.
+    is counted if a node saves it. Parameters, buffers, generators and random draws are restored, other attributes that
+    forward writes are not; ``.grad`` is not changed.
 
     Args:
         model: the model, exact or converted.
