@@ -194,10 +194,10 @@ class _Padded:
         made: Any = None
         if node.target is _aten.slice.Tensor and _is_first_part(node, size):
             made = source
-        elif is_pointwise(node) or is_cast(node) or node.target is _aten.clone.default:
-            args = map_arg(node.args, lambda t: self._in_rows(t, size) if t.meta["val"].shape[-1:] == (last,) else t)
+        elif _is_by_element(node) or node.target is _aten.clone.default:
+            args = map_arg(node.args, lambda t: self._in_rows(t, size) if _row_of(t) == last else t)
             made = called(self.graph, after, node, node.target, *args, **node.kwargs)
-        elif _keeps_rows(node) or (node.target is _aten.expand.default and source.meta["val"].shape[-1:] == (1,)):
+        elif _keeps_rows(node) or (node.target is _aten.expand.default and _row_of(source) == 1):
             source = self._in_rows(source, size) if _keeps_rows(node) else source
             with contextlib.suppress(RuntimeError, ValueError):
                 made = called(self.graph, after, node, node.target, source, [*node.meta["val"].shape[:-1], size])
@@ -217,27 +217,31 @@ class _Padded:
             arguments: Any = node.args
             of, *rest = arguments
             rows = self._masked(self._in_rows(of, size), of, _NEUTRAL[node.target])  # type: ignore[index]
-            made = called(self.graph, node, node, node.target, rows, *rest)
+            made = called(self.graph, node, node, node.target, rows, *rest, **node.kwargs)
             node.replace_all_uses_with(made)
             self.sums.add(made)
 
     def _sums_of_rows(self, node: Node) -> list[Node]:
         """The sums within a formula, in order, if all of them are over its rows: of a softmax, or its gradient."""
-        if not (is_pointwise(node) or is_cast(node)):
+        if not _is_by_element(node):
             return []
         size, seen, waiting, found = node.meta["val"].shape[-1], set(), [node], []
         while waiting:
             one = waiting.pop()
-            if one in seen or not (_is_formula(one) or _keeps_rows(one) or one.target is _aten.expand.default):
+            spreads = one.target is _aten.expand.default or (
+                one.target is _aten.unsqueeze.default and _row_of(one) == 1
+            )
+            if one in seen or not (spreads or _is_formula(one) or _keeps_rows(one)):
                 continue
             seen.add(one)
             if one.target in _SUMS:
-                of, axes, *_ = one.args
                 if one in self.sums:
                     found.append(one)
                     continue
-                value = of.meta["val"]  # type: ignore[union-attr]
-                if [axis % value.dim() for axis in axes] != [value.dim() - 1] or value.shape[-1] != size:  # type: ignore[union-attr]
+                of, axes, *_ = arguments_of(one)
+                value = of.meta["val"]
+                is_last = [axis % value.dim() for axis in axes or ()] == [value.dim() - 1]
+                if not is_last or value.shape[-1] != size or not value.is_floating_point():
                     return []
                 found.append(one)
             waiting += one.all_input_nodes
@@ -248,7 +252,7 @@ class _Padded:
         size = like.meta["val"].shape[-1]
 
         def mask(t: Tensor) -> Tensor:
-            return torch.where(torch.arange(t.shape[-1], device=t.device) < size, t, value)
+            return torch.where(torch.arange(t.shape[-1], dtype=torch.int32, device=t.device) < size, t, value)
 
         return inlined(self.graph, self._after(rows), mask, [rows])[0]
 
@@ -300,10 +304,20 @@ def _inside(node: Node, sizes: Sizes) -> tuple[Node, Sizes] | None:
     return (source, found) if found.keys() <= {-1, -2} else None
 
 
+def _is_by_element(node: Node) -> bool:
+    """Whether a node may be computed again of more elements: no random numbers, which would be others."""
+    return (is_pointwise(node) or is_cast(node)) and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+
+
+def _row_of(node: Any) -> int | None:
+    """Elements of a row of a tensor; None for what has no rows."""
+    value = value_of(node)
+    return None if value is None or not value.dim() else int(value.shape[-1])
+
+
 def _keeps_rows(node: Node) -> bool:
     """Whether a node is a view with the same rows."""
-    source = value_of(node.args[0]) if node.target in (*VIEWS, _aten.expand.default) else None
-    return source is not None and source.shape[-1:] == node.meta["val"].shape[-1:]
+    return node.target in (*VIEWS, _aten.expand.default) and _row_of(node.args[0]) == _row_of(node)
 
 
 def _is_first_part(node: Node, size: int) -> bool:
