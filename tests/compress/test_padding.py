@@ -167,6 +167,37 @@ def test_sums_of_rows_are_over_padded_ones(name: str) -> None:
         assert all(node.args[0].meta["val"].shape[-1] == 56 for node in sums)
 
 
+def test_what_reads_a_softmax_keeps_its_layout() -> None:
+    """One whose rows are not side by side is padded behind itself: a view of what is computed of it relies on that."""
+
+    def step(s: Tensor, v: Tensor) -> list[Tensor]:
+        p = softmax((s * 1).transpose(0, 1)).bfloat16()
+        return [p @ v * 2, (p * 2).transpose(0, 1).view(TOKENS, -1) * 2, p * 2]
+
+    gm, changed = padded(step, torch.randn(TOKENS, BATCH, TOKENS), draw(BATCH, TOKENS, WIDTH))
+    assert changed
+    assert any(node.args[0].target is torch.ops.aten.as_strided.default for node in calls(gm, PAD))
+
+
+def test_an_integer_that_may_change_is_no_row() -> None:
+    """A number of heads that differs between blocks becomes symbolic in a graph of static tensors."""
+    graph = torch.fx.Graph()
+    number, mode = graph.placeholder("n"), torch._subclasses.FakeTensorMode()
+    number.meta["val"] = torch.SymInt(None)  # has no shape
+    with mode:
+        s = graph.placeholder("s")
+        s.meta["val"] = torch.empty(TOKENS, TOKENS)
+    assert [padding._row_of(node) for node in (number, s, 3)] == [None, TOKENS, None]
+
+
+def test_a_long_formula_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could begin at the model's input."""
+    monkeypatch.setattr(padding, "_LONGEST", 5)
+    gm, changed = padded(ROWS["softmax"], *(draw(BATCH, TOKENS, WIDTH) for _ in range(2)), torch.zeros(1))
+    assert changed
+    assert any(node.args[0].target is torch.ops.aten.as_strided.default for node in calls(gm, PAD))
+
+
 def test_a_copy_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that are saved are written once more: 0.05 ms are less than that takes, and enough where none are."""
     monkeypatch.setattr(padding, "_times", lambda operands: (0.05, 0.0))

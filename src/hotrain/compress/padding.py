@@ -42,6 +42,7 @@ from .nodes import (
 _aten = torch.ops.aten
 _ROW = 8  # elements of 16 bytes
 _MOST = 1.25  # a padded size, over the size
+_LONGEST = 64  # operators of a formula that is computed again with its padding
 _HALVES = torch.float16, torch.bfloat16
 _TURNS = _aten.permute.default, _aten.transpose.int
 _NEUTRAL = {_aten.sum.dim_IntList: 0.0, _aten.amax.default: -math.inf}
@@ -208,7 +209,7 @@ class _Padded:
 
     def _is_of_rows(self, node: Node, sizes: Sizes) -> bool:
         """Whether a formula with sums over its rows is computed with its padding, as nothing else needs it without."""
-        if sizes.keys() != {-1} or not self._sums_of_rows(node):
+        if sizes.keys() != {-1} or not node.meta["val"].is_contiguous() or not self._sums_of_rows(node):
             return False
         return all(reader.target is _aten.bmm.default or _is_formula(reader) for reader in readers_of(node, _is_view))
 
@@ -245,7 +246,7 @@ class _Padded:
                     return []
                 found.append(one)
             waiting += one.all_input_nodes
-        return sorted(found)
+        return sorted(found) if len(seen) <= _LONGEST else []
 
     def _masked(self, rows: Node, like: Node, value: float) -> Node:
         """Padded rows with a value in the elements that are added."""

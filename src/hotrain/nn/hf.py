@@ -18,8 +18,9 @@ class HadamardConv1D(Conv1D):
     transposed = True  # the weight is (I, O)
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = Conv1D.forward
-        return forward(self._hotrain, self, exact, x) if self.training else exact(self, x)
+        if not self.training:
+            return super().forward(x)
+        return forward(self._hotrain, self, Conv1D.forward, x)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

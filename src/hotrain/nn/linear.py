@@ -32,8 +32,9 @@ class HadamardLinear(nn.Linear):
         self.__dict__[ATTRIBUTE] = LayerState("linear", functional.as_method(method), grid, chosen=True)
 
     def forward(self, input: Tensor) -> Tensor:
-        exact = nn.Linear.forward
-        return forward(self._hotrain, self, exact, input) if self.training else exact(self, input)
+        if not self.training:
+            return super().forward(input)
+        return forward(self._hotrain, self, nn.Linear.forward, input)
 
     def token_matrix(self, t: Tensor) -> Tensor:
         """An output-shaped tensor, (*, O), as a matrix of tokens, (T, O)."""

@@ -276,7 +276,7 @@ def forward(
     Args:
         state: of the layer.
         module: the layer.
-        exact: PyTorch's own forward of its class, for where the method does not run.
+        exact: PyTorch's own forward, for where the method does not run. Of `super()` Dynamo would check each class.
         x: its input.
         place: of a convolution.
 
