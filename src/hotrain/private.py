@@ -256,6 +256,10 @@ CONV_FORWARD = "_conv_forward"
 """The method that forward of `nn.Conv2d` calls, and that users replace (convolutions of images that are tiles). Without
 it: there is nothing to replace."""
 
+CHILDREN = "_modules"
+"""A module's children by name; "parametrizations" is the one that computes its weights. `is_parametrized` asks by a
+`getattr` that Dynamo repeats in Python before each call. Without it: parametrized weights are computed for each use."""
+
 CONV_PADS = "_reversed_padding_repeated_twice"
 """What forward of `nn.Conv2d` pads by where the mode is not zeros: (left, right, top, bottom), set when the layer is
 made. Without it: `padding` and the kernel."""

@@ -25,7 +25,7 @@ from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
-from ..private import any_autocast, constant_in_graphs, differentiates, static_in_graphs
+from ..private import CHILDREN, any_autocast, constant_in_graphs, differentiates, static_in_graphs
 from ..transform.tokens import Grid
 
 REVERTED = "reverted"  # why a layer of an earlier conversion is exact, in the report of that conversion
@@ -283,8 +283,7 @@ def forward(
     Raises:
         TypeError, ValueError: as `functional.check_input`.
     """
-    # Not `is_parametrized`, whose `getattr` Dynamo repeats in Python before every call.
-    if "parametrizations" not in module._modules:
+    if "parametrizations" not in getattr(module, CHILDREN, ()):
         y = _by_method(state, module, x, place)
         return exact(module, x) if y is None else y
     with cached():  # weight and bias are read several times; PyTorch computes them once in a forward
