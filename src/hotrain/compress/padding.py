@@ -138,17 +138,14 @@ class _Padded:
                 result = called(self.graph, node, node, _aten.slice.Tensor, result, axis, 0, size)
         copy = None
         for user in list(node.users):
-            views = _views_behind(user, node, result) if result.target is _aten.slice.Tensor else {}
-            if views is None:
+            if result.target is not _aten.slice.Tensor:
+                user.replace_input_with(node, result)
+            elif not _lets_read(user, node, result):
                 # In the memory layout that it had: others, and whoever saves it, rely on that.
                 copy = copy or called(
                     self.graph, node, node, _aten.clone.default, result, memory_format=torch.contiguous_format
                 )
                 user.replace_input_with(node, copy)
-                continue
-            user.replace_input_with(node, result)
-            for view, value in views.items():
-                view.meta["val"] = value
         self.graph.erase_node(node)
 
     def of(self, node: Node, sizes: Sizes, before: Node) -> Node:
@@ -173,8 +170,9 @@ class _Padded:
         amounts = [0, 0, 0, 0]
         for axis, size in sizes.items():
             amounts[-2 * axis - 1] = size - value.shape[axis]
-        if self._is_of_rows(node, sizes):
-            for each in self._sums_of_rows(node):
+        sums = self._padded_with(node, sizes)
+        if sums:
+            for each in sums:
                 self._sum_padded_rows(each, sizes[-1])
             return self._with_readers(node, self._masked(self._in_rows(node, sizes[-1]), node, 0.0))
         if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
@@ -207,11 +205,11 @@ class _Padded:
         self.made[key] = made
         return made
 
-    def _is_of_rows(self, node: Node, sizes: Sizes) -> bool:
-        """Whether a formula with sums over its rows is computed with its padding, as nothing else needs it without."""
-        if sizes.keys() != {-1} or not node.meta["val"].is_contiguous() or not self._sums_of_rows(node):
-            return False
-        return all(reader.target is _aten.bmm.default or _is_formula(reader) for reader in readers_of(node, _is_view))
+    def _padded_with(self, node: Node, sizes: Sizes) -> list[Node]:
+        """The sums of a formula that is computed with its padding, as nothing else needs it without; else nothing."""
+        sums = self._sums_of_rows(node) if sizes.keys() == {-1} and node.meta["val"].is_contiguous() else []
+        alone = all(reader.target is _aten.bmm.default or _is_formula(reader) for reader in readers_of(node, _is_view))
+        return sums if alone else []
 
     def _sum_padded_rows(self, node: Node, size: int) -> None:
         if node not in self.sums:
@@ -266,11 +264,8 @@ class _Padded:
         """A node padded; the formulas that read it read a part of that."""
         part = called(self.graph, self._after(made), node, _aten.slice.Tensor, made, -1, 0, node.meta["val"].shape[-1])
         for user in list(node.users):
-            views = _views_behind(user, node, part) if part < user else None
-            if views is not None:
-                user.replace_input_with(node, part)
-                for view, value in views.items():
-                    view.meta["val"] = value
+            if part < user:
+                _lets_read(user, node, part)
         return made
 
     def passes(self, node: Node, sizes: Sizes) -> int:
@@ -280,7 +275,7 @@ class _Padded:
         inner = _inside(node, sizes)
         if inner is not None:
             return self.passes(*inner)
-        return 0 if _is_written_anyway(node) or self._is_of_rows(node, sizes) else 2
+        return 0 if _is_written_anyway(node) or self._padded_with(node, sizes) else 2
 
 
 def _inside(node: Node, sizes: Sizes) -> tuple[Node, Sizes] | None:
@@ -348,6 +343,17 @@ def _axis_of_rows(t: Any) -> int | None:
 
 def _whole(size: int) -> int:
     return -(-size // _ROW) * _ROW
+
+
+def _lets_read(user: Node, old: Node, new: Node) -> bool:
+    """Let a user read a tensor of other strides, if that does."""
+    views = _views_behind(user, old, new)
+    if views is None:
+        return False
+    user.replace_input_with(old, new)
+    for view, value in views.items():
+        view.meta["val"] = value
+    return True
 
 
 def _views_behind(user: Node, old: Node, new: Node) -> dict[Node, Any] | None:
