@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,7 @@ HUB = {
     ),
 }
 SUBJECTS = (*IMAGES, BERT, LLAMA, *HUB)
+HEADS_OF_HUB = ("MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")  # the first that a type has
 HEADS = ("head", "head_dist", "fc", "classifier", "lm_head")
 BATCHES = 2  # that the steps cycle through
 TINY = 4  # samples at the size for tests: enough that activations are worth compressing
@@ -198,10 +200,11 @@ def check(subject: str) -> None:
     Raises:
         ValueError: an unknown subject.
     """
-    if subject not in SUBJECTS and _timm_model(subject) is None:
+    if subject not in SUBJECTS and _timm_model(subject) is None and _hub_model(subject) is None:
         raise ValueError(
             f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
-            "deit_small_patch16_224/b256"
+            "deit_small_patch16_224/b256, and TYPE/bNxL or TYPE@LAYERS/bNxL of a model type of transformers, such as "
+            "roberta/b32x512 or mistral@2/b2x2048"
         )
 
 
@@ -213,11 +216,31 @@ def _timm_model(subject: str) -> tuple[str, int] | None:
     return (model, int(batch)) if known else None
 
 
+def _hub_model(subject: str) -> Hub | None:
+    """A model type of transformers as it is configured by default, of a subject ``TYPE[@LAYERS]/bNxL``."""
+    found = re.fullmatch(r"([\w-]+)(?:@([1-9]\d*))?/b([1-9]\d*)x([1-9]\d*)", subject)
+    if found is None:
+        return None
+    ensure_torchvision()
+    auto = importlib.import_module("transformers.models.auto")
+    name, layers, batch, length = found.groups()
+    if name not in auto.CONFIG_MAPPING:
+        return None
+    kind = auto.CONFIG_MAPPING[name]
+    heads = (getattr(auto, f"MODEL_FOR_{what}_MAPPING") for what in HEADS_OF_HUB)
+    model = next((mapping[kind] for mapping in heads if kind in mapping), None)
+    if model is None:
+        return None
+    sizes = {} if layers is None else {"num_hidden_layers": int(layers)}
+    return Hub(model.__module__.split(".")[-2], model.__name__, int(batch), int(length), sizes, {})
+
+
 def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     """Build a task, with the same weights and batches each time.
 
     Args:
-        subject: one of `SUBJECTS`, or ``NAME/bN`` of a timm model and a number of images.
+        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, or ``TYPE/bNxL`` of a model
+            type of transformers, a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers.
         device: device of model and batches.
         tiny: the size for tests.
 
@@ -232,6 +255,8 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
         return _bert(device, tiny)
     if subject == LLAMA:
         return _llama(device, tiny)
+    if (hub := _hub_model(subject)) is not None:
+        return _hub(hub, device, tiny)
     images = _timm_model(subject)
     assert images is not None
     return _images(*images, device, tiny)
@@ -277,7 +302,8 @@ def _hub(what: Hub, device: torch.device, tiny: bool) -> Task:
     with device:
         model = kind(config)
         if model.main_input_name == "pixel_values":
-            labels = (config.num_labels, (batch, length, length))
+            pixels = (batch, length, length) if "Segmentation" in what.model else (batch,)
+            labels = (config.num_labels, pixels)
             batches = [(torch.randn(batch, 3, length, length), torch.randint(*labels)) for _ in range(BATCHES)]
         else:
             tokens = [torch.randint(config.vocab_size, (batch, length)) for _ in range(BATCHES)]
