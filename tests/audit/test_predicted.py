@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import contextlib
 import logging
 import pickle
 import re
@@ -203,6 +204,27 @@ def test_a_model_of_small_tensors_says_that_they_stay() -> None:
     assert str(report).endswith("between the layers: known after a training forward")
     model(torch.randn(64, 64)).sum().backward()
     assert str(report).endswith("outside of checkpoints, keeps 16,384 entries in 16 or 32 bits)")
+
+
+def test_a_forward_derivative_that_fails_on_fakes_leaves_autograd_as_it_was() -> None:
+    """PyTorch leaves autograd out of all later calls when `jvp` of a layer norm raises on a fake tensor."""
+
+    class Jvp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, slope = torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))
+            return self.head(y - slope.detach())  # type: ignore[no-any-return]
+
+    model, x = Jvp(), torch.randn(8, 64)
+    report = hotrain.convert(model)
+    model(x).square().sum().backward()
+    assert "not known from shapes" in str(report)
+    with contextlib.suppress(ValueError):
+        hotrain.predicted_bytes(model, x)
+    assert nn.Linear(3, 3)(torch.ones(1, 3)).requires_grad
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no product of groups")
