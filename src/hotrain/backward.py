@@ -27,7 +27,7 @@ from .method import PARTNER, GradInput, GradWeight, Method
 from .products import code_matmul
 from .quantize import QUANTIZERS
 from .quantize.floating import DTYPES
-from .quantize.integer import Quantized, wide
+from .quantize.integer import Quantized
 from .saved import Kept, values
 from .transform.hadamard import rotate
 from .transform.importance import drawn
@@ -127,7 +127,7 @@ def _product_of_codes(g: Tensor, kept: Kept, path: GradWeight, key: draws.Key) -
 def rotated_grad(g: Tensor, path: GradInput, key: draws.Key) -> Quantized:
     """Q(g H) of g = g_y: codes (T, O') with per-token or per-tensor scales; O' is O padded to a multiple of 16."""
     assert path.bits is not None
-    g = rotate(wide(g)) if path.transform == "hadamard" else g
+    g = rotate(g, widened=True) if path.transform == "hadamard" else g
     return QUANTIZERS[path.number](g, path.bits, path.scale_axis, path.rounding, key, draws.GRAD_INPUT)
 
 

@@ -62,7 +62,7 @@ def matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(signs(n), dtype=torch.float64, device="cpu").div_(n**0.5).to(device, dtype)
 
 
-def rotate(t: Tensor, dim: int = -1, n: int = TILE) -> Tensor:
+def rotate(t: Tensor, dim: int = -1, n: int = TILE, widened: bool = False) -> Tensor:
     """Multiply every block of `n` elements along `dim` by the orthonormal H_n.
 
     The axis is padded with zeros to a multiple of n, and stays padded. A second rotation gives the padded tensor back.
@@ -72,10 +72,12 @@ def rotate(t: Tensor, dim: int = -1, n: int = TILE) -> Tensor:
         t: (..., C, ...), floating point.
         dim: axis of C.
         n: block size, a power of two.
+        widened: whether to compute in float32 (float64 for float64) rather than in t's dtype.
 
     Returns:
-        (..., C', ...) with C' = ⌈C/n⌉·n, in t's dtype.
+        (..., C', ...) with C' = ⌈C/n⌉·n, in the dtype of the computation.
     """
+    t = t.to(torch.promote_types(t.dtype, torch.float32)) if widened else t
     dim = dim % t.dim()
     size = t.shape[dim]
     pad = -size % n
