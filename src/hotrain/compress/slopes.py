@@ -25,8 +25,8 @@ class Activation:
         levels: the format of the derivative; None for a derivative of two values, in 1 bit per element.
         by_input: the name in `formats.FORMATS` of the format in which x is saved instead, "" for none; backward makes
             from it the derivative, and f(x) for the next layer.
-        flat: the |x| above which f is constant to 8 digits; x is cut off there before it is saved. A mask of -inf, or
-            of -1e9, would else be the scale of its group.
+        flat: the |x| above which f is constant to 8 digits; None for no such |x|. x is cut off there before it is
+            saved: a mask of -inf, or of -1e9, would else be the scale of its group.
         least: the x below which f and f' are zero but for less than the format's error; None for no such x. A smaller
             one is saved as this one, or as one code below 0 (`saved.Grouped.keep`).
     """
@@ -35,12 +35,8 @@ class Activation:
     slope: Callable[..., Tensor]
     levels: Levels | None = SLOPES
     by_input: str = ""
-    flat: float = math.inf
+    flat: float | None = None
     least: float | None = None
-
-    def cut(self, x: Tensor) -> Tensor:
-        """x as it is saved."""
-        return x if self.flat == math.inf else x.clamp(-self.flat, self.flat)
 
 
 # GELU's derivative is that of its tanh form, for both forms: the two differ by 0.0009 at most, and levels are 0.09

@@ -189,7 +189,8 @@ class Curve(torch.autograd.Function):
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
             y = kind.f(x)
-            codes, scale = pack(kind.cut(ordered), form, kind.least)
+            ordered = ordered if kind.flat is None else ordered.clamp(-kind.flat, kind.flat)
+            codes, scale = pack(ordered, form, kind.least)
         ctx.save_for_backward(codes, scale)
         return y, *with_codes(ctx, codes, scale)
 
