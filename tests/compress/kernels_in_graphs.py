@@ -28,7 +28,7 @@ torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_co
 
 OPS = torch.ops.hotrain
 BF16, ROWS, CHANNELS = torch.bfloat16, 96, 192
-RECIPE = rematerialize.normed(rematerialize.values("int4 nearest/row", (CHANNELS,)), False)
+RECIPE = rematerialize.normed("int4 nearest/row", (CHANNELS,))
 
 
 def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:

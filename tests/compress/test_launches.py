@@ -98,7 +98,7 @@ SHAPE = (2, 7, 96)
 
 def _norm(w: bool, b: bool, form: str = ROW, cast: bool = False, seed: int = 3) -> tuple[str, list[Tensor | None]]:
     gamma, beta = draw(96, seed=8) if w else None, draw(96, seed=9) if b else None
-    return rematerialize.normed(rematerialize.values(form, (96,)), cast), [*kept(form, *SHAPE, seed=seed), gamma, beta]
+    return rematerialize.normed(form, (96,), cast=cast), [*kept(form, *SHAPE, seed=seed), gamma, beta]
 
 
 def _of(name: str, inner: tuple[str, list[Tensor | None]]) -> tuple[str, list[Tensor | None]]:
@@ -116,7 +116,8 @@ def _values(form: str = GROUPS, columns: int = 96, seed: int = 3) -> tuple[str, 
 def _image(name: str = "", normed: bool = False, channels: int = 96) -> tuple[str, list[Tensor | None]]:
     recipe, given = rematerialize.values(ROW, (2, channels), True), kept(ROW, 2, 3, 5, channels)
     if normed:
-        recipe, given = rematerialize.normed(recipe, False), [*given, draw(channels, seed=8), draw(channels, seed=9)]
+        recipe = rematerialize.normed(ROW, (2, channels), image=True)
+        given = [*given, draw(channels, seed=8), draw(channels, seed=9)]
     return rematerialize.of(name, recipe) if name else recipe, given
 
 
@@ -187,7 +188,7 @@ def test_an_unsupported_recipe_is_made_as_before(name: str) -> None:
 
 def test_what_only_the_tensors_tell_is_made_as_before() -> None:
     """γ of a norm over two axes is a matrix, which the recipe does not say; float64 has no kernel."""
-    recipe, given = rematerialize.normed(rematerialize.values(ROW, (16,)), False), kept(ROW, 3, 6, 16)
+    recipe, given = rematerialize.normed(ROW, (16,)), kept(ROW, 3, 6, 16)
     given += [draw(6, 16, seed=8), draw(6, 16, seed=9)]
     vectors = [*given[:2], draw(16, seed=8), None]
     for tensors, dtype in ((given, torch.float32), (vectors, torch.float64)):

@@ -233,9 +233,9 @@ def by_tokens(recipe: str) -> str:
     return f"{'values' if kind == 'heads' else 'output'},{rest}"
 
 
-def normed(inner: str, cast: bool) -> str:
-    """The word of `Normed`."""
-    return f"{'norm cast' if cast else 'norm'},{inner}"
+def normed(form: str, shape: Sequence[int], image: bool = False, cast: bool = False) -> str:
+    """The word of `Normed`, with the arguments of `values` for x̂."""
+    return f"{'norm cast' if cast else 'norm'},{values(form, shape, image)}"
 
 
 def of(name: str, inner: str) -> str:

@@ -37,7 +37,6 @@ from .base import (
     is_large,
     replaced,
     uncompressed,
-    with_codes,
     without_autocast,
     written,
 )
@@ -192,7 +191,8 @@ class Curve(torch.autograd.Function):
             ordered = ordered if kind.flat is None else ordered.clamp(-kind.flat, kind.flat)
             codes, scale = pack(ordered, form, kind.least)
         ctx.save_for_backward(codes, scale)
-        return y, *with_codes(ctx, codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        return y, codes, scale
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:

@@ -38,7 +38,7 @@ from .. import exact_attention, rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, without_autocast
 
 _aten = torch.ops.aten
 _numbers = itertools.count()
@@ -325,7 +325,8 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(mask, *(codes + seed if dropout else codes[:6]))
         ctx.args = args
         ctx.shapes, ctx.dtype = (q.shape, k.shape, v.shape, out.shape), q.dtype
-        return out, *with_codes(ctx, *codes[6:])
+        ctx.mark_non_differentiable(*codes[6:])
+        return out, *codes[6:]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:

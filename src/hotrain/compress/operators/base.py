@@ -14,7 +14,6 @@ from ... import casting
 from ...autograd import skips_undefined
 from ...private import any_autocast, autocasts_itself, is_view
 from ...saved import memory_order
-from .. import rematerialize
 from ..report import Buffers
 from ..rules import SMALL
 from ..sharing import Origins
@@ -195,21 +194,3 @@ def replaced(x: Tensor, y: Tensor) -> Tensor:
     # The gradient of `copy_` is a sum with zeros in another layout; the compiler removes an unused one.
     x.copy_(y)
     return y if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last) else x  # a slice keeps gaps
-
-
-def note_norm(
-    scope: Scope, found: tuple[Tensor, Tensor, Tensor], w: Tensor | None, b: Tensor | None, form: str,
-    image: bool = False, cast: bool = False,
-) -> Tensor:  # fmt: skip
-    """The result of a norm operator, noted in `Origins`; ``cast`` is whether x̂ is rounded before γ."""
-    y, codes, scale = found
-    recipe = rematerialize.normed(rematerialize.values(form, y.shape, image), cast)
-    scope.origins.note(y, recipe, codes, scale, w, b)
-    return y
-
-
-def with_codes(ctx: Any, *codes: Tensor) -> tuple[Tensor, ...]:
-    """Codes as further results of an autograd function, without gradients, so that the next operator can share them."""
-    if codes:
-        ctx.mark_non_differentiable(*codes)
-    return codes

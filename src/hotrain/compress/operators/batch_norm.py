@@ -30,18 +30,7 @@ from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
-from .base import (
-    Handlers,
-    Scope,
-    custom_op,
-    direct,
-    is_large,
-    note_norm,
-    replaced,
-    wants_gradient,
-    with_codes,
-    without_autocast,
-)
+from .base import Handlers, Scope, custom_op, direct, is_large, replaced, wants_gradient, without_autocast
 from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
@@ -253,7 +242,8 @@ class BatchNorm(torch.autograd.Function):
         codes, scale = pack_normalized(x.movedim(1, -1), mean, r, form, normalized)
         ctx.save_for_backward(w, r, codes, scale)
         ctx.form, ctx.dtype, ctx.b_dtype = form, x.dtype, None if b is None else b.dtype
-        return y, *with_codes(ctx, codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        return y, codes, scale
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -285,7 +275,8 @@ class FusedBatchNorm(torch.autograd.Function):
         y, codes, scale, marks = torch.ops.hotrain.normalize(x, mean, r, w, b, shortcut, name)
         ctx.save_for_backward(w, r, codes, scale, marks)
         ctx.name, ctx.b_dtype = name, None if b is None else b.dtype
-        return y, *with_codes(ctx, codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        return y, codes, scale
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -347,7 +338,7 @@ def finished(scope: Scope, what: Unfinished, name: str, like: Tensor, place: Ten
     if place is not None:
         y = replaced(place, y)
     if what.shortcut is None:
-        recipe = rematerialize.normed(rematerialize.values(saved_format(), what.x.shape[:2], image), False)
+        recipe = rematerialize.normed(saved_format(), what.x.shape[:2], image)
         scope.origins.note(y, rematerialize.of(name, recipe) if name else recipe, codes, scale, what.w, what.b)
     return y
 
@@ -378,8 +369,10 @@ def _batch_norm(
         y = finished(scope, what, "", input)
         scope.origins.note_unfinished(y, what)
         return y
-    found = batch_norm(input, weight, bias, eps, form, running_mean, running_var, momentum)
-    return note_norm(scope, found, weight, bias, form, image=input.dim() > 2)
+    y, *codes = batch_norm(input, weight, bias, eps, form, running_mean, running_var, momentum)
+    recipe = rematerialize.normed(form, y.shape, image=input.dim() > 2)
+    scope.origins.note(y, recipe, *codes, weight, bias)
+    return y  # type: ignore[no-any-return]
 
 
 def _sum(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ...casting import outside_autocast
 from ...private import differentiates
 from ..eager import sees_functions
+from ..rematerialize import normed
 from ..report import ATTRIBUTE, Buffers
-from .base import Handlers, Scope, is_large, note_norm, wants_gradient
+from .base import Handlers, Scope, is_large, wants_gradient
 from .norm import KINDS, forward, norm, saved_format
 
 COMPOSED = "_hotrain_kinds"  # of such a module: its `Composed`
@@ -84,7 +85,8 @@ def _composed_norm(
     if kind not in ("rms_cast", "rms_float"):
         return None
     y, codes, scale, channels = norm(x, w, b, kind, *rest)
-    note_norm(scope, (y, codes, scale), channels[1], b, saved_format(), cast=KINDS[kind].rounds)
+    recipe = normed(saved_format(), y.shape, cast=KINDS[kind].rounds)
+    scope.origins.note(y, recipe, codes, scale, channels[1], b)
     return y, codes, scale, channels
 
 

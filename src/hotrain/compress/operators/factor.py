@@ -89,9 +89,11 @@ def listed(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Made]:
     return run
 
 
-def own(kept: Kept, form: str) -> tuple[Tensor, ...]:
-    """Codes and scales, if they were packed here."""
-    return kept if form in GROUPED else ()  # type: ignore[return-value]
+def own(ctx: Any, *packed: tuple[Kept, str]) -> tuple[Tensor, ...]:
+    """Codes and scales that were packed here: further results of the autograd function, without gradients."""
+    made: Any = tuple(t for kept, form in packed if form in GROUPED for t in kept)
+    ctx.mark_non_differentiable(*made)
+    return made  # type: ignore[no-any-return]
 
 
 def forms_of(a: Any, b: Any, form: str) -> tuple[str, str] | None:

@@ -24,7 +24,7 @@ from ..formats import GROUPED
 from ..launcher import launch, opaque, operator_for, supported
 from ..sharing import Gate
 from ..slopes import ACTIVATIONS
-from .base import Scope, custom_op, with_codes
+from .base import Scope, custom_op
 from .factor import Given, Made, listed, own, pack
 
 
@@ -74,7 +74,7 @@ class Gated(torch.autograd.Function):
         )
         assert isinstance(recipe, rematerialize.Codes)
         ctx.activation, ctx.form = name, recipe.form
-        return ACTIVATIONS[name].f(x) * b, *with_codes(ctx, *own(kept, b_form))
+        return ACTIVATIONS[name].f(x) * b, *own(ctx, (kept, b_form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ...autograd import not_a_view, once, skips_undefined
 from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
-from .base import Handlers, custom_op, lower, with_codes, without_autocast
+from .base import Handlers, custom_op, lower, without_autocast
 from .cross_entropy import reduced
 from .factor import Given, input_of, keep_input, own
 
@@ -127,7 +127,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         own_w = w if ctx.needs_input_grad[0] else None
         ctx.classes = classes
         ctx.save_for_backward(own_w, rows, normalizers, torch.where(counts, target, -1), times, *kept)
-        return loss.to(dtype), y, *with_codes(ctx, *own(kept, ctx.form))
+        return loss.to(dtype), y, *own(ctx, (kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

@@ -30,7 +30,6 @@ from .base import (
     lower,
     pair,
     wants_gradient,
-    with_codes,
     without_autocast,
 )
 from .factor import Given, input_of, keep_input, listed, materialize, own, shared
@@ -44,7 +43,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, form: str, given: Given) -> tuple[Tensor, ...]:
         x, kept = keep_input(ctx, x, form, given)
         ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
-        return not_a_view(F.linear(x, w, b)), *with_codes(ctx, *own(kept, ctx.form))
+        return not_a_view(F.linear(x, w, b)), *own(ctx, (kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -73,7 +72,7 @@ class Conv2d(torch.autograd.Function):
         ctx.channels_last = is_channels_last(x)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
-        return y, *with_codes(ctx, *own(kept, ctx.form))
+        return y, *own(ctx, (kept, ctx.form))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:

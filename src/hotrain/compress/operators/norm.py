@@ -30,18 +30,8 @@ from ...quantize.integer import wide
 from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from .base import (
-    Handlers,
-    Scope,
-    custom_op,
-    direct,
-    float32,
-    is_large,
-    note_norm,
-    wants_gradient,
-    with_codes,
-    without_autocast,
-)
+from ..rematerialize import normed
+from .base import Handlers, Scope, custom_op, direct, float32, is_large, wants_gradient, without_autocast
 
 
 @dataclass(frozen=True)
@@ -305,12 +295,14 @@ class Norm(torch.autograd.Function):
             args = (x.view(-1, shape[-1]), None, w, b, eps, dtype, dtype, *flags, None, None, 1.0)
             _, y, r, *kept = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(own_w, r, *kept)
-            return y.view(shape), *with_codes(ctx, *kept)
+            ctx.mark_non_differentiable(*kept)
+            return y.view(shape), *kept
         y, mean, r = forward(x, w, b, kind, dims, eps)
         by_token = KINDS[kind].by_token
 
         def normalized() -> Tensor:
-            lifted = wide(x) if by_token else wide(x).reshape(shape[0], dims, -1)
+            lifted = _as(x, torch.promote_types(dtype, torch.float32))
+            lifted = lifted if by_token else lifted.reshape(shape[0], dims, -1)
             normal = ((lifted if mean is None else lifted - mean) * r).view(shape)
             return normal if by_token else normal.movedim(1, -1)
 
@@ -319,7 +311,8 @@ class Norm(torch.autograd.Function):
         else:
             kept = _kept(x, mean, r, w, form, normalized, by_token and eager)
         ctx.save_for_backward(own_w, r, *kept)
-        return y, *with_codes(ctx, *kept)
+        ctx.mark_non_differentiable(*kept)
+        return y, *kept
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -372,7 +365,8 @@ def _replaced(
     scope.record(f"{kind}_norm", form)
     y, codes, scale, channels = norm(x, w, b, kind, dims, eps, form)
     factor = channels[1] if channels.numel() else w
-    return note_norm(scope, (y, codes, scale), factor, b, form, image=not KINDS[kind].by_token)
+    scope.origins.note(y, normed(form, y.shape, image=not KINDS[kind].by_token), codes, scale, factor, b)
+    return y
 
 
 def _ends_in(input: Any, shape: Any) -> bool:

@@ -22,7 +22,7 @@ from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of
 from . import gated
-from .base import Handlers, Scope, custom_op, direct, lower, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, lower, without_autocast
 from .factor import Given, Kept, forms_of, listed, marked, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
@@ -55,7 +55,7 @@ class Product(torch.autograd.Function):
         ctx.split = len(a_kept)
         ctx.save_for_backward(*a_kept, *b_kept)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-        return a * b, *with_codes(ctx, *own(a_kept, ctx.forms[0]), *own(b_kept, ctx.forms[1]))
+        return a * b, *own(ctx, (a_kept, ctx.forms[0]), (b_kept, ctx.forms[1]))
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of, keep, source
-from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, with_codes, without_autocast
+from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, without_autocast
 
 
 @skips_undefined
@@ -30,7 +30,8 @@ class Softmax(torch.autograd.Function):
         codes, scale = keep(GROUPED[form], ordered)
         ctx.save_for_backward(codes, scale)
         ctx.dim, ctx.form, ctx.shape = dim, form, ordered.shape
-        return y, *with_codes(ctx, codes, scale)
+        ctx.mark_non_differentiable(codes, scale)
+        return y, codes, scale
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
