@@ -232,6 +232,9 @@ def _hub_model(subject: str) -> Hub | None:
     if model is None:
         return None
     sizes = {} if layers is None else {"num_hidden_layers": int(layers)}
+    positions = getattr(kind(), "max_position_embeddings", None)
+    if positions is not None:
+        sizes["max_position_embeddings"] = max(positions, int(length) + 2)  # RoBERTa's first position is 2
     return Hub(model.__module__.split(".")[-2], model.__name__, int(batch), int(length), sizes, {})
 
 

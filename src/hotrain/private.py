@@ -247,7 +247,7 @@ _as_dispatched = _find("_C._PreserveDispatchKeyGuard", PREDICTION)
 
 @contextmanager
 def _fakes_made() -> Iterator[None]:
-    """PyTorch's mode. Afterwards autograd is as before: what `jvp` of layer norm sets ends with the frames of its error."""
+    """PyTorch's mode. Afterwards autograd is as before, also where `jvp` failed: what it set ends with its frames."""
     if why := falls_back(PREDICTION):
         raise NotImplementedError(why)
     with _as_dispatched(), _fake_mode():

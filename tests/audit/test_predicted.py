@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-import contextlib
 import logging
 import pickle
 import re

@@ -162,6 +162,19 @@ def test_a_subject_may_be_any_model_of_timm() -> None:
             tasks.build(name, CPU, tiny=True)
 
 
+def test_a_subject_may_be_any_model_type_of_transformers() -> None:
+    """The head that a type has, fewer layers, and positions for the length that is asked, of which RoBERTa leaves two."""
+    pytest.importorskip("transformers")
+    task = tasks.build("electra@1/b2x600", CPU, tiny=True)
+    assert type(task.model).__name__ == "ElectraForMaskedLM"
+    assert task.model.config.num_hidden_layers == 1
+    assert task.model.config.max_position_embeddings == 602
+    assert task.loss(task.model, task.batches[0]).isfinite()
+    for name in ("electra/b2", "electra@0/b2x8", "electra/b0x8", "electro/b2x8", "dpr/b2x8"):
+        with pytest.raises(ValueError, match=rf"got '{name}', subjects are .* and TYPE/bNxL"):
+            tasks.build(name, CPU, tiny=True)
+
+
 def test_everything_compressed_is_a_variant() -> None:
     """The exact forward, and gradients that differ from those of compressed layers alone: something was compressed."""
     rows = list(step.run([VIT], ["hotrain-default-linear-eager", "hotrain-default-eager"], CPU, 1, tiny=True))
