@@ -163,7 +163,7 @@ def test_a_subject_may_be_any_model_of_timm() -> None:
 
 
 def test_a_subject_may_be_any_model_type_of_transformers() -> None:
-    """The head that a type has, fewer layers, and positions for the length that is asked, of which RoBERTa leaves two."""
+    """The head that a type has, fewer layers, and positions for the length that is asked: two more, for RoBERTa."""
     pytest.importorskip("transformers")
     task = tasks.build("electra@1/b2x600", CPU, tiny=True)
     assert type(task.model).__name__ == "ElectraForMaskedLM"
