@@ -359,3 +359,9 @@ def test_a_groups_size_divides_the_channels_of_real_models() -> None:
     sizes = {3: 4, 7: 8, 16: 16, 48: 48, 96: 96, 100: 100, 192: 96, 197: 64, 384: 128, 768: 128, 1000: 100, 4096: 128}
     assert {columns: group_size(columns) for columns in sizes} == sizes
     assert group_size(768, whole=True) == 768
+
+
+def test_whole_rows_are_padded_as_those_of_products_are() -> None:
+    """To 16 bytes of 16-bit numbers, where they are padded at all: a softmax of 49 tokens, or of 197."""
+    sizes = {10: 12, 49: 56, 50: 56, 196: 196, 197: 200, 577: 584}
+    assert {columns: group_size(columns, whole=True) for columns in sizes} == sizes

@@ -147,10 +147,12 @@ def group_size(columns: int, whole: bool = False) -> int:
     """How many neighbours share a scale.
 
     The largest multiple of 4 from 16 to 128 that divides the channels, else 64 with padding. Fewer than 16 channels,
-    or all of them if ``whole``, are one group, padded to a multiple of 4.
+    or all of them if ``whole``, are one group; one that is no multiple of 4 is padded, a longer one to a multiple of 8,
+    as rows of products of 16-bit numbers are.
     """
     if columns < 16 or whole:
-        return -(-columns // 4) * 4
+        unit = 4 if columns % 4 == 0 or columns < 16 else 8
+        return -(-columns // unit) * unit
     return next((size for size in range(min(columns, 128), 15, -1) if columns % size == 0 and size % 4 == 0), _CHUNK)
 
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotrain
 from hotrain.compress import compiled, padding
+from hotrain.compress.formats import GROUPED
 from hotrain.planning import Roofs
 
 BATCH, TOKENS, WIDTH = 6, 49, 32
@@ -159,12 +160,39 @@ def test_sums_of_rows_are_over_padded_ones(name: str) -> None:
     assert changed
     assert all(size % 8 == 0 for size in rows(gm))
     sums = [node for kind in padding._SUMS for node in calls(gm, kind) if node.args[1] == [-1]]
-    written = [node for node in calls(gm, PAD) if node.args[0].target is torch.ops.aten.as_strided.default]
+    whole = BATCH * TOKENS * TOKENS  # elements: what is repeated has fewer
+    pads = [node for node in calls(gm, PAD) if node.args[0].meta["val"].numel() == whole]
+    written = [node for node in pads if node.args[0].target is torch.ops.aten.as_strided.default]
     if name in ("a count", "sums over other axes"):
         assert written
     else:
         assert not written
         assert all(node.args[0].meta["val"].shape[-1] == 56 for node in sums)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_codes_of_a_softmax_are_of_its_padded_rows(masked: bool) -> None:
+    """One kernel writes a softmax and its codes: both have rows of 56, and nothing is padded behind their sums. What
+    windows repeat, a mask that is computed, is written once, and padded as it is read."""
+
+    def step(q: Tensor, k: Tensor, b: Tensor) -> list[Tensor]:
+        scores = (q @ k.mT).float()
+        if masked:
+            mask = b.ne(0).to(torch.float32).masked_fill(b > 1, -100.0)
+            scores = (scores.view(2, 3, TOKENS, TOKENS) + mask.unsqueeze(0)).view(BATCH, TOKENS, TOKENS)
+        p = softmax(scores)
+        return [p.bfloat16() @ k * 2, *GROUPED["log8/row"].keep(p)]
+
+    inputs = draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH), torch.randn(3, TOKENS, TOKENS)
+    gm, changed = padded(step, *inputs)
+    assert changed
+    sums = [node for kind in padding._SUMS for node in calls(gm, kind) if node.args[1] == [-1]]
+    assert len(sums) == 3
+    assert all(node.args[0].meta["val"].shape[-1] == 56 for node in sums)
+    behind = [node for node in calls(gm, PAD) if node.args[0].op != "placeholder"]
+    of_the_mask = [node for node in behind if node.args[0].target is torch.ops.aten.as_strided.default]
+    assert behind == of_the_mask
+    assert [node.args[0].meta["val"].numel() for node in of_the_mask] == [3 * TOKENS * TOKENS] * masked
 
 
 def test_what_reads_a_softmax_keeps_its_layout() -> None:

@@ -70,6 +70,7 @@ def pad(graph: Graph, roofs_of: Callable[[], Roofs | None]) -> bool:
             padded.replace(one)
             changed = True
     if changed:
+        padded.share()
         graph.eliminate_dead_code()
     return changed
 
@@ -176,14 +177,21 @@ class _Padded:
                 self._sum_padded_rows(each, sizes[-1])
             return self._with_readers(node, self._masked(self._in_rows(node, sizes[-1]), node, 0.0))
         if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
-            # Inductor writes it, rounded, where a view with strides of its own is asked for: else the padding would
-            # be computed of a softmax's exponentials, and these written in float32 for it.
-            sizes_and_strides = list(value.shape), list(value.stride())
-            source = called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
+            # Else the padding would be computed of a softmax's exponentials, and these written in float32 for it.
+            source = self._written(node, before)
         return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
 
-    def _in_rows(self, node: Node, size: int) -> Node:
-        """A formula of rows with as many elements, anything in those that are added."""
+    def _written(self, node: Node, before: Node) -> Node:
+        """A tensor that Inductor writes, rounded: a view with strides of its own is asked for."""
+        value = node.meta["val"]
+        sizes_and_strides = list(value.shape), list(value.stride())
+        return called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
+
+    def _in_rows(self, node: Node, size: int, reader: Node | None = None) -> Node:
+        """A formula of rows with as many elements, anything in those that are added.
+
+        What a reader repeats, as a bias or a mask, is padded as it is.
+        """
         key = node, size
         if key in self.made:
             return self.made[key]
@@ -191,19 +199,38 @@ class _Padded:
         after = self._after(node)
         source: Any = node.args[0] if node.args else None
         made: Any = None
-        if node.target is _aten.slice.Tensor and _is_first_part(node, size):
+        if reader is not None and _repeats(reader, node):
+            # Inductor takes places in memory from the beginning of what is written.
+            written = node.op != "placeholder" and _is_a_beginning(node.meta["val"])
+            node = self._written(node, after) if written else node
+        elif node.target is _aten.slice.Tensor and _is_first_part(node, size):
             made = source
         elif _is_by_element(node) or node.target is _aten.clone.default:
-            args = map_arg(node.args, lambda t: self._in_rows(t, size) if _row_of(t) == last else t)
+            args = map_arg(node.args, lambda t: self._in_rows(t, size, node) if _row_of(t) == last else t)
             made = called(self.graph, after, node, node.target, *args, **node.kwargs)
         elif _keeps_rows(node) or (node.target is _aten.expand.default and _row_of(source) == 1):
-            source = self._in_rows(source, size) if _keeps_rows(node) else source
+            source = self._in_rows(source, size, node) if _keeps_rows(node) else source
             with contextlib.suppress(RuntimeError, ValueError):
                 made = called(self.graph, after, node, node.target, source, [*node.meta["val"].shape[:-1], size])
         if made is None:
             made = called(self.graph, after, node, _aten.constant_pad_nd.default, node, [0, size - last])
         self.made[key] = made
         return made
+
+    def share(self) -> None:
+        """Let what pads rows with zeros, as codes of a softmax do, read those that are computed with their padding."""
+        mine = set(self.made.values())
+        for node in self.graph.find_nodes(op="call_function", target=_aten.constant_pad_nd.default):
+            source, amounts, *value = arguments_of(node)
+            size = int(node.meta["val"].shape[-1])
+            if node not in mine and amounts[0] == 0 and len(amounts) == 2 and value == [0] and self._has(source, size):
+                node.replace_all_uses_with(self._masked(self._in_rows(source, size), source, 0.0))
+
+    def _has(self, node: Node, size: int) -> bool:
+        """Whether a node, or what it has the rows of, is computed with its padding."""
+        while (node, size) not in self.made and (_keeps_rows(node) or is_cast(node)):
+            (node,) = node.all_input_nodes
+        return (node, size) in self.made
 
     def _padded_with(self, node: Node, sizes: Sizes) -> list[Node]:
         """The sums of a formula that is computed with its padding, as nothing else needs it without; else nothing."""
@@ -243,7 +270,7 @@ class _Padded:
                 if not is_last or value.shape[-1] != size or not value.is_floating_point():
                     return []
                 found.append(one)
-            waiting += one.all_input_nodes
+            waiting += [t for t in one.all_input_nodes if not _repeats(one, t)]
         return sorted(found) if len(seen) <= _LONGEST else []
 
     def _masked(self, rows: Node, like: Node, value: float) -> Node:
@@ -314,6 +341,17 @@ def _row_of(node: Any) -> int | None:
 def _keeps_rows(node: Node) -> bool:
     """Whether a node is a view with the same rows."""
     return node.target in (*VIEWS, _aten.expand.default) and _row_of(node.args[0]) == _row_of(node)
+
+
+def _repeats(node: Node, rows: Node) -> bool:
+    """Whether a formula or a view reads rows of its own length more than once."""
+    value = value_of(rows)
+    return value is not None and _row_of(rows) == _row_of(node) != 1 and value.numel() < node.meta["val"].numel()
+
+
+def _is_a_beginning(t: Tensor) -> bool:
+    """Whether a tensor's elements are side by side from the beginning of its memory."""
+    return t.is_contiguous() and t.storage_offset() == 0
 
 
 def _is_first_part(node: Node, size: int) -> bool:
