@@ -21,12 +21,10 @@ FORWARD = torch.ops.hotrain.norm_forward.default
 BACKWARD = torch.ops.hotrain.norm_backward.default
 
 
-def joint(
-    behind: Callable[[Tensor], Tensor] = lambda y: y, gradient: Callable[[Tensor], Tensor] = lambda g: g
-) -> Graph:
+def joint(behind: Callable[[Tensor], Any] = lambda y: y, gradient: Callable[[Tensor], Tensor] = lambda g: g) -> Graph:
     """Forward and backward of one norm, traced."""
 
-    def step(x: Tensor, g: Tensor) -> list[Tensor]:
+    def step(x: Tensor, g: Tensor) -> list[Any]:
         _, y, r, *kept = torch.ops.hotrain.norm_forward(x, None, None, None, 1e-5, *FLAT, False, None, None, 1.0)
         given = gradient(g), *kept[:2], r, kept[2], None
         grads = torch.ops.hotrain.norm_backward(*given, *FLAT[1:3], None, None, 1.0)
@@ -63,7 +61,8 @@ def windows(t: Tensor) -> Tensor:
 def test_copies_into_windows_count() -> None:
     """A compiler's own norm writes and reads them in passing; beside a kernel each is read and written once more."""
     size = ROWS * CHANNELS * 4
-    for behind, gradient, wanted in ((None, None, (0, 0)), (windows, None, (2, 0)), (None, windows, (0, 2))):
+    cases = (None, None, (0, 0)), (windows, None, (2, 0)), (None, windows, (0, 2)), (torch.sin, None, (2, 0))
+    for behind, gradient, wanted in (*cases, (lambda y: [y.sin(), y @ y.mT], None, (1, 0))):
         options = {name: f for name, f in (("behind", behind), ("gradient", gradient)) if f is not None}
         graph = joint(**options)
         found = fusing.unfused(one_of(graph, FORWARD)), fusing.unfused(one_of(graph, BACKWARD))

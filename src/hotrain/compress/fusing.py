@@ -74,8 +74,8 @@ def merge_batch_norms(graph: Graph) -> None:
 def unfused(norm: Node) -> int:
     """Bytes that formulas and copies beside an operator move more than in exact training, where a compiler fuses them.
 
-    What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that is
-    written in another order next (of windows); the gradient that the norm writes is read once more. Fewer, below 0, by
+    What is added in a norm, and is no product that its kernel takes, is written and read before, as is a result that
+    formulas read next (a sum, windows); the gradient that the norm writes is read once more. Fewer, below 0, by
     the cast of a shortcut's gradient for a product, which the kernel writes and a compiler makes in a pass of its own
     (seen in ViT-B and DeiT-S). A compiler also sums for several batch norms whose results are added in one pass. On the
     joint graph, as `choosing` sees it, of an operator in `UNFUSED`.
@@ -93,12 +93,7 @@ def _unfused_forward(norm: Node) -> int:
     if merged is not None:
         alone.remove(merged.node)
         alone += filter(_is_alone, [_uncast(merged.branch)])
-    y = result_of(norm, 1)
-    readers = [] if y is None else readers_of(y, _is_as_before)
-    copies = [t for t in readers if t.target in _COPIES]
-    if copies:
-        moved += (1 + (len(copies) == len(readers))) * bytes_of(y)
-    return moved + sum(2 * bytes_of(t) for t in alone)
+    return moved + sum(2 * bytes_of(t) for t in alone) + _read_by_formulas(norm, 1)
 
 
 def _unfused_backward(norm: Node) -> int:
@@ -122,7 +117,7 @@ def _unfused_backward(norm: Node) -> int:
 def _unfused_normalize(norm: Node) -> int:
     shortcut = norm.args[5]
     moved = 2 * bytes_of(shortcut) if isinstance(shortcut, Node) and _is_alone(shortcut) else 0
-    return moved + _read_by_formulas(norm)
+    return moved + _read_by_formulas(norm, 0)
 
 
 def _unfused_norm_gradient(norm: Node) -> int:
@@ -130,7 +125,7 @@ def _unfused_norm_gradient(norm: Node) -> int:
     is_slope = g.target is operator.getitem and g.args[0].target is _SLOPE  # type: ignore[union-attr]
     # Of a formula's result exact training reads in both passes what that one reads, often two tensors.
     moved = bytes_of(g) if is_slope or (_is_formula(g) and len(g.users) == 1) else 0
-    moved += _read_by_formulas(norm)
+    moved += _read_by_formulas(norm, 0)
     together = [t for t in readers_of(g, _is_as_before) if t.target is norm.target]
     return moved + 2 * bytes_of(g) * (len(together) - 1) // max(len(together), 1)
 
@@ -140,13 +135,13 @@ def _unfused_activate(node: Node) -> int:
     return 2 * bytes_of(x) if _is_formula(x) and len(x.users) == 1 else 0
 
 
-def _read_by_formulas(norm: Node) -> int:
-    """Bytes of a first result that exact training has in registers for the formulas which read it.
+def _read_by_formulas(norm: Node, place: int) -> int:
+    """Bytes of a result that exact training has in registers for the formulas which read it, as the sum behind a norm.
 
     It is not even written where nothing else reads it. A batch norm that adds it as its shortcut is not counted, though
     it would be a formula: without it ResNet-50's planned step is 4 % faster than exact already (8bcfa28, H200).
     """
-    result = result_of(norm, 0)
+    result = result_of(norm, place)
     readers = [] if result is None else readers_of(result, _is_as_before)
     if readers and all(map(_is_formula, readers)):
         return 2 * bytes_of(result)
