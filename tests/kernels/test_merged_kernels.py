@@ -275,6 +275,48 @@ def test_what_costs_too_much_is_kept_exact(device: torch.device, monkeypatch: py
     assert chosen(-1e3, device, monkeypatch, spare_ms=1e6)[:2] == (none, least), "the time that was measured to be left"
 
 
+class Capped(nn.Module):
+    """Logits between -30 and 30, as Gemma 2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 30 * torch.tanh(self.head(x) / 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_function_without_a_kernel_is_kept_exact(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no time to pack what it reads: the gradients are those of exact training then."""
+    torch.manual_seed(0)
+    model, x = Capped().to(device, dtype).train(), torch.randn(8, 64, 64, device=device, dtype=dtype)
+    want = step(model, model, x, False)
+    found, errors, saved = [], [], []
+    for gains in (1e3, -1e3):
+        torch._dynamo.reset()
+        hotrain.convert(model, "exact", memory="block")
+
+        def choose(gm: torch.fx.GraphModule, gains: float = gains) -> float:
+            found.append(kept_exact(gm.graph, gains).get("tanh", (0, 1)))
+            choosing.forget(gm.graph)
+            gm.recompile()
+            return 0.0
+
+        monkeypatch.setattr(compiled, "_choose", choose)
+        traced = Traced(model)
+        got = step(traced.call, model, x, False)
+        saved.append(traced.saved())
+        hotrain.revert(model)
+        errors.append(difference(got, want))
+    assert found == [(0, 1), (1, 1)]
+    assert errors[0] > 1.5 * errors[1]
+    assert errors[1] < (1e-5 if dtype == torch.float32 else 0.01)
+    assert saved[0] < saved[1]
+
+
 def test_a_converted_layer_keeps_the_codes_that_its_record_names(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

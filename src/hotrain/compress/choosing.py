@@ -31,7 +31,7 @@ from ..planning import Roofs
 from . import costs, exact_attention, exact_norms, fusing, layer_codes
 from .formats import is_static
 from .nodes import bytes_of, called, is_move, is_ours, numel, part_of, readers_of, source_of
-from .rematerialize import ATTENTION, CUSTOM, PACKED
+from .rematerialize import ATTENTION, CUSTOM, OPERATOR, PACKED
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.expand.default)
@@ -326,6 +326,9 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
 
 def _what(reading: Reading) -> str:
     """The operator that reads it, as the report names it."""
+    told = next(filter(None, (_note(place, OPERATOR) for place in reading.places)), None)
+    if told is not None:
+        return str(told)
     readers = {user.target for place in reading.places for user in _readers(place)}
     return next((name for target, name in _NAMES.items() if target in readers), _FORMULA)
 

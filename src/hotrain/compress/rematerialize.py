@@ -28,6 +28,7 @@ from .slopes import ACTIVATIONS
 
 _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
+OPERATOR = "hotrain_operator"  # there: the function whose derivative reads a place of `in_place_of`
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
 PACKED = 0  # the number of a tensor that a formula packs
 

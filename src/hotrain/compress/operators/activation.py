@@ -25,7 +25,7 @@ from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..rematerialize import restore
+from ..rematerialize import in_place_of, restore, source
 from ..sharing import Gate, Unfinished
 from ..slopes import ACTIVATIONS, ELSE, FACTOR, LEAKS
 from .base import (
@@ -106,8 +106,13 @@ def _activation_gradient_in_place(g: Tensor, *args: Any) -> Tensor:
     return _activation_gradient(g, *args, in_place=True)[1]
 
 
-def _by_input(g: Tensor, kept: Sequence[Tensor], name: str, form: str) -> Tensor:
-    x = restore(GROUPED[form], kept, g.shape, torch.promote_types(g.dtype, torch.float32))
+def _by_input(g: Tensor, kept: Sequence[Tensor], name: str, form: str, number: int | None = None) -> Tensor:
+    """``number`` is that of x, which `choosing` may put in the place of what is unpacked."""
+    accurate = torch.promote_types(g.dtype, torch.float32)
+    x = restore(GROUPED[form], kept, g.shape, accurate if number is None else g.dtype)
+    if number is not None:
+        with rematerialize.noted(rematerialize.OPERATOR, name):
+            x = in_place_of(number, x).to(accurate)
     return (g * ACTIVATIONS[name].slope(x)).to(g.dtype)
 
 
@@ -178,7 +183,7 @@ class Curve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, form: str, image: bool) -> tuple[Tensor, ...]:
         kind, ctx.activation, ctx.form, ctx.image = ACTIVATIONS[name], name, form, image
-        ordered = x.movedim(1, -1) if image else x
+        ordered, ctx.source = x.movedim(1, -1) if image else x, None
         # In eager mode f is PyTorch's own; a compiler fuses the formulas of what has 4 bits itself.
         supports = x.device.type in autograd.KERNELS and name in FUNCTIONS and supported(x.device, x.dtype)
         eager = supports and is_eager(x)
@@ -188,6 +193,8 @@ class Curve(torch.autograd.Function):
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
             y = kind.f(x)
+            if GROUPED[form].bits == 8 and not image:  # fewer bits a compiler packs in the kernel of f
+                ordered, ctx.source = source(ordered)
             ordered = ordered if kind.flat is None else ordered.clamp(-kind.flat, kind.flat)
             codes, scale = pack(ordered, form, kind.least)
         ctx.save_for_backward(codes, scale)
@@ -203,7 +210,7 @@ class Curve(torch.autograd.Function):
         if ctx.kernels and not plain and g.is_contiguous() and has_kernel(form, int(g.shape[-1])):
             g_x, _ = operator_for(g, "activation_gradient")(g, *kept, name, form, False)
         else:
-            g_x = _by_input(g, kept, name, form)
+            g_x = _by_input(g, kept, name, form, ctx.source)
         return *once(name, (g_x.movedim(-1, 1) if ctx.image else g_x,), g_y), None, None, None
 
 
