@@ -252,6 +252,8 @@ def nbytes(held: Sequence[Tensor], besides: Sequence[Tensor] = ()) -> int:
 class Whole:
     """A format that loses nothing, in the place of one that does: what is left is the formula."""
 
+    bits = 32
+
     def keep(self, t: Tensor, given: Any = None) -> tuple[Tensor, Tensor]:
         """`given` is the derivative's formula, or what a format of groups cuts off."""
         return given(t) if callable(given) else t.clone(), t.new_empty(0)
