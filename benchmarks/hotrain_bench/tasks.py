@@ -1,4 +1,4 @@
-"""Tasks of `hotrain bench step`: timm's models by name, models of transformers, four blocks of Llama-3-8B's shape."""
+"""Tasks of `hotrain bench step`: models of timm, torchvision and transformers, four blocks of Llama-3-8B's shape."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ HUB = {
     ),
 }
 SUBJECTS = (*IMAGES, BERT, LLAMA, *HUB)
+_TORCHVISION = "torchvision."
 HEADS_OF_HUB = ("MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")  # the first that a type has
 HEADS = ("head", "head_dist", "fc", "classifier", "lm_head")
 BATCHES = 2  # that the steps cycle through
@@ -200,20 +201,23 @@ def check(subject: str) -> None:
     Raises:
         ValueError: an unknown subject.
     """
-    if subject not in SUBJECTS and _timm_model(subject) is None and _hub_model(subject) is None:
+    if subject not in SUBJECTS and _image_model(subject) is None and _hub_model(subject) is None:
         raise ValueError(
             f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
-            "deit_small_patch16_224/b256, and TYPE/bNxL or TYPE@LAYERS/bNxL of a model type of transformers, such as "
-            "roberta/b32x512 or mistral@2/b2x2048"
+            "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, and TYPE/bNxL or "
+            "TYPE@LAYERS/bNxL of a model type of transformers, such as roberta/b32x512 or mistral@2/b2x2048"
         )
 
 
-def _timm_model(subject: str) -> tuple[str, int] | None:
-    """timm's name and the number of images of a subject ``NAME/bN``; None if it is no such subject."""
+def _image_model(subject: str) -> tuple[str, int] | None:
+    """The name and the number of images of ``NAME/bN`` (timm) or ``torchvision.NAME/bN``; None: no such subject."""
     model, _, batch = subject.partition("/b")
     ensure_torchvision()
-    known = batch.isdecimal() and int(batch) > 0 and importlib.import_module("timm").is_model(model)
-    return (model, int(batch)) if known else None
+    if model.startswith(_TORCHVISION):
+        known = model.removeprefix(_TORCHVISION) in importlib.import_module("torchvision.models").list_models()
+    else:
+        known = importlib.import_module("timm").is_model(model)
+    return (model, int(batch)) if known and batch.isdecimal() and int(batch) > 0 else None
 
 
 def _hub_model(subject: str) -> Hub | None:
@@ -242,8 +246,9 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     """Build a task, with the same weights and batches each time.
 
     Args:
-        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, or ``TYPE/bNxL`` of a model
-            type of transformers, a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers.
+        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, ``torchvision.NAME/bN``, or
+            ``TYPE/bNxL`` of a model type of transformers, a number of samples and their length;
+            ``TYPE@LAYERS/bNxL`` has fewer layers.
         device: device of model and batches.
         tiny: the size for tests.
 
@@ -260,7 +265,7 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
         return _llama(device, tiny)
     if (hub := _hub_model(subject)) is not None:
         return _hub(hub, device, tiny)
-    images = _timm_model(subject)
+    images = _image_model(subject)
     assert images is not None
     return _images(*images, device, tiny)
 
@@ -274,7 +279,11 @@ def _images(name: str, batch: int, device: torch.device, tiny: bool) -> Task:
     if tiny:
         (args, size), batch, classes = SMALL.get(name, ({}, 224)), TINY, 10
     with device:
-        model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
+        if name.startswith(_TORCHVISION):
+            zoo = importlib.import_module("torchvision.models")
+            model = zoo.get_model(name.removeprefix(_TORCHVISION), num_classes=classes)
+        else:
+            model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
         kernels = [module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d)]
         convolves = sum(kernel != (1, 1) for kernel in kernels) > 1
         layout = torch.channels_last if convolves else torch.contiguous_format

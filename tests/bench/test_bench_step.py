@@ -157,9 +157,22 @@ def test_a_subject_may_be_any_model_of_timm() -> None:
     assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
     assert not convolves.batches[0][0].is_contiguous()
     assert attends.batches[0][0].is_contiguous()
-    for name in ("test_vit", "test_vit/b0", "test_vit/bx", "no_vit/b8"):
+    for name in (
+        "test_vit",
+        "test_vit/b0",
+        "test_vit/bx",
+        "no_vit/b8",
+        "torchvision.no_vit/b8",
+        "torchvision.vit_b_16",
+    ):
         with pytest.raises(ValueError, match=rf"got '{name}', subjects are .* and NAME/bN of a timm model"):
             tasks.build(name, CPU, tiny=True)
+
+
+def test_a_subject_may_be_any_classifier_of_torchvision() -> None:
+    task = tasks.build("torchvision.mobilenet_v3_small/b8", CPU, tiny=True)
+    assert type(task.model).__module__ == "torchvision.models.mobilenetv3"
+    assert torch.isfinite(task.loss(task.model, task.batches[0]))
 
 
 def test_a_subject_may_be_any_model_type_of_transformers() -> None:
