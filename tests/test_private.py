@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
 import random
@@ -104,6 +105,7 @@ def test_this_pytorch_has_every_name() -> None:
     """Fails with the names that went away, where a PyTorch newer than those tested lacks some."""
     assert private.MISSING == {}
     assert private.inductor().cut is not None
+    assert private.WRITTEN in inspect.getsource(importlib.import_module("torch._inductor.graph"))
     assert private.compiled_part(torch.compile(nn.Linear(2, 2))) is not None
     assert len(private.fakes.hooks(nn.Linear(2, 2))) == 4
     x = torch.ones(2, requires_grad=True)

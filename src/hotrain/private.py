@@ -331,6 +331,11 @@ def traced_graph_of(left_to_eager: Sequence[Callable[..., Any]]) -> torch.fx.Gra
     return graph
 
 
+WRITTEN = "inductor_realize_to_strides"
+"""In the ``meta`` of a graph's node: Inductor writes its result to memory, in strides of its own choice, and does not
+compute it where it is read. Without it: the compiled step is slower."""
+
+
 class Inductor(NamedTuple):
     """What `compress.compiled` and `compress.logits` use of Inductor and AOTAutograd."""
 

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..planning import Roofs, agreed
+from ..private import WRITTEN
 from . import costs
 from .formats import is_static
 from .nodes import (
@@ -167,7 +168,7 @@ class _Padded:
                 shape[axis] = size
             with contextlib.suppress(RuntimeError, ValueError):  # padded, it may have strides without that view
                 return called(self.graph, before, node, node.target, source, shape)
-        value, source = node.meta["val"], node
+        value = node.meta["val"]
         amounts = [0, 0, 0, 0]
         for axis, size in sizes.items():
             amounts[-2 * axis - 1] = size - value.shape[axis]
@@ -178,14 +179,8 @@ class _Padded:
             return self._with_readers(node, self._masked(self._in_rows(node, sizes[-1]), node, 0.0))
         if (is_pointwise(node) or is_cast(node)) and not _is_written_anyway(node):
             # Else the padding would be computed of a softmax's exponentials, and these written in float32 for it.
-            source = self._written(node, before)
-        return called(self.graph, before, node, _aten.constant_pad_nd.default, source, amounts)
-
-    def _written(self, node: Node, before: Node) -> Node:
-        """A tensor that Inductor writes, rounded: a view with strides of its own is asked for."""
-        value = node.meta["val"]
-        sizes_and_strides = list(value.shape), list(value.stride())
-        return called(self.graph, before, node, _aten.as_strided.default, node, *sizes_and_strides)
+            node.meta[WRITTEN] = True
+        return called(self.graph, before, node, _aten.constant_pad_nd.default, node, amounts)
 
     def _in_rows(self, node: Node, size: int, reader: Node | None = None) -> Node:
         """A formula of rows with as many elements, anything in those that are added.
@@ -200,9 +195,7 @@ class _Padded:
         source: Any = node.args[0] if node.args else None
         made: Any = None
         if reader is not None and _repeats(reader, node):
-            # Inductor takes places in memory from the beginning of what is written.
-            written = node.op != "placeholder" and _is_a_beginning(node.meta["val"])
-            node = self._written(node, after) if written else node
+            node.meta[WRITTEN] = True
         elif node.target is _aten.slice.Tensor and _is_first_part(node, size):
             made = source
         elif _is_by_element(node) or node.target is _aten.clone.default:
@@ -347,11 +340,6 @@ def _repeats(node: Node, rows: Node) -> bool:
     """Whether a formula or a view reads rows of its own length more than once."""
     value = value_of(rows)
     return value is not None and _row_of(rows) == _row_of(node) != 1 and value.numel() < node.meta["val"].numel()
-
-
-def _is_a_beginning(t: Tensor) -> bool:
-    """Whether a tensor's elements are side by side from the beginning of its memory."""
-    return t.is_contiguous() and t.storage_offset() == 0
 
 
 def _is_first_part(node: Node, size: int) -> bool:
