@@ -280,34 +280,18 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
 # ---- autograd ----
 
 
-class _SecondDerivative(torch.autograd.Function):
-    """Returns the first `count` tensors; raises if they are differentiated with respect to any tensor."""
+def differentiated_once(name: str) -> None:
+    """Called by a backward of what a forward saved as codes: they are no function of the inputs to autograd.
 
-    @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer = name  # `name` is the node's own
-        return tuple(g.view_as(g) for g in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError(
-            f"hotrain: {ctx.layer!r} has no second derivative (its gradients are quantized or low-rank). "
-            "hotrain.revert(model) to differentiate twice; or convert it with memory='linear', which leaves all "
-            "between the layers exact, and with a filter_fn that leaves out the layers differentiated twice."
-        )
-
-
-def once(name: str, grads: tuple[Tensor | None, ...], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients unchanged; under create_graph, a second derivative through them raises, and names the layer.
-
-    Derivatives with respect to the sources, which they were computed from, raise too.
+    Raises:
+        RuntimeError: under ``create_graph=True``, whose derivatives would lack what goes through the codes.
     """
-    if not torch.is_grad_enabled():
-        return grads
-    present = [g.detach().requires_grad_() for g in grads if g is not None]
-    through = [t for t in sources if t is not None]
-    marked = iter(_SecondDerivative.apply(name, len(present), *present, *through) if present else ())
-    return tuple(None if g is None else next(marked) for g in grads)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"hotrain: create_graph=True: {name!r} has no second derivative (its gradients are of rounded or low-rank "
+            "tensors). hotrain.revert(model) to differentiate twice; or convert it with memory='linear', which "
+            "leaves all between the layers exact, and with a filter_fn that leaves out the layers differentiated twice."
+        )
 
 
 def skips_undefined(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
@@ -397,6 +381,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         call, shape = ctx.call, ctx.shape
+        differentiated_once(call.config.name)
         with _plain(g_y):
             w, key, packed, x = _saved(ctx, by_rows=True)
             if x is not None:
@@ -405,7 +390,7 @@ class Linear(torch.autograd.Function):
             g_x, g_w, g_b = call.gradients(g_y, w, packed, key, ctx.source, shape, ctx.w_dtype, needs)
             if g_x is not None:
                 g_x = g_x.view(shape).to(ctx.x_dtype)
-        return (*once(call.config.name, (g_x, g_w, g_b), g_y, w), None, None, None)
+        return g_x, g_w, g_b, None, None, None
 
 
 def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -437,6 +422,7 @@ class Conv2d(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         call, shape, needs = ctx.call, tuple(ctx.shape), ctx.needs_input_grad[:3]
         config = call.config
+        differentiated_once(config.name)
         with _plain(g_y):
             w, key, packed, x = _saved(ctx)
             if isinstance(x, Tensor):
@@ -453,7 +439,7 @@ class Conv2d(torch.autograd.Function):
                 g_x = g_x.to(ctx.x_dtype)
             if g_w is not None:
                 g_w = laid_as(g_w.view(ctx.w_shape), ctx.w_strides)
-        return (*once(config.name, (g_x, g_w, g_b), g_y, w), None, None, None)
+        return g_x, g_w, g_b, None, None, None
 
 
 def _tokens(x: Tensor, config: Config) -> Tensor:

@@ -119,7 +119,7 @@ def linear(
         name: for messages.
 
     Returns:
-        (*, O), in x's dtype.
+        (*, O), in x's dtype, or autocast's.
 
     Raises:
         TypeError: x is complex, integer or sparse; the weight is no tensor, or the grid no `Grid`.
@@ -163,7 +163,7 @@ def conv2d(
         name: for messages.
 
     Returns:
-        (B, O, H', W'), or (O, H', W'), in x's dtype.
+        (B, O, H', W'), or (O, H', W'), in x's dtype, or autocast's.
 
     Raises:
         TypeError: x is complex, integer or sparse; the weight is no tensor.

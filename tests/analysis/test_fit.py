@@ -67,7 +67,7 @@ def test_prediction_by_hand() -> None:
     assert exact.too_large == exact.batch_size + 1
     text = str(report)
     assert "exact" in text
-    assert "Predicted, no step was run" in text
+    assert "Predicted: there is no allocator" in text
 
 
 def test_adam_s_state_counts() -> None:

@@ -342,6 +342,25 @@ def test_weights_that_a_hook_computes_are_refused(computed: Callable[..., object
         hotrain.predicted_bytes(model, torch.randn(32, 64))
 
 
+class Language(nn.Module):
+    """Returns the loss of labels, as transformers' models do; both embedding and loss save their integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_one_tensor_given_twice_is_counted_once(twice: bool) -> None:
+    model, ids = Language(), torch.randint(50, (4, 32))
+    labels = ids if twice else ids.clone()
+    measured = hotrain.saved_bytes(model, ids, labels=labels).total
+    assert hotrain.predicted_bytes(model, ids, labels=labels).total == measured
+
+
 def test_mappings_in_a_batch_keep_their_class() -> None:
     """transformers' outputs are arguments too (encoder_outputs), and their values attributes."""
 

@@ -110,6 +110,13 @@ def test_a_second_derivative_is_right_or_an_error(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_a_second_derivative_that_autograd_would_cut_is_refused() -> None:
+    """A Laplacian: what is differentiated depends on x by a path without codes, too; autograd follows that alone."""
+    x = torch.randn(512, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="'product' has no second derivative"):
+        torch.autograd.grad(with_operators(lambda t: t.sin() * t, x).sum(), x, create_graph=True)
+
+
 LOGITS = (1, 16, 64, 256, 2048)  # standard deviations of the logits; 2048: all weights but one are zero
 
 

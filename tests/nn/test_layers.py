@@ -134,18 +134,8 @@ def test_a_second_derivative_is_refused_by_name(make: Any, sample: Any, of: str)
     hotrain.convert(model, "hot")
     x = sample(grad=True)
     target = x if of == "input" else model[0].weight
-    (first,) = torch.autograd.grad(model(x).square().sum(), target, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"'0' has no second derivative"):
-        first.square().sum().backward()
-
-
-@LAYERS
-def test_create_graph_alone_changes_no_gradient(make: Any, sample: Any) -> None:
-    layer, x = make(), sample(grad=True)
-    y = layer(x).square().sum()
-    plain = torch.autograd.grad(y, [x, layer.weight, layer.bias], retain_graph=True)
-    marked = torch.autograd.grad(y, [x, layer.weight, layer.bias], create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, marked, strict=True))
+    with pytest.raises(RuntimeError, match=r"create_graph=True: '0' has no second derivative"):
+        torch.autograd.grad(model(x).square().sum(), target, create_graph=True)
 
 
 @LAYERS

@@ -27,7 +27,7 @@ from . import steps
 
 EXACT, CHECKPOINTED, CONVERTED, BOTH = "exact", "checkpointed", "converted", "converted+checkpointed"
 VARIANTS = (EXACT, CHECKPOINTED, CONVERTED)
-RAN, MEASURED = "training steps ran", "kept bytes measured"
+RAN, MEASURED = "training steps ran", "predicted from kept bytes, which were measured"
 LARGEST = 1 << 20  # batches are not tried beyond
 
 _SMALL, _LARGER = 2, 4  # the batches that a prediction is made from; one image alone has no batch statistics
@@ -86,9 +86,7 @@ class FitReport:
         smallest = [row for row in self.rows if row.batch_size == 0]
         lines += [f"{row.variant}: not even a batch of {row.too_large} fits" for row in smallest]
         if any(row.how != RAN for row in self.rows):
-            lines.append(
-                f"Predicted, no step was run: there is no allocator here to hold to a budget.\n{steps.COUNTED}"
-            )
+            lines.append(f"Predicted: there is no allocator here to hold a step to a budget.\n{steps.COUNTED}")
         return "\n".join(lines)
 
 
@@ -129,7 +127,7 @@ def fit(
 
     Raises:
         ValueError: the model is converted, a variant is unknown, the largest batch is none, or the budget is no size,
-            not positive, or larger than the device.
+            not positive, or larger than the GPU.
     """
     if isinstance(variants, str) or (variants is not None and not variants):
         raise ValueError(f"fit: got variants={variants!r}, accepted are sequences of {', '.join((*VARIANTS, BOTH))}")

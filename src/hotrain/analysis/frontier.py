@@ -183,7 +183,8 @@ def frontier(
     The points: exact; with every block checkpointed; with saved tensors offloaded to the host's memory (on a GPU);
     converted as by default, and, compiled on a GPU where that is faster than exact, with more compressed for the time
     that is left (``hotrain+spare``); converted with ``plan="memory"``, alone and with a quarter, a half and all of its
-    blocks checkpointed, those first that free most bytes for their time. Points whose steps run out of memory say so.
+    blocks checkpointed, those first that free most bytes for their time (on a CPU in eager mode the two plans are one,
+    and only the latter is there). Points whose steps run out of memory say so.
 
     Call it under the autocast context that training uses. The model is unchanged afterwards, to the bit. On a GPU a
     peak is the allocator's, with all that the process has allocated there; its statistics are reset.

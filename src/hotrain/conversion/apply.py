@@ -73,8 +73,8 @@ def convert(
         dense_prefix: keep those tokens, and those after the patches, exact in g_w; False puts them into the tiles with
             the rest.
         number: number format: ``"int"``, ``"e4m3"``, ``"e5m2"`` or ``"auto"``: e4m3 where the device has fp8 matrix
-            units, else integers (`Method.override`). None is the method's own: ``"auto"`` for `hq8` and
-            `hot-unbiased`, as published for the others. The report states the choice.
+            units, else integers (`Method.override`). None is the method's own: ``"auto"`` for `hq8`,
+            `hot-unbiased` and `hot-importance`, integers for the others. The report states the choice.
         forward: product of Linear layers: ``"exact"``, or of ``"fp8"`` or ``"int8"`` codes (`hotrain.forward`). None
             is the method's own, which is exact in all presets.
         plan: ``"speed"`` keeps those layers exact that would be slower on a GPU, measured at their first forward there
@@ -82,7 +82,7 @@ def convert(
             (`hotrain.compress.pace`); ``"graphs"`` measures without launch overhead, for models that run as CUDA graphs
             (``torch.compile(mode="reduce-overhead")``); ``"memory"`` converts all layers. Without a GPU all are
             converted. A `Point` of `hotrain.frontier` has its own method and plan, recomputes blocks or offloads; it
-            takes no other argument, and undoes what was converted before.
+            takes no other argument but defaults, and undoes what was converted before.
         memory: which saved activations are compressed: ``"linear"``, those of converted layers; ``"block"``, those of
             activation functions, norms, attention, dropout, products, pooling and exact layers as well
             (`hotrain.compress`): everything that is called while the model runs forward. None is the method's own.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import not_a_view, once, skips_undefined
+from ...autograd import differentiated_once, not_a_view, skips_undefined
 from ...kernels import FUNCTIONS
 from ...private import is_view
 from ...quantize.integer import wide
@@ -172,8 +172,8 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None, None
-        g_x = _by_slope(g, kept, name)
-        return *once(name, (as_it_was(g_x, ctx.order),), g_y), None, None
+        differentiated_once(name)
+        return as_it_was(_by_slope(g, kept, name), ctx.order), None, None
 
 
 @skips_undefined
@@ -204,14 +204,13 @@ class Curve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         name, form, kept = ctx.activation, ctx.form, ctx.saved_tensors
+        differentiated_once(name)
         g = g_y.movedim(1, -1) if ctx.image else g_y
-        # A derivative of this one is that of the formula.
-        plain = torch.is_grad_enabled() and g.requires_grad
-        if ctx.kernels and not plain and g.is_contiguous() and has_kernel(form, int(g.shape[-1])):
+        if ctx.kernels and g.is_contiguous() and has_kernel(form, int(g.shape[-1])):
             g_x, _ = operator_for(g, "activation_gradient")(g, *kept, name, form, False)
         else:
             g_x = _by_input(g, kept, name, form, ctx.source)
-        return *once(name, (g_x.movedim(-1, 1) if ctx.image else g_x,), g_y), None, None, None
+        return g_x.movedim(-1, 1) if ctx.image else g_x, None, None, None
 
 
 # ---- registration ----

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
@@ -330,6 +330,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("attention")
         dropout, causal, scale, kind, *forms = ctx.args
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]
@@ -345,7 +346,7 @@ class Attention(torch.autograd.Function):
         rest = (dropout, causal, scale, kind, wants_mask, ctx.number)
         g_q, g_k, g_v, g_mask = run(g, q, k, v, bias, [*out, *seed], *rest)
         grads = g_q, _summed(g_k, copies), _summed(g_v, copies), g_mask if wants_mask else None
-        return *once("attention", grads, g, mask), *[None] * 6
+        return *grads, *[None] * 6
 
 
 # ---- registration ----

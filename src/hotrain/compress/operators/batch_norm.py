@@ -247,6 +247,7 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        autograd.differentiated_once("batch norm")
         w, r, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         in_eager = ctx.form == KERNEL_FORMAT and supported_in_eager(g_y)
@@ -259,7 +260,7 @@ class BatchNorm(torch.autograd.Function):
         else:
             g_x, (g_b, g_w) = _gradients(g_y, kept, w, r, ctx.form, ctx.dtype, needs[0])
         grads = g_x, g_w.to(w.dtype) if needs[1] else None, g_b.to(ctx.b_dtype) if needs[2] else None
-        return *autograd.once("batch norm", grads, g_y, w), *[None] * 5
+        return *grads, *[None] * 5
 
 
 @skips_undefined
@@ -280,14 +281,14 @@ class FusedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        autograd.differentiated_once("batch norm")
         w, r, codes, scale, marks = ctx.saved_tensors
         _, _, _, needs_w, needs_b, passes_on, _ = ctx.needs_input_grad
         g = g_y.contiguous(memory_format=torch.channels_last)
         g_x, sums, behind = torch.ops.hotrain.norm_gradient(g, None, codes, scale, marks, r, w, ctx.name, passes_on)
         g_w = sums[1].to(w.dtype) if needs_w else None
         g_b = sums[0].to(ctx.b_dtype) if needs_b else None
-        grads = autograd.once("batch norm", (g_x, g_w, g_b, behind if passes_on else None), g_y, w)
-        return grads[0], None, None, *grads[1:], None
+        return g_x, None, None, g_w, g_b, behind if passes_on else None, None
 
 
 # ---- registration ----

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...casting import outside_autocast
 from ...quantize.integer import wide
 from . import interpolate
@@ -42,9 +42,10 @@ class InterpolatedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        differentiated_once("cross_entropy")
         g_x, times = ctx.saved_tensors
         # 1 / N, and the scale of a loss in float16, are multiplied first: either alone may leave its range.
-        return *once("cross_entropy", ((wide(g_x) * (times * g)).to(g_x.dtype),), g), *[None] * 7
+        return (wide(g_x) * (times * g)).to(g_x.dtype), *[None] * 7
 
 
 def reduced(total: Tensor, of: Tensor, mean: bool) -> tuple[Tensor, Tensor]:

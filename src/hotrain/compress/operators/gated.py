@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...private import constant_in_graphs
 from ...saved import memory_order
 from .. import rematerialize
@@ -78,10 +78,11 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once(f"{ctx.activation} × b")
         g, given = g_y.contiguous(), ctx.saved_tensors
         with rematerialize.stays_in_backward():
             found = operator_for(g, "gated_gradient")(g, list(given), ctx.activation, ctx.form)
-        return *once(f"{ctx.activation} × b", tuple(found), g_y), *[None] * 4
+        return *found, *[None] * 4
 
 
 _gated = custom_op(

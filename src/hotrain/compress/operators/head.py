@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import not_a_view, once, skips_undefined
+from ...autograd import differentiated_once, not_a_view, skips_undefined
 from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
 from .base import Handlers, custom_op, lower, without_autocast
@@ -131,6 +131,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("cross_entropy")
         w, rows, normalizers, labels, times, *kept = ctx.saved_tensors
         factors = torch.where(labels < 0, 0.0, torch.zeros_like(times) if g is None else times * g)
         other = None if g_y is None else g_y.reshape(len(rows), -1).to(rows.dtype).contiguous()
@@ -156,7 +157,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             torch.cat(of_w) if of_w else None,
             torch.cat(of_b).to(rows.dtype) if of_b else None,
         )
-        return *once("cross_entropy", grads, g, g_y, w), *[None] * 7
+        return *grads, *[None] * 7
 
 
 @skips_undefined
@@ -170,13 +171,14 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        differentiated_once("cross_entropy")
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])
         g_x = (g @ w.to(g.dtype)).to(x.dtype).view(x.shape) if needs_x else None
         g_w = (g.T @ x.reshape(-1, x.shape[-1]).to(g.dtype)).to(w.dtype) if needs_w else None
         g_b = g.sum(0) if needs_b else None
-        return *once("cross_entropy", (g_x, g_w, g_b), g_y, w), None
+        return g_x, g_w, g_b, None
 
 
 def _pieces(tokens: int, classes: int) -> list[tuple[int, int]]:

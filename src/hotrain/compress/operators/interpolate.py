@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...casting import outside_autocast
 from ..launcher import opaque
 from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair, uncompressed, wants_gradient
@@ -79,11 +79,12 @@ class Interpolated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        differentiated_once("interpolate")
         order = torch.channels_last if ctx.channels_last else torch.contiguous_format
         height, width = ctx.shape[2:]
         with outside_autocast(g_y):
             g_x = gradient(g_y.contiguous(memory_format=order), height, width, ctx.scales, ctx.corners)
-        return *once("interpolate", (g_x,), g_y), None, None, None
+        return g_x, None, None, None
 
 
 def _interpolated(x: Tensor, size: list[int], scales: list[float], corners: bool | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import not_a_view, once, skips_undefined
+from ...autograd import differentiated_once, not_a_view, skips_undefined
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
@@ -47,13 +47,14 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("linear")
         w, *kept = ctx.saved_tensors
         needs_x, needs_w, needs_b, _, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])
         g_x = (g @ w).view(*ctx.shape) if needs_x else None
         g_w = g.T @ input_of(ctx, kept) if needs_w else None
         g_b = g.sum(0) if needs_b else None
-        return *once("linear", (g_x, g_w, g_b), g_y, w), None, None
+        return g_x, g_w, g_b, None, None
 
 
 @skips_undefined
@@ -76,6 +77,7 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("conv2d")
         w, *kept = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.needs_input_grad[1]:
@@ -89,7 +91,7 @@ class Conv2d(torch.autograd.Function):
         g_x, g_w, g_b = torch.ops.aten.convolution_backward.default(
             g_y, x, given, [shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
-        return *once("conv2d", (g_x, g_w, g_b), g_y, w), *[None] * 6
+        return g_x, g_w, g_b, *[None] * 6
 
 
 linear = custom_op(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...private import memory_format_of
 from ...quantize.channels import factors
 from ...quantize.integer import wide
@@ -316,8 +316,9 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        w, r, *kept, channels = ctx.saved_tensors
         kind, dims, form, shape, dtype, w_dtype, b_dtype = ctx.facts
+        differentiated_once(f"{kind} norm")
+        w, r, *kept, channels = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, dtype):
             rows = g_y.contiguous().view(-1, shape[-1])
@@ -337,7 +338,7 @@ class Norm(torch.autograd.Function):
             _as(g_w, w_dtype) if needs[1] else None,
             _as(g_b, b_dtype) if needs[2] else None,
         )
-        return *once(f"{kind} norm", grads, g_y, w), *[None] * 4
+        return *grads, *[None] * 4
 
 
 # ---- registration ----

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import not_a_view, once, skips_undefined
+from ...autograd import differentiated_once, not_a_view, skips_undefined
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
@@ -59,13 +59,14 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("product")
         saved, split = ctx.saved_tensors, ctx.split
         a = _unpack_ordered(saved[:split], ctx.forms[0], ctx.orders[0], ctx.shapes[0], ctx.dtypes[0])
         b = _unpack_ordered(saved[split:], ctx.forms[1], ctx.orders[1], ctx.shapes[1], ctx.dtypes[1])
         a, b = (t if t is None else in_place_of(n, t) for n, t in zip(ctx.sources, (a, b), strict=True))
         g_a = None if b is None else (g_y * b).sum_to_size(ctx.shapes[0]).to(ctx.dtypes[0])
         g_b = None if a is None else (g_y * a).sum_to_size(ctx.shapes[1]).to(ctx.dtypes[1])
-        return *once("product", (g_a, g_b), g_y, a, b), *[None] * 4
+        return g_a, g_b, *[None] * 4
 
 
 def _unpack_ordered(
@@ -132,6 +133,7 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        differentiated_once("matmul")
         saved, split = ctx.saved_tensors, ctx.split
         a = unpack(saved[:split], ctx.forms[0], ctx.packed_shapes[0], ctx.dtype)
         b = unpack(saved[split:], ctx.forms[1], ctx.packed_shapes[1], ctx.dtype)
@@ -141,7 +143,7 @@ class Matmul(torch.autograd.Function):
         )
         g_a = None if b is None else (g_y @ b.mT).sum_to_size(ctx.shapes[0])
         g_b = None if a is None else (a.mT @ g_y).sum_to_size(ctx.shapes[1])
-        return *once("matmul", (g_a, g_b), g_y, a, b), None, None, None
+        return g_a, g_b, None, None, None
 
 
 def _is_transposed(t: Tensor, form: str) -> bool:

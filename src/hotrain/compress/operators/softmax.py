@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import once, skips_undefined
+from ...autograd import differentiated_once, skips_undefined
 from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
@@ -35,13 +35,14 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        differentiated_once("softmax")
         g = wide(g_y)
         y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype)
         if ctx.source is not None:
             y = y.contiguous()  # of rows that were padded it is a slice, which could not be marked
         y = in_place_of(ctx.source, y.movedim(-1, ctx.dim))
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
-        return *once("softmax", (g_x,), g_y), None, None
+        return g_x, None, None
 
 
 softmax = custom_op(
