@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
-from ..private import fakes, inductor
+from ..private import WRITTEN, fakes, inductor
 from . import choosing, formats, fusing, graph, in_place, kernel_nodes, padding, rules
 from .graph import KEY
 from .halves import Halves
@@ -51,6 +51,8 @@ from .rules import SMALL
 _inductor = inductor()
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_hotrain = torch.ops.hotrain
+_OF_TOKENS = _hotrain.keep.default, _hotrain.linear_gradients.default, _hotrain.conv2d_gradients.default
 _STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
@@ -147,6 +149,7 @@ def partition(
             changed = _gradients_of_convolutions(half.graph)
             changed |= padding.pad(half.graph, functools.partial(_device_roofs, gm))
             changed |= fusing.fuse(half.graph)
+            changed |= _write_operands(half.graph)
             changed |= kernel_nodes.insert(half.graph)
             changed |= half is backward and in_place.write(half.graph)
             if changed:
@@ -282,7 +285,7 @@ def _write_as_matrices(half: Graph) -> None:
         if node.target in VIEWS and isinstance(node.args[0], Node) and node.meta["val"].dim() == 2:
             source = node.args[0]
             if source.op == "call_function" and not is_alias(source) and _is_no_image(source):
-                source.meta["inductor_realize_to_strides"] = True
+                source.meta[WRITTEN] = True
 
 
 def _write_before_statistics(half: Graph) -> None:
@@ -295,7 +298,7 @@ def _write_before_statistics(half: Graph) -> None:
         axes: Any = node.args[1] if len(node.args) > 1 else None
         source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n))
         if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
-            source.meta["inductor_realize_to_strides"] = True
+            source.meta[WRITTEN] = True
 
 
 def _gradients_of_convolutions(half: Graph) -> bool:
@@ -326,6 +329,20 @@ def _gradients_of_convolutions(half: Graph) -> bool:
                 user.replace_input_with(node, part)
         half.erase_node(node)
         changed = True
+    return changed
+
+
+def _write_operands(half: Graph) -> bool:
+    """Let Inductor write tokens as the matrix that a layer's operators read: they would copy it by a slower kernel."""
+    changed = False
+    for node in half.nodes:
+        if node.target in _OF_TOKENS and numel(node.args[0]) >= SMALL and not node.args[0].meta["val"].is_contiguous():
+            tokens, *rest = node.args
+            layout = torch.contiguous_format
+            written = called(half, node, node, torch.ops.aten.clone.default, tokens, memory_format=layout)
+            node.replace_all_uses_with(called(half, node, node, node.target, written, *rest, **node.kwargs))
+            half.erase_node(node)
+            changed = True
     return changed
 
 
