@@ -198,16 +198,10 @@ def device_name(device: torch.device) -> str:
 
 def commit() -> str | None:
     """Return the commit of this checkout, with ``+`` for uncommitted changes; None outside of git."""
+    describe = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     here = Path(__file__).resolve().parent
     try:
-        head = _git(here, "rev-parse", "HEAD")
-        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+        done = subprocess.run(describe, cwd=here, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-    )
     return done.stdout.strip()
