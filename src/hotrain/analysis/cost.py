@@ -142,8 +142,7 @@ def cost(
         found = {name: copy.copy(state) for name, state in (found or _if_converted(model, asked)).items()}
         for state in found.values():
             state.method = asked
-    count = _Counter(float_bits)
-    return Cost([_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), count) for s in shapes])
+    return Cost([_row(s, _in_force(s, found.get(s.name), exact), found.get(s.name), float_bits) for s in shapes])
 
 
 def _if_converted(model: nn.Module, method: Method) -> dict[str, LayerState]:
@@ -165,17 +164,16 @@ def _in_force(shape: LayerShape, state: LayerState | None, exact: Method) -> Met
     return exact if samples else state.running
 
 
-def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Counter) -> dict[str, Any]:
+def _row(shape: LayerShape, method: Method, state: LayerState | None, float_bits: int) -> dict[str, Any]:
     grid = state.grid if state else None
-    none = (Operations(), Operations())
-    forward = count.product(shape.products, count.float_bits, count.float_bits)
-    grad_input = _grad_input(count, shape, method, grid) if shape.needs_grad_input else none
-    grad_weight = _grad_weight(count, shape, method, grid) if shape.needs_grad_weight else none
+    none = (Operations(), 0)
+    grad_input, input_floats = _grad_input(shape, method, grid, float_bits) if shape.needs_grad_input else none
+    grad_weight, weight_floats = _grad_weight(shape, method, grid, float_bits) if shape.needs_grad_weight else none
     paths = {
-        "forward": forward,
-        "grad_input": grad_input[0] + grad_input[1],
-        "grad_weight": grad_weight[0] + grad_weight[1],
-        "overhead": grad_input[1] + grad_weight[1],
+        "forward": _product(shape.products, float_bits, float_bits),
+        "grad_input": grad_input + _on_floats(input_floats, float_bits),
+        "grad_weight": grad_weight + _on_floats(weight_floats, float_bits),
+        "overhead": _on_floats(input_floats + weight_floats, float_bits),
     }
     return {
         "name": shape.name,
@@ -192,15 +190,12 @@ def _row(shape: LayerShape, method: Method, state: LayerState | None, count: _Co
     }
 
 
-@dataclass(frozen=True)
-class _Counter:
-    float_bits: int
+def _product(macs: int, bits_a: int, bits_b: int) -> Operations:
+    return Operations(2 * macs, macs * bits_a * bits_b)
 
-    def product(self, macs: int, bits_a: int, bits_b: int) -> Operations:
-        return Operations(2 * macs, macs * bits_a * bits_b)
 
-    def floats(self, entries: int) -> Operations:
-        return Operations(entries, entries * self.float_bits**2)
+def _on_floats(count: int, bits: int) -> Operations:
+    return Operations(count, count * bits**2)
 
 
 def _additions(lay: Layout) -> int:
@@ -215,17 +210,17 @@ def _in_floats(shape: LayerShape, method: Method) -> bool:
     return small and method.grad_input.transform == "hadamard"
 
 
-def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid | None) -> tuple[Operations, Operations]:
-    """(product, overhead) of g_x = g_y w."""
-    path, tokens, fb = method.grad_input, shape.tokens, count.float_bits
+def _grad_input(shape: LayerShape, method: Method, grid: Grid | None, fb: int) -> tuple[Operations, int]:
+    """The product of g_x = g_y w, and the number of other operations, on floats of `fb` bits."""
+    path, tokens = method.grad_input, shape.tokens
     if path.transform == "lowpass":
         lay = Config(method, grid).layout(shape.lead)
         if shape.unfolds:  # projected and lifted back before the convolution
-            return count.product(shape.products, fb, fb), count.floats(2 * _additions(lay) * shape.outputs)
-        transforms = count.floats(_additions(lay) * (shape.outputs + shape.columns))
-        return count.product(lay.rows * shape.outputs * shape.inputs, fb, fb), transforms
+            return _product(shape.products, fb, fb), 2 * _additions(lay) * shape.outputs
+        transforms = _additions(lay) * (shape.outputs + shape.columns)
+        return _product(lay.rows * shape.outputs * shape.inputs, fb, fb), transforms
     if path.bits is None or _in_floats(shape, method):
-        return count.product(shape.products, fb, fb), Operations()
+        return _product(shape.products, fb, fb), 0
     outputs, rotation = shape.outputs, 0
     if path.transform == "hadamard":
         outputs = shape.groups * TILE * math.ceil(shape.outputs / (shape.groups * TILE))
@@ -236,26 +231,24 @@ def _grad_input(count: _Counter, shape: LayerShape, method: Method, grid: Grid |
     if shape.unfolds:
         scaled = outputs * shape.inputs + (tokens * outputs if path.scale_axis == "token" else 0)
     overhead = (
-        count.floats(tokens * outputs * (rotation + quantize))
-        + count.floats(outputs * shape.inputs * (rotation + QUANTIZE))
-        + count.floats(scaled * DEQUANTIZE)
-    )
-    return count.product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
+        tokens * outputs * (rotation + quantize)
+        + outputs * shape.inputs * (rotation + QUANTIZE)
+        + scaled * DEQUANTIZE
+    )  # fmt: skip
+    return _product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
 
 
-def _grad_weight(
-    count: _Counter, shape: LayerShape, method: Method, grid: Grid | None
-) -> tuple[Operations, Operations]:
-    """(product, overhead) of g_w = g_yᵀ x, the compression of x at forward included."""
-    path, saved, fb = method.grad_weight, method.saved, count.float_bits
+def _grad_weight(shape: LayerShape, method: Method, grid: Grid | None, fb: int) -> tuple[Operations, int]:
+    """The same of g_w = g_yᵀ x, the compression of x at forward included."""
+    path, saved = method.grad_weight, method.saved
     lay = Config(method, grid).layout(shape.input_lead if shape.unfolds else shape.lead)
     kept = lay.rows * shape.channels
     # P x; and P g_y, or, where x must be unfolded, x̂ = PᵀP x
-    overhead = count.floats(_additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs)))
+    overhead = _additions(lay) * (shape.channels + (shape.channels if shape.unfolds else shape.outputs))
     if path.drop:
-        overhead += count.floats(shape.tokens * shape.outputs)
+        overhead += shape.tokens * shape.outputs
     if saved.bits is not None:
-        overhead += count.floats(kept * QUANTIZE)
+        overhead += kept * QUANTIZE
     rows = math.ceil(path.share * lay.rows)
     if shape.unfolds:  # whole lines of the output, or all
         few = _in_floats(shape, method) or shape.lead[1] < LEAST_LINES
@@ -263,18 +256,18 @@ def _grad_weight(
     macs = rows * shape.outputs * shape.inputs
     if path.bits is None or _in_floats(shape, method):
         if saved.bits is not None:
-            overhead += count.floats(kept * DEQUANTIZE)
-        return count.product(macs, fb, fb), overhead
-    overhead += count.floats(rows * shape.outputs * (QUANTIZE_LUQ if path.number == "luq" else QUANTIZE))
-    overhead += count.floats(shape.outputs * shape.inputs * DEQUANTIZE)
+            overhead += kept * DEQUANTIZE
+        return _product(macs, fb, fb), overhead
+    overhead += rows * shape.outputs * (QUANTIZE_LUQ if path.number == "luq" else QUANTIZE)
+    overhead += shape.outputs * shape.inputs * DEQUANTIZE
     bits = saved.bits or path.bits
     if not shape.unfolds:
         if saved.bits is None:  # x is kept as it is and quantized in backward
-            overhead += count.floats(kept * QUANTIZE)
+            overhead += kept * QUANTIZE
         elif saved.scale == "row":  # folded into the rows of P g_y
-            overhead += count.floats(rows * shape.outputs)
+            overhead += rows * shape.outputs
     elif path.number != "luq" and (lay.lines.tile > 1 or saved.bits is None or saved.scale == "row"):
         bits = max(8, path.bits)  # x̂ gets codes of its own
         entries = math.prod(shape.input_lead) * shape.channels
-        overhead += count.floats(kept * DEQUANTIZE * (saved.bits is not None) + entries * QUANTIZE)
-    return count.product(macs, path.bits, bits), overhead
+        overhead += kept * DEQUANTIZE * (saved.bits is not None) + entries * QUANTIZE
+    return _product(macs, path.bits, bits), overhead
