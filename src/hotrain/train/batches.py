@@ -22,7 +22,7 @@ from hotrain.train.contrastive import two_views
 from hotrain.train.data import ArrayData, Data
 from hotrain.train.dense_folder import DenseFolder, Item, read_item
 from hotrain.train.distributed import Processes
-from hotrain.train.image_file import open_image
+from hotrain.train.image_file import FolderData, open_image
 from hotrain.train.models import Normalization
 from hotrain.train.run import TrainRun
 from hotrain.train.scenes import SceneData, draws, scenes
@@ -61,8 +61,7 @@ class Feed:
         self.rank, self.world, self.device = processes.rank, processes.world, processes.device
         share = data.train_size // self.world
         # An incomplete last batch is dropped unless it is the only one.
-        self.batches_per_epoch = max(1, share // run.batch_size)
-        self.updates_per_epoch = self.batches_per_epoch // run.accumulation
+        self.updates_per_epoch = max(1, share // run.batch_size) // run.accumulation
         if share == 0 or self.updates_per_epoch == 0:
             raise ValueError(
                 f"data: {data.train_size} training images are fewer than one update needs "
@@ -70,9 +69,9 @@ class Feed:
             )
         # Images of one update over all processes; a share smaller than a batch is one smaller batch.
         self.images_per_update = min(run.batch_size, share) * run.accumulation * self.world
-        kinds: dict[type, Any] = {ArrayData: _Arrays, SceneData: _Scenes, TokenData: _Tokens, DenseFolder: _DenseFolder}
-        kind: type[_Arrays | _Folder | _Tokens] = kinds.get(type(data), _Folder)
-        self._images = kind(run, data, image_size, normalization, self.device)
+        kinds: dict[type, Any] = {TokenData: _InMemory, ArrayData: _Arrays, SceneData: _Scenes}
+        kinds |= {FolderData: _Folder, DenseFolder: _DenseFolder}
+        self._images: _InMemory | _Folder = kinds[type(data)](run, data, image_size, normalization, self.device)
 
     def order(self, epoch: int) -> Tensor:
         """Shuffled training indices of this process in an epoch, int64 ``(N // world,)`` for N training images."""
@@ -111,15 +110,33 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
-class _Arrays:
-    """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
+class _InMemory:
+    """Inputs and labels of an :class:`InMemory` on the device, as they are: sequences of tokens."""
 
     def __init__(
         self, run: TrainRun, data: Any, image_size: int, normalization: Normalization | None, device: torch.device
     ) -> None:
         self.run, self.data, self.image_size = run, data, image_size
-        self.x_train, self.y_train = data.x_train.to(device), data.y_train.to(device)
-        self.x_test, self.y_test = data.x_test.to(device), data.y_test.to(device)
+        self.train = data.x_train.to(device), data.y_train.to(device)
+        self.test = data.x_test.to(device), data.y_test.to(device)
+
+    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
+        return self.testing(chosen, train=True)
+
+    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
+        x, y = self.train if train else self.test
+        for indices in chosen:
+            indices = to_device(indices, x.device)
+            yield x[indices], y[indices].flatten()
+
+
+class _Arrays(_InMemory):
+    """Images of an :class:`ArrayData` on the device, cropped, flipped and scaled there."""
+
+    def __init__(
+        self, run: TrainRun, data: Any, image_size: int, normalization: Normalization | None, device: torch.device
+    ) -> None:
+        super().__init__(run, data, image_size, normalization, device)
         if normalization is None:
             mean, std = channel_statistics(data.x_train)
         else:
@@ -127,24 +144,20 @@ class _Arrays:
         self.mean, self.std = (values.view(1, -1, 1, 1).to(device) for values in (mean, std))
 
     def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
-        for indices, key in zip(chosen, keys, strict=True):
+        for (x, y), key in zip(super().testing(chosen, train=True), keys, strict=True):
             generator = torch.Generator().manual_seed(key)
-            indices = to_device(indices, self.x_train.device)
-            x = self.x_train[indices]
             if self.run.task != "classification":
-                yield self._finish(two_views(x / 255.0, generator) * 255.0), self.y_train[indices]
-                continue
-            if self.run.crop_padding:
-                x = random_crop(x, self.run.crop_padding, generator)
-            if self.run.flip:
-                x = random_flip(x, generator)
-            yield self._finish(x), self.y_train[indices]
+                x = two_views(x / 255.0, generator) * 255.0
+            else:
+                if self.run.crop_padding:
+                    x = random_crop(x, self.run.crop_padding, generator)
+                if self.run.flip:
+                    x = random_flip(x, generator)
+            yield self._finish(x), y
 
     def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
-        x, y = (self.x_train, self.y_train) if train else (self.x_test, self.y_test)
-        for indices in chosen:
-            indices = to_device(indices, x.device)
-            yield self._finish(x[indices]), y[indices]
+        for x, y in super().testing(chosen, train):
+            yield self._finish(x), y
 
     def _finish(self, x: Tensor) -> Tensor:
         x = (x.float().div_(255.0) - self.mean) / self.std
@@ -166,27 +179,10 @@ class _Scenes(_Arrays):
             yield self._scenes(indices, drawn[indices], train=train)
 
     def _scenes(self, indices: Tensor, drawn: Tensor, train: bool) -> Batch:
-        x, y = (self.x_train, self.y_train) if train else (self.x_test, self.y_test)
+        x, y = self.train if train else self.test
         first, drawn = to_device(indices, x.device), to_device(drawn, x.device)
         picture, target = scenes(x, y, first, drawn, self.image_size, masks=self.data.masks)
         return self._finish(picture), target
-
-
-class _Tokens:
-    """Sequences of a :class:`TokenData` on the device, as they are."""
-
-    def __init__(self, run: TrainRun, data: Any, length: int, normalization: Any, device: torch.device) -> None:
-        self.train = data.x_train.to(device), data.y_train.to(device)
-        self.test = data.x_test.to(device), data.y_test.to(device)
-
-    def training(self, chosen: list[Tensor], keys: list[int]) -> Iterator[Batch]:
-        return self.testing(chosen, train=True)
-
-    def testing(self, chosen: list[Tensor], train: bool = False) -> Iterator[Batch]:
-        x, y = self.train if train else self.test
-        for indices in chosen:
-            indices = to_device(indices, x.device)
-            yield x[indices], y[indices].flatten()
 
 
 def channel_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
