@@ -40,24 +40,13 @@ class InMemory:
         return len(self.x_test)
 
 
-def names_in(path: Path) -> list[str]:
-    """The names of the arrays of an ``.npz`` file; of one that cannot be read, none: its reader says why."""
-    if not path.is_file():  # a pipe would wait, a device would not end
-        return []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except _DAMAGED:
-        return []
-
-
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """The arrays of an ``.npz`` file; others in it are not read.
 
     Raises:
         ValueError: a missing or unreadable file, a missing array, or arrays larger than this machine's memory.
     """
-    if not path.is_file():
+    if not path.is_file():  # a pipe would wait, a device would not end
         raise ValueError(f"data: no file {str(path)!r}")
     try:
         with zipfile.ZipFile(path) as archive:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotrain._version import install_extra
-from hotrain.train.arrays import InMemory, check_labels, names_in, read_arrays
+from hotrain.train.arrays import InMemory, check_labels, read_arrays
 from hotrain.train.dense_folder import load_dense
 from hotrain.train.image_file import FolderData, open_image
 from hotrain.train.tokens import TokenData, load_tokens
@@ -95,7 +95,8 @@ def load_data(name: str, *, data_dir: str = "data") -> Data:
     if name in ("cifar10", "cifar100"):
         return _cifar(name, data_dir)
     if path.suffix == ".npz":
-        return load_tokens(path) if "vocabulary" in names_in(path) else load_npz(path)
+        is_text = "vocabulary" in read_arrays(path, (), ("vocabulary",))
+        return load_tokens(path) if is_text else load_npz(path)
     if path.suffix == ".tsv":
         raise ValueError(f"data: {name} is text: train on the tokens that `hotrain prepare sst2 --texts FOLDER` makes")
     if path.is_dir():

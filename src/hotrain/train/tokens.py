@@ -76,8 +76,9 @@ def load_tokens(path: Path) -> TokenData:
     if arrays["vocabulary"].ndim:
         raise ValueError(f"vocabulary in {path}: got shape {arrays['vocabulary'].shape}, accepted is one number")
     vocabulary = int(arrays["vocabulary"])
-    x, test = (torch.from_numpy(arrays[name].astype(np.int64)) for name in ("x_train", "x_test"))
-    if "y_train" not in arrays:
+    of = {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items() if name != "classes"}
+    x, test = of["x_train"], of["x_test"]
+    if "y_train" not in of:
         if x.ndim != 2 or test.ndim != 2:
             raise ValueError(f"data: {path}: got shapes {tuple(x.shape)} and {tuple(test.shape)}, accepted is (N, L)")
         ids = tuple(map(str, range(vocabulary)))
@@ -85,5 +86,4 @@ def load_tokens(path: Path) -> TokenData:
     missing = [name for name in ("y_test", "classes") if name not in arrays]
     if missing:
         raise ValueError(f"data: {path} has no {', '.join(missing)}, which belong to y_train")
-    y, y_test = (torch.from_numpy(arrays[name].astype(np.int64)) for name in ("y_train", "y_test"))
-    return TokenData(x, y, test, y_test, tuple(map(str, arrays["classes"])), vocabulary)
+    return TokenData(x, of["y_train"], test, of["y_test"], tuple(map(str, arrays["classes"])), vocabulary)
