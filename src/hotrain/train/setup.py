@@ -101,11 +101,11 @@ def start_from(model: nn.Module, path: str) -> None:
         ValueError: no such checkpoint, or one of another model.
     """
     head = model.get_classifier()  # type: ignore[operator]
-    own = [f"{name}." for name, module in model.named_modules() if module is head]
-    state = {k: v for k, v in checkpoint.load(path)["model"].items() if not k.startswith(tuple(own))}
-    kept = {k: v for k, v in model.state_dict().items() if k.startswith(tuple(own))}
-    checkpoint.check_same_weights(model, {**state, **kept})
-    model.load_state_dict({**state, **kept})
+    own = tuple(f"{name}." for name, module in model.named_modules() if module is head)
+    state = {k: v for k, v in checkpoint.load(path)["model"].items() if not k.startswith(own)}
+    state |= {k: v for k, v in model.state_dict().items() if k.startswith(own)}
+    checkpoint.check_same_weights(model, state)
+    model.load_state_dict(state)
 
 
 def convert(run: TrainRun, model: nn.Module) -> Any:
