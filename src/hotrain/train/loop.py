@@ -70,7 +70,7 @@ def train(
         if file is not None and state is not None:
             training.folder = checkpoint.folder_of(run, state, file)
             training.run_id = training.folder.name
-            training.good = training.update, file
+            training.good = file
             if training.update == training.updates and (found := _finished_record(training.run_id, file)) is not None:
                 if ranks.is_main and report is not silent:
                     done = f"{training.run_id} is finished: nothing to train; it is in {file.parent}"

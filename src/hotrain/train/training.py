@@ -93,8 +93,8 @@ class Training:
         if saved is not None:
             self.load_state_dict(saved)
         self.folder = Path(run.out_dir) / self.run_id
-        self.saved_at = self.update
-        self.good: tuple[int, Path] | None = None  # the last checkpoint: its update and file
+        self.saved_at = self.update  # the update of the last checkpoint
+        self.good: Path | None = None  # its file
         self.watched, self.watched_at = DelayedRead(self.device), (0, 0)
         self.track: trackers.Track = trackers.untracked
         if run.audit and self.saved_bytes is None:
@@ -188,7 +188,7 @@ class Training:
     def _good_checkpoint(self) -> str:
         if self.good is None:
             return "no checkpoint was written before"
-        return f"the checkpoint of update {self.good[0]} is good: {self.good[1]}"
+        return f"the checkpoint of update {self.saved_at} is good: {self.good}"
 
     def watch(self) -> None:
         """Check for divergence without synchronizing with the device.
@@ -289,7 +289,7 @@ class Training:
             except OSError as error:
                 raise NotSaved(self._not_saved(error)) from error
         self.ranks.wait()  # no process may look for a file that is still being written
-        self.saved_at, self.good = self.update, (self.update, self.checkpoint_path)
+        self.saved_at, self.good = self.update, self.checkpoint_path
 
     def _not_saved(self, error: OSError) -> str:
         reason = error.strerror or str(error)
@@ -324,9 +324,8 @@ class Training:
 
     def stopped_at_once(self) -> Interrupted:
         """Make the exception for a second Ctrl-C, which may come within an update."""
-        update, path = self.good or (0, None)
-        how = "nothing was kept" if path is None else f"continue after update {update} with --resume {path}"
-        return Interrupted(f"stopped at once, at update {self.update}; {how}", path, signal.SIGINT)
+        how = f"continue after update {self.saved_at} with --resume {self.good}" if self.good else "nothing was kept"
+        return Interrupted(f"stopped at once, at update {self.update}; {how}", self.good, signal.SIGINT)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on, as tensors and plain values."""
