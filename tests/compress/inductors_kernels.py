@@ -5,7 +5,8 @@ only seen there. Here Inductor writes Triton for tensors of the CPU, and Triton 
 transposed, as behind a patch embedding, so that nearly all is Inductor's. Nothing runs.
 
 ``python tests/compress/inductors_kernels.py PART PARTS`` compiles every PARTS-th case and prints a line a kernel;
-without arguments, a norm behind a transposed sum, whose kernels are nodes: a line a kernel, and one a copy for them.
+without arguments, a norm behind a transposed sum, whose kernels are nodes: a line a kernel, and one a copy for them;
+with "padded", a line for each tensor that such nodes read or write where Inductor pads what it writes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from operator_cases import CASES, transposed, with_operators
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.ir import ExternKernel
+from torch._inductor.ir import ExternKernel, IRNode, UserDefinedTritonKernel
 from torch.nn import functional as F
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -89,11 +90,15 @@ def set_up() -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
 
 
-def nodes() -> None:
-    """Kernels of ours as nodes of a graph, as in plain `torch.compile` on a GPU."""
+def with_nodes() -> None:
+    """Kernels of ours become nodes of a graph, as in plain `torch.compile` on a GPU."""
     kernels.inlines = launch.inlines = lambda _: True  # type: ignore[assignment]
     support._off_or_unsupported = lambda _: None  # type: ignore[assignment]
     autograd.KERNELS.update(cpu=kernels)
+
+
+def nodes() -> None:
+    with_nodes()
     copy = ExternKernel.copy_input
 
     def copied(x: Any) -> Any:
@@ -109,6 +114,37 @@ def nodes() -> None:
     for kernel, source in sources.items():
         compiled(kernel, source)
         print("kernel", kernel, sep="\t")
+
+
+class KeptTwice(nn.Module):
+    """A layer's input that backward needs exactly, too: forward saves it, and backward packs it for the layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, width), nn.Linear(width, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        return self.second(x).sum() + x.cumprod(-1).sum()
+
+
+def padded() -> None:
+    """A saved tensor whose rows Inductor pads on a GPU, from 1100 elements to 1152, and which kernels read."""
+    with_nodes()
+    torch._inductor.config.disable_padding_cpu = False
+    begin = UserDefinedTritonKernel.__init__
+
+    def began(self: Any, **given: Any) -> None:
+        begin(self, **given)
+        for name, t in self.kwargs.items():
+            if isinstance(t, IRNode):
+                print("argument", name, *t.get_size(), "strides", *t.get_stride(), sep="\t")
+
+    UserDefinedTritonKernel.__init__ = began  # type: ignore[method-assign]
+    model = KeptTwice(1100)
+    hotrain.convert(model, "exact", memory="block")
+    with collected(), suppress(Ran), torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, fullgraph=True)(torch.randn(32, 64, 64))
 
 
 def main(part: int, parts: int) -> None:
@@ -129,4 +165,7 @@ def main(part: int, parts: int) -> None:
 
 if __name__ == "__main__":
     set_up()
-    main(int(sys.argv[1]), int(sys.argv[2])) if sys.argv[1:] else nodes()
+    if sys.argv[1:] == ["padded"]:
+        padded()
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2])) if sys.argv[1:] else nodes()

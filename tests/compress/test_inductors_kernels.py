@@ -52,3 +52,13 @@ def test_what_kernels_in_a_graph_read_is_written_once() -> None:
     assert [n for n in names if n.startswith("_channels")]
     assert [n for n in names if n.startswith("_forward")]
     assert lines.count(["copy", "8192", "64"]) <= 1
+
+
+def test_kernels_in_a_graph_read_the_strides_that_they_were_traced_with() -> None:
+    """Strides are numbers of a kernel's launch. Inductor pads those of what it writes and saves for backward, on a GPU
+    alone: the gradient of a layer's weight was that of other rows."""
+    lines = [(line[1], *"\t".join(line[2:]).split("\tstrides\t")) for line in _lines("padded")]
+    assert ("x", "32\t64\t1100", "70400\t1100\t1") in lines
+    for name, sizes, strides in lines:
+        shape = [int(n) for n in sizes.split("\t")]
+        assert strides == "\t".join(map(str, torch.empty(shape, device="meta").stride())), name
