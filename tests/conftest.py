@@ -28,6 +28,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _strides_as_on_a_gpu() -> None:
+    """Inductor pads the strides of what it writes, on a GPU above 1024 elements: here of small tensors as well."""
+    config = importlib.import_module("torch._inductor.config")
+    config.disable_padding_cpu, config.padding_stride_threshold = False, 64
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     """The same random numbers for a test whatever ran before it."""
