@@ -334,11 +334,13 @@ def _gradients_of_convolutions(half: Graph) -> bool:
 
 def _write_operands(half: Graph) -> bool:
     """Let Inductor write tokens as the matrix that a layer's operators read: they would copy it by a slower kernel."""
-    changed = False
+    changed, layout = False, torch.contiguous_format
     for node in half.nodes:
-        if node.target in _OF_TOKENS and numel(node.args[0]) >= SMALL and not node.args[0].meta["val"].is_contiguous():
-            tokens, *rest = node.args
-            layout = torch.contiguous_format
+        if node.target not in _OF_TOKENS:
+            continue
+        tokens, *rest = node.args
+        value = tokens.meta["val"]
+        if numel(tokens) >= SMALL and formats.is_static(value) and not value.is_contiguous():
             written = called(half, node, node, torch.ops.aten.clone.default, tokens, memory_format=layout)
             node.replace_all_uses_with(called(half, node, node, node.target, written, *rest, **node.kwargs))
             half.erase_node(node)
