@@ -336,6 +336,11 @@ WRITTEN = "inductor_realize_to_strides"
 compute it where it is read. Without it: the compiled step is slower."""
 
 
+STRIDES = "eager_input_vals"
+"""In the ``meta`` of a graph's node: the values of its arguments, whose strides Inductor keeps to for a custom operator
+or a kernel. Without it: the order of their strides alone, and a kernel may read what is padded as if it were not."""
+
+
 class Inductor(NamedTuple):
     """What `compress.compiled` and `compress.logits` use of Inductor and AOTAutograd."""
 

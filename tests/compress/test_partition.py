@@ -26,6 +26,7 @@ import hotrain
 from hotrain.compress import compiled, eager, graph, rules
 from hotrain.compress.interpose import Compressed, wrap
 from hotrain.compress.report import EAGER, UNCUT, Buffers
+from hotrain.private import STRIDES
 
 X = (4, 8, 48)
 # As in `test_rest`: int8 is 0.7 % of a normal entry, a derivative's share up to twice that, the rest for luck; bfloat16
@@ -756,7 +757,7 @@ def test_tokens_are_written_as_the_matrices_that_layers_read() -> None:
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
         of_layers = [n for n in gm.graph.nodes if n.target in compiled._OF_TOKENS]
         operands.extend((n.target, n.args[0].meta["val"].is_contiguous()) for n in of_layers)
-        assert all(n.meta["eager_input_vals"][0][0].is_contiguous() for n in of_layers if "eager_input_vals" in n.meta)
+        assert all(n.meta[STRIDES][0][0].is_contiguous() for n in of_layers if STRIDES in n.meta)
         return make_boxed_func(gm.forward)
 
     torch.manual_seed(0)

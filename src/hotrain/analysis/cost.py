@@ -231,10 +231,8 @@ def _grad_input(shape: LayerShape, method: Method, grid: Grid | None, fb: int) -
     if shape.unfolds:
         scaled = outputs * shape.inputs + (tokens * outputs if path.scale_axis == "token" else 0)
     overhead = (
-        tokens * outputs * (rotation + quantize)
-        + outputs * shape.inputs * (rotation + QUANTIZE)
-        + scaled * DEQUANTIZE
-    )  # fmt: skip
+        tokens * outputs * (rotation + quantize) + outputs * shape.inputs * (rotation + QUANTIZE) + scaled * DEQUANTIZE
+    )
     return _product(tokens * outputs * shape.inputs, path.bits, path.bits), overhead
 
 

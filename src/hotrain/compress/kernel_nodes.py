@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from .. import autograd
 from ..private import fakes, inductor
 from . import launcher
-from .nodes import copied, replace_results, traced
+from .nodes import copied, keep_strides, replace_results, traced
 
 _aten = torch.ops.aten
 _EMPTY = (
@@ -90,8 +90,7 @@ def _made_functional(graph: Graph, node: Node) -> bool:
     with graph.inserting_before(node):
         kernel = graph.call_function(_inductor.kernel_with_results, (), {**node.kwargs, "tensors_to_clone": [*written]})
         kernel.meta["val"] = {name: n.meta["val"] for name, n in written.items()}
-        # Strides are among the kernel's numbers. Without this Inductor passes what it has padded as it is.
-        kernel.meta["eager_input_vals"] = (), map_arg(kernel.kwargs, lambda n: n.meta["val"])
+        keep_strides(kernel)  # which are among its numbers
         earlier.add(kernel)
         for name, empty in written.items():
             made = graph.call_function(operator.getitem, (kernel, name))

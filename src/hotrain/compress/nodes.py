@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from ..private import fakes, inductor, schema_of
+from ..private import STRIDES, fakes, inductor, schema_of
 from .formats import hint, is_static
 
 _aten = torch.ops.aten
@@ -155,12 +155,14 @@ def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kw
     except Exception:
         graph.erase_node(made)
         raise
-    if made.meta.pop("eager_input_vals", None) is not None:
-        # From it Inductor takes the strides of a custom operator's arguments; those of `like` are others.
-        made.meta["eager_input_vals"] = tuple(
-            map_arg(part, lambda n: n.meta["val"]) for part in (made.args, made.kwargs)
-        )
+    if made.meta.get(STRIDES) is not None:  # those of `like` are others
+        keep_strides(made)
     return made
+
+
+def keep_strides(node: Node) -> None:
+    """Have Inductor pass a node's tensors in the strides of their values, also what it has padded."""
+    node.meta[STRIDES] = tuple(map_arg(part, lambda n: n.meta["val"]) for part in (node.args, node.kwargs))
 
 
 def part_of(graph: Graph, of: Node, place: int) -> Any:
