@@ -751,7 +751,7 @@ class Turned(nn.Module):
 
 
 def test_tokens_are_written_as_the_matrices_that_layers_read() -> None:
-    """Else their operators copy them, element by element: 41 copies, 10 % of a step of torchvision's MaxViT (H200)."""
+    """Else their operators copy them, element by element."""
     operands = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:

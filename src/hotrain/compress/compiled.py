@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
-from ..private import WRITTEN, fakes, inductor
+from ..private import WRITTEN, fakes, inductor, memory_format_of
 from . import choosing, formats, fusing, graph, in_place, kernel_nodes, padding, rules
 from .graph import KEY
 from .halves import Halves
@@ -304,21 +304,23 @@ def _write_before_statistics(half: Graph) -> None:
 def _gradients_of_convolutions(half: Graph) -> bool:
     """Prepare the gradients of convolutions, in place. False: no change.
 
-    g_y gets x's memory layout here: PyTorch's operator would copy it by a slower kernel, in each call. Then g_w and g_x
-    are two calls, in this order, where x is dequantized for them: it is free by the second.
+    PyTorch's operator copies g_y and x into its memory layout by a slower kernel, in each call: Inductor writes g_y in
+    it here, and x where it is computed. Then g_w and g_x are two calls, in this order, where x is dequantized for them:
+    it is free by the second.
     """
     changed = False
     for node in half.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
         *given, mask = node.args
-        g_y, x = given[:2]
+        g_y, x, w, *_ = given
         if numel(x) < SMALL:
             continue
-        layout = _layout_of(x.meta["val"])
-        if layout is not None and not g_y.meta["val"].is_contiguous(memory_format=layout):
-            given[0] = called(half, node, node, torch.ops.aten.clone.default, g_y, memory_format=layout)
-            node.update_arg(0, given[0])
-            changed = True
-        if not (mask[0] and mask[1] and source_of(x, is_alias).op == "call_function"):
+        layout, made_here = _layout_of(x.meta["val"], w.meta["val"]), source_of(x, is_alias).op == "call_function"
+        for place, t in enumerate([g_y, x] if mask[1] and made_here else [g_y]):
+            if layout is not None and not t.meta["val"].is_contiguous(memory_format=layout):
+                given[place] = called(half, node, node, torch.ops.aten.clone.default, t, memory_format=layout)
+                node.update_arg(place, given[place])
+                changed = True
+        if not (mask[0] and mask[1] and made_here):
             continue
         for wanted in ([False, *mask[1:]], [True, False, False]):
             with half.inserting_before(node):
@@ -348,12 +350,12 @@ def _write_operands(half: Graph) -> bool:
     return changed
 
 
-def _layout_of(image: Tensor) -> torch.memory_format | None:
-    """The memory layout of an image, None where it has another one, or both."""
-    if image.dim() != 4 or not formats.is_static(image):
+def _layout_of(x: Tensor, w: Tensor) -> torch.memory_format | None:
+    """The memory layout in which cuDNN convolves an image: channels_last if x or w is. None for what is no image."""
+    if x.dim() != 4 or not formats.is_static(x):
         return None
-    found = [f for f in (torch.contiguous_format, torch.channels_last) if image.is_contiguous(memory_format=f)]
-    return found[0] if len(found) == 1 else None
+    either = torch.channels_last in map(memory_format_of, (x, w))
+    return torch.channels_last if either else torch.contiguous_format
 
 
 def _is_last_axis(axes: Any, of: Any) -> bool:
