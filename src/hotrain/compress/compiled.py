@@ -55,6 +55,7 @@ _hotrain = torch.ops.hotrain
 _OF_TOKENS = _hotrain.keep.default, _hotrain.linear_gradients.default, _hotrain.conv2d_gradients.default
 _STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
+_FASTER = "faster so; plan='memory' compresses it"
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
@@ -233,6 +234,9 @@ def compress(
             account.add(node, found.names, "its derivative in " + _described(forms.values()), "")
             halves.replace_by_factors(node, forms)
             made = halves.uses()
+        elif found.bits and found.whole not in (rules.EXACT, graph.OURS) and numel(node) <= left:
+            halves.compute_in_forward(node, found.bits)
+            made = halves.uses()
 
     decided = []
     for base, group in groups.items():
@@ -240,7 +244,7 @@ def compress(
             form, why, names = _form(node, made.uses(halves.arguments[node.name]), alone=len(group) == 1)
             if form == _QUANTIZED and numel(node) > left:
                 form = "bfloat16" if node.meta["val"].dtype == torch.float32 else ""
-                why = why if form else "faster so; plan='memory' compresses it"
+                why = why if form else _FASTER
             left -= numel(node) if form == _QUANTIZED else 0
             if node in weights:
                 form, why, names = "", "they do not grow with the batch", {"copies of weights"}
@@ -354,8 +358,7 @@ def _layout_of(x: Tensor, w: Tensor) -> torch.memory_format | None:
     """The memory layout in which cuDNN convolves an image: channels_last if x or w is. None for what is no image."""
     if x.dim() != 4 or not formats.is_static(x):
         return None
-    either = torch.channels_last in map(memory_format_of, (x, w))
-    return torch.channels_last if either else torch.contiguous_format
+    return torch.channels_last if torch.channels_last in map(memory_format_of, (x, w)) else torch.contiguous_format
 
 
 def _is_last_axis(axes: Any, of: Any) -> bool:
@@ -428,6 +431,8 @@ def _form(node: Node, found: graph.Uses, alone: bool) -> tuple[str, str, set[str
             else "no rounding rule for it"
         )
         return "", why, found.exact
+    if found.bits:
+        return "", _FASTER, found.names | found.exact
     if graph.is_statistic(node):
         return "", "a reduction, small beside its input", {"statistics"}
     if not alone:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import rules
 from .nodes import is_ours, numel, readers_of
+from .rematerialize import repeats
 from .rules import EXACT, RATIO, SHAPE, SIGN, VALUE
 
 _aten = torch.ops.aten
@@ -37,7 +38,6 @@ _SIGNED = _MOVED | {_aten.mul, _aten.div}  # the signs of whose result follow fr
 # SIGN: the sign's own operators. SHAPE: whatever reads no element.
 _SIGNS, _SHAPES = rules.ABSOLUTE.aten, rules.POOLING.aten
 _POWERS = (1, 2, 3)  # in the derivatives of `rules.POLYNOMIAL`
-_PRODUCTS_WITH_CODES = ("kept_linear", "kept_matmul")  # of `operators`
 KEY = "hotrain"  # of a node's metadata: the model that the node belongs to
 
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -52,11 +52,13 @@ class Uses:
         classes: the classes of its uses.
         names: functions of PyTorch that these uses belong to.
         exact: those of them that need full precision.
+        bits: what backward packs again for others: of the tensor as it was, or in forward.
     """
 
     classes: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     exact: set[str] = field(default_factory=set)
+    bits: set[Node] = field(default_factory=set)
 
     def add(self, kind: str, user: Node) -> None:
         """Record one use: its class, and the node that uses the tensor."""
@@ -66,9 +68,17 @@ class Uses:
         if kind == EXACT:
             self.exact.add(name)
 
+    def pack(self, user: Node) -> None:
+        """Record a node that packs bits."""
+        self.exact.add(name_of(user))
+        if any(repeats(other) is not False for other in user.users):
+            self.bits.add(user)
+
     @property
     def whole(self) -> str:
-        """One class that is precise enough for all uses."""
+        """One class that is precise enough for all uses but the bits, if there are others."""
+        if self.bits and not self.classes:
+            return EXACT
         return OURS if OURS in self.classes else rules.strictest(self.classes)
 
 
@@ -100,6 +110,14 @@ class Backward:
             for user in node.users:
                 if user.op == "output":  # it is a gradient itself
                     found.add(VALUE, user)
+                    continue
+                if repeats(user) is False:
+                    found.pack(user)
+                    if (user, False) not in seen:
+                        seen.add((user, False))
+                        waiting.append((user, False))
+                    continue
+                if repeats(node) is False:  # it reads the bits
                     continue
                 kind = self._class(node, user)
                 if kind is not None:
@@ -152,8 +170,7 @@ class Backward:
             return SHAPE
         if _is_recomputed(user):
             return EXACT
-        # Moving a product's result, or adding a bias to it, is not part of packing.
-        if not gradient and _makes_codes(user) and op not in _MOVED | _SUMS:
+        if repeats(user):
             return VALUE
         smooth = _smooth(user)
         if smooth == "backward":
@@ -249,8 +266,8 @@ def name_of(node: Node) -> str:
     """The name that a user knows: the function's, not that of its derivative or of its decomposition."""
     if _is_recomputed(node):
         return CHECKPOINT
-    if _makes_codes(node):
-        return "product"
+    if repeats(node):
+        return "packing"
     op = node.meta.get("original_aten")
     op = getattr(op, "overloadpacket", op) or _packet(node)
     name = getattr(op, "__name__", str(op)).strip("_")
@@ -283,15 +300,6 @@ def _is_bell(node: Node) -> bool:
     minus = node.args[0]
     square = minus.args[0] if _packet(minus) is _aten.neg else None
     return isinstance(square, Node) and _packet(square) is _aten.pow and bool(square.args[1] == 2)
-
-
-def _makes_codes(node: Node) -> bool:
-    """Whether a node quantizes the input of one of hotrain's own products.
-
-    The compiler repeats this in backward from a tensor that is kept anyway.
-    """
-    stack = node.meta.get("source_fn_stack") or [("",)]
-    return str(stack[-1][0]).startswith(_PRODUCTS_WITH_CODES)
 
 
 def _smooth(node: Node) -> str:

@@ -30,6 +30,7 @@ class Halves:
         crossing = [node for node in self.outputs[results:] if isinstance(node, Node)]
         self.kept = [node for node in dict.fromkeys(crossing) if node.name in self.arguments]
         self.replaced: dict[Node, list[Node]] = {}  # node → what crosses in its place
+        self.beside: dict[Node, list[Node]] = {}  # node → what crosses before it
         self.taken: list[Node] = []  # new arguments of backward
 
     def uses(self) -> graph.Backward:
@@ -51,6 +52,15 @@ class Halves:
         self.replaced[node] = [
             part for factor, form in forms.items() for part in self._replace(copies[factor], factor, form, argument)
         ]
+        self._without_dead()
+
+    def compute_in_forward(self, node: Node, made: Iterable[Node]) -> None:
+        """Save what backward makes of a saved tensor, beside it."""
+        copies, argument = self._in_forward(made), self.arguments[node.name]
+        self.beside[node] = [part for each in made for part in self._replace(copies[each], each, "", argument)]
+        self._without_dead()
+
+    def _without_dead(self) -> None:
         for dead in reversed(list(self.backward.nodes)):
             if dead.op == "call_function" and not dead.users and not dead.is_impure():
                 self.backward.erase_node(dead)
@@ -61,9 +71,9 @@ class Halves:
             if not self.arguments[node.name].users and isinstance(node.meta.get("val"), Tensor):
                 self.replaced.setdefault(node, [])
                 self.backward.erase_node(self.arguments[node.name])
-        if not self.replaced:
+        if not self.replaced and not self.beside:
             return False
-        kept = [self.replaced.get(node, [node]) for node in self.outputs[self.results :]]
+        kept = [[*self.beside.get(n, ()), *self.replaced.get(n, [n])] for n in self.outputs[self.results :]]
         new = [*([node] for node in self.outputs[: self.results]), *kept]
         self.output.args = (tuple(part for parts in new for part in parts),)
         described = self.output.meta.get("desc")

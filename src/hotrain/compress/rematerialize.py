@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels, memory_order
@@ -30,6 +31,7 @@ _TAG = "partitioner_tag"  # of torch._functorch.partitioners
 CUSTOM = "custom"  # metadata of nodes that tracers copy
 OPERATOR = "hotrain_operator"  # there: the function whose derivative reads a place of `in_place_of`
 ATTENTION = "hotrain_attention"  # there: a number that an attention's forward and backward have in common
+PACKING = "hotrain_packing"  # there, of what packs: whether backward may do so again, of a tensor that was rounded
 PACKED = 0  # the number of a tensor that a formula packs
 
 _sources = itertools.count(PACKED + 1)
@@ -87,7 +89,24 @@ def restore(
 def keep(form: Grouped, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
     marks = torch.fx.traceback.has_preserved_node_meta() and _is_dense(t)
-    return form.keep(torch.ops.hotrain.marked(t, PACKED) if marks else t, least)
+    source = torch.ops.hotrain.marked(t, PACKED) if marks else t
+    with packing():
+        return form.keep(source, least)
+
+
+def packing(again: bool = True) -> AbstractContextManager[None]:
+    """Context whose traced nodes pack; `again`: whether backward may do so of a tensor that was rounded.
+
+    The partitioner repeats in backward what can be made of a tensor that is saved anyway. A rounded one has nearly the
+    same codes, but not the same signs.
+    """
+    return noted(PACKING, again)
+
+
+def repeats(node: Node) -> bool | None:
+    """Whether a node of `packing` may do so again, of a tensor that was rounded; None for others."""
+    found: bool | None = (node.meta.get(CUSTOM) or {}).get(PACKING)
+    return found
 
 
 def source(t: Tensor) -> tuple[Tensor, int | None]:

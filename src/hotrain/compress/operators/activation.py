@@ -25,7 +25,7 @@ from .. import rematerialize
 from ..codes import empty_codes, has_kernel, pack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..rematerialize import in_place_of, restore, source
+from ..rematerialize import in_place_of, packing, restore, source
 from ..sharing import Gate, Unfinished
 from ..slopes import ACTIVATIONS, ELSE, FACTOR, LEAKS
 from .base import (
@@ -162,7 +162,8 @@ class Slope(torch.autograd.Function):
             y, marks = launch(x.device, "activation.bits", reference, ordered, name, in_place)
             ctx.save_for_backward(marks)
             return x if in_place else not_a_view(as_it_was(y, ctx.order))
-        kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
+        with packing(again=kind.levels is not None):
+            kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
         ctx.save_for_backward(*kept)
         return x.copy_(kind.f(x)) if in_place else kind.f(x)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
 from ..formats import FORMATS
@@ -64,7 +65,7 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
-        if is_channels_last(x) and not is_eager(x):
+        if memory_format_of(x) == torch.channels_last and not is_eager(x):
             # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
             x = x.contiguous(memory_format=torch.channels_last)
         x, kept = keep_input(ctx, x, form, given, image=True)
