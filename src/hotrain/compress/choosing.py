@@ -335,8 +335,24 @@ def _what(reading: Reading) -> str:
 
 def _put_back(group: list[Reading]) -> None:
     for reading in group:
+        read = _as_read(reading)
         for place in reading.places:
-            place.replace_all_uses_with(reading.tensor)
+            place.replace_all_uses_with(read)
+
+
+def _as_read(reading: Reading) -> Node:
+    """The tensor, or the copy in the order of its axes that forward's product reads: exact training saves that."""
+    waiting, first = [reading.tensor], min(reading.places)
+    while waiting:
+        for user in waiting.pop().users:
+            value = user.meta.get("val")
+            if not isinstance(value, Tensor) or value.shape != reading.tensor.meta["val"].shape or not user < first:
+                continue
+            if user.target is _aten.clone.default and value.is_contiguous():
+                return user
+            if user.target in (_MARKED, _aten.expand.default):
+                waiting.append(user)
+    return reading.tensor
 
 
 def _keeper(node: Any) -> Node:
