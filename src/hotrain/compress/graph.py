@@ -58,7 +58,7 @@ class Uses:
     classes: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
     exact: set[str] = field(default_factory=set)
-    bits: set[Node] = field(default_factory=set)
+    bits: dict[Node, None] = field(default_factory=dict)
 
     def add(self, kind: str, user: Node) -> None:
         """Record one use: its class, and the node that uses the tensor."""
@@ -72,7 +72,7 @@ class Uses:
         """Record a node that packs bits."""
         self.exact.add(name_of(user))
         if any(repeats(other) is not False for other in user.users):
-            self.bits.add(user)
+            self.bits[user] = None
 
     @property
     def whole(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +54,7 @@ class Halves:
         ]
         self._without_dead()
 
-    def compute_in_forward(self, node: Node, made: Iterable[Node]) -> None:
+    def compute_in_forward(self, node: Node, made: Collection[Node]) -> None:
         """Save what backward makes of a saved tensor, beside it."""
         copies, argument = self._in_forward(made), self.arguments[node.name]
         self.beside[node] = [part for each in made for part in self._replace(copies[each], each, "", argument)]

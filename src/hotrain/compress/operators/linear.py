@@ -65,7 +65,7 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
-        if memory_format_of(x) == torch.channels_last and not is_eager(x):
+        if not is_eager(x) and memory_format_of(x) == torch.channels_last:
             # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
             x = x.contiguous(memory_format=torch.channels_last)
         x, kept = keep_input(ctx, x, form, given, image=True)
