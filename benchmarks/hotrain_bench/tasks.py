@@ -133,6 +133,7 @@ HUB = {
 }
 SUBJECTS = (*IMAGES, BERT, LLAMA, *HUB)
 _TORCHVISION = "torchvision."
+_NCHW = "/nchw"
 HEADS_OF_HUB = ("MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")  # the first that a type has
 HEADS = ("head", "head_dist", "fc", "classifier", "lm_head")
 BATCHES = 2  # that the steps cycle through
@@ -204,20 +205,24 @@ def check(subject: str) -> None:
     if subject not in SUBJECTS and _image_model(subject) is None and _hub_model(subject) is None:
         raise ValueError(
             f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
-            "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, and TYPE/bNxL or "
+            "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, both also in "
+            "PyTorch's default memory layout, such as resnet50/b256/nchw, and TYPE/bNxL or "
             "TYPE@LAYERS/bNxL of a model type of transformers, such as roberta/b32x512 or mistral@2/b2x2048"
         )
 
 
-def _image_model(subject: str) -> tuple[str, int] | None:
-    """The name and the number of images of ``NAME/bN`` (timm) or ``torchvision.NAME/bN``; None: no such subject."""
-    model, _, batch = subject.partition("/b")
+def _image_model(subject: str) -> tuple[str, int, bool] | None:
+    """The name, the number of images, and whether these are NCHW, of ``NAME/bN`` and ``NAME/bN/nchw`` (timm) or
+    ``torchvision.NAME/bN``; None: no such subject."""
+    model, _, batch = subject.removesuffix(_NCHW).partition("/b")
     ensure_torchvision()
     if model.startswith(_TORCHVISION):
         known = model.removeprefix(_TORCHVISION) in importlib.import_module("torchvision.models").list_models()
     else:
         known = importlib.import_module("timm").is_model(model)
-    return (model, int(batch)) if known and batch.isdecimal() and int(batch) > 0 else None
+    if not known or not batch.isdecimal() or int(batch) == 0:
+        return None
+    return model, int(batch), subject.endswith(_NCHW)
 
 
 def _hub_model(subject: str) -> Hub | None:
@@ -246,9 +251,9 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     """Build a task, with the same weights and batches each time.
 
     Args:
-        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, ``torchvision.NAME/bN``, or
-            ``TYPE/bNxL`` of a model type of transformers, a number of samples and their length;
-            ``TYPE@LAYERS/bNxL`` has fewer layers.
+        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, ``torchvision.NAME/bN``, either
+            with ``/nchw`` behind for PyTorch's default memory layout, or ``TYPE/bNxL`` of a model type of transformers,
+            a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers.
         device: device of model and batches.
         tiny: the size for tests.
 
@@ -270,10 +275,10 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     return _images(*images, device, tiny)
 
 
-def _images(name: str, batch: int, device: torch.device, tiny: bool) -> Task:
+def _images(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool) -> Task:
     """224 px, float32 weights under bf16 autocast, cross-entropy, fused AdamW.
 
-    Models that convolve beyond their patch embedding are in channels_last, as are their images.
+    Models that convolve beyond their patch embedding are in channels_last, as are their images, unless `nchw`.
     """
     args, size, classes = None, 224, 1000
     if tiny:
@@ -286,7 +291,7 @@ def _images(name: str, batch: int, device: torch.device, tiny: bool) -> Task:
             model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
         kernels = [module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d)]
         convolves = sum(kernel != (1, 1) for kernel in kernels) > 1
-        layout = torch.channels_last if convolves else torch.contiguous_format
+        layout = torch.channels_last if convolves and not nchw else torch.contiguous_format
         model.to(memory_format=layout)  # type: ignore[call-overload]
         batches = [
             (torch.randn(batch, 3, size, size).to(memory_format=layout), torch.randint(0, classes, (batch,)))

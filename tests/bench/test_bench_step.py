@@ -151,8 +151,11 @@ def test_models_of_transformers_are_converted(subject: str) -> None:
 
 
 def test_a_subject_may_be_any_model_of_timm() -> None:
-    """Models that convolve are trained in channels_last, as are their images; others as they are."""
-    convolves, attends = (tasks.build(name, CPU, tiny=True) for name in ("test_resnet/b8", "test_vit/b8"))
+    """Models that convolve are trained in channels_last, as are their images, unless asked; others as they are."""
+    names = ("test_resnet/b8", "test_vit/b8", "test_resnet/b8/nchw")
+    convolves, attends, nchw = (tasks.build(name, CPU, tiny=True) for name in names)
+    assert nchw.batches[0][0].is_contiguous()
+    assert all(p.is_contiguous() for p in nchw.model.parameters())
     weights = [m.weight for m in convolves.model.modules() if isinstance(m, nn.Conv2d)]
     assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
     assert not convolves.batches[0][0].is_contiguous()
@@ -161,6 +164,7 @@ def test_a_subject_may_be_any_model_of_timm() -> None:
         "test_vit",
         "test_vit/b0",
         "test_vit/bx",
+        "test_vit/b8/nhwc",
         "no_vit/b8",
         "torchvision.no_vit/b8",
         "torchvision.vit_b_16",
