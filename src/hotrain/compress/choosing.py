@@ -342,17 +342,12 @@ def _put_back(group: list[Reading]) -> None:
 
 def _as_read(reading: Reading) -> Node:
     """The tensor, or the copy in the order of its axes that forward's product reads: exact training saves that."""
-    waiting, first = [reading.tensor], min(reading.places)
-    while waiting:
-        for user in waiting.pop().users:
-            value = user.meta.get("val")
-            if not isinstance(value, Tensor) or value.shape != reading.tensor.meta["val"].shape or not user < first:
-                continue
-            if user.target is _aten.clone.default and value.is_contiguous():
-                return user
-            if user.target in (_MARKED, _aten.expand.default):
-                waiting.append(user)
-    return reading.tensor
+    first, shape = min(reading.places), reading.tensor.meta["val"].shape
+    moves = _MARKED, _aten.expand.default
+    read = readers_of(reading.tensor, lambda user: user.target in moves and not _is_packed(user))
+    copies = (user for user in read if user.target is _aten.clone.default and user < first)
+    whole = (copy for copy in copies if copy.meta["val"].shape == shape and copy.meta["val"].is_contiguous())
+    return next(whole, reading.tensor)
 
 
 def _keeper(node: Any) -> Node:
