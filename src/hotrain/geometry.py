@@ -13,6 +13,7 @@ from .private import CONV_PADS
 
 Pair = tuple[int, int]
 Shape = tuple[int, int, int, int]
+LAID_OUT = {"cuda"}  # types of devices on which compiled models convolve in channels_last: `laid_out`
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,15 @@ def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
     pairs = zip(g_w.shape, g_w.stride(), strides, strict=True)
     differs = [size for size, own, asked in pairs if own != asked]
     return g_w.as_strided(g_w.shape, strides) if differs and all(size == 1 for size in differs) else g_w
+
+
+def laid_out(t: Tensor) -> Tensor:
+    """An image, or a weight, (B, C, H, W), in channels_last on a GPU, for compiled graphs alone.
+
+    cuDNN's kernels of 16 bits convolve in it, and PyTorch's compiler computes an exact model so, also one that is in
+    PyTorch's default layout. What follows a convolution has its layout.
+    """
+    return t.contiguous(memory_format=torch.channels_last) if t.device.type in LAID_OUT else t
 
 
 def channels_last(t: Tensor) -> Tensor:

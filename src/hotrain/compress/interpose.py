@@ -169,7 +169,8 @@ class Wrapped(Mixin):
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
             with Compressed(buffers, standing, (Origins(checkpoint=current_checkpoint()), graph)):
-                return self._in_its_region(buffers.region(), *args, **kwargs)
+                y = self._in_its_region(buffers.region(), *args, **kwargs)
+                return _returned(y) if _lays_out(buffers, args, kwargs) else y
         standing, checkpoint = top(), current_checkpoint()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         first = buffers.example is None and buffers.root is not None and buffers.root() is self
@@ -199,6 +200,28 @@ class Wrapped(Mixin):
         torch.ops.hotrain.region(self.__dict__[ATTRIBUTE].plan())
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _lays_out(buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether only hotrain puts images of this call in channels_last (`geometry.laid_out`), not its caller."""
+    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return buffers.in_default_layout() and not any(map(_is_channels_last, given))
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+
+
+def _returned(y: Any) -> Any:
+    """A result with its images in PyTorch's default layout, for what the caller does with them, as `view`."""
+    if isinstance(y, Tensor):
+        return y.contiguous() if _is_channels_last(y) else y
+    if type(y) in (tuple, list):
+        return type(y)([_returned(value) for value in y])
+    if isinstance(y, dict):  # also of a class of its own, as transformers'
+        for name, value in list(y.items()):
+            y[name] = _returned(value)
+    return y
 
 
 def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:

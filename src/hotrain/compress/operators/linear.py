@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...geometry import laid_out
 from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
@@ -65,12 +66,15 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
-        if not is_eager(x) and memory_format_of(x) == torch.channels_last:
-            # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
-            x = x.contiguous(memory_format=torch.channels_last)
+        strides = w.stride()
+        if not is_eager(x):
+            x, w = laid_out(x), laid_out(w)
+            if memory_format_of(x) == torch.channels_last:
+                # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
+                x = x.contiguous(memory_format=torch.channels_last)
         x, kept = keep_input(ctx, x, form, given, image=True)
         ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
-        ctx.of_w = w.shape, w.dtype
+        ctx.of_w, ctx.lays_out = (w.shape, w.dtype), w.stride() != strides
         ctx.channels_last = is_channels_last(x)
         ctx.geometry = list(stride), list(padding), list(dilation), groups
         y = torch.ops.aten.convolution.default(x, w, b, stride, padding, dilation, False, [0, 0], groups)
@@ -92,6 +96,8 @@ class Conv2d(torch.autograd.Function):
         g_x, g_w, g_b = torch.ops.aten.convolution_backward.default(
             g_y, x, given, [shape[0]], stride, padding, dilation, False, [0, 0], groups, list(ctx.needs_input_grad[:3])
         )
+        if g_w is not None and ctx.lays_out:
+            g_w = g_w.contiguous()  # the parameter's own layout
         return g_x, g_w, g_b, *[None] * 6
 
 
@@ -126,13 +132,17 @@ def _conv2d(
     scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
+    if not (is_large(input) and input.dim() == 4):
         return None
-    if input.shape[1] < 16 and weight.requires_grad:
-        return None
-    if isinstance(padding, str):
+    keeps = (
+        wants_gradient(input, weight) and type(weight) in PLAIN and (input.shape[1] >= 16 or not weight.requires_grad)
+    )
+    if keeps and isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
-        return None
+    if not keeps or isinstance(padding, str):
+        if is_eager(input):
+            return None
+        return F.conv2d(laid_out(input), weight, bias, stride, padding, dilation, groups)
     scope.record("conv2d (exact product)", FORMATS["conv"])
     form, given = shared(scope, input, FORMATS["conv"])
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)

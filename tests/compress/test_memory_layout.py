@@ -1,0 +1,154 @@
+"""Compiled on a GPU, convolutions of a model in PyTorch's default memory layout run in channels_last, as PyTorch's
+compiler runs the exact model's. Its caller sees the default layout: in results, in gradients, in what `view` is called
+on. The tests do on the CPU what happens on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+import hotrain
+from hotrain import geometry
+from hotrain.compress import compiled
+
+LAST = torch.channels_last
+# Of a step with codes of 4 and 8 bits against the exact one, by the largest of `test_compressed_models`.
+NEAR = 0.26
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu() -> Iterator[None]:
+    torch._dynamo.reset()
+    geometry.LAID_OUT.add("cpu")
+    yield
+    geometry.LAID_OUT.remove("cpu")
+
+
+class Net(nn.Module):
+    """A stem, batch norms, a strided and a pointwise convolution, and a head that views an image as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.inner, self.second = nn.Conv2d(32, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64)
+        self.point, self.maps = nn.Conv2d(64, 48, 1), nn.Conv2d(48, 5, 3, padding="same")
+        self.head = nn.Linear(48 * 16 * 16, 10)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = F.relu(self.first(self.stem(x)))
+        x = F.gelu(self.point(F.relu(self.second(self.inner(x)))))
+        return {"rows": self.head(x.view(x.size(0), -1)), "maps": (self.maps(x), [x.view_as(x) + 1])}
+
+
+def images(y: dict[str, Any]) -> list[Tensor]:
+    return [y["maps"][0], y["maps"][1][0]]
+
+
+def step(model: Any, x: Tensor) -> tuple[dict[str, Any], Tensor]:
+    y = model(x)
+    sum((t.square().mean() for t in (y["rows"], *images(y))), torch.zeros(())).backward()
+    return y, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+class Seen:
+    """A compiler of graphs that notes the images which convolutions read and write, and their gradients'."""
+
+    def __init__(self) -> None:
+        self.images: dict[str, list[Tensor]] = {"forward": [], "backward": []}
+        halves = {f"{name[0]}w_compiler": functools.partial(self.look, name) for name in ("forward", "backward")}
+        self.backend = aot_autograd(**halves, partition_fn=compiled.partition)
+
+    def look(self, half: str, graph: torch.fx.GraphModule, _: Sequence[Any]) -> Any:
+        for node in graph.graph.nodes:
+            read: list[Any] = []
+            if node.target is torch.ops.aten.convolution.default:
+                read = [node.args[0], node]
+            elif node.target is torch.ops.aten.convolution_backward.default:
+                read = list(node.args[:2])
+            elif node.target is torch.ops.hotrain.conv2d_gradients.default:
+                self.images[half].append(node.args[0].meta["val"].permute(0, 3, 1, 2))
+            self.images[half] += [t.meta["val"] for t in read]
+        return make_boxed_func(graph.forward)
+
+    def in_layout(self, half: str, layout: torch.memory_format) -> tuple[int, int]:
+        """Images in this layout, of how many."""
+        return sum(t.is_contiguous(memory_format=layout) for t in self.images[half]), len(self.images[half])
+
+
+@pytest.mark.parametrize("plan", ["speed", "memory"])
+def test_a_model_in_the_default_layout_convolves_in_channels_last(plan: str) -> None:
+    """And nothing that its caller sees says so, with convolutions that are converted and that are not."""
+    torch.manual_seed(0)
+    exact, x, seen = Net(), torch.randn(8, 3, 32, 32), Seen()
+    model = copy.deepcopy(exact)
+    only = {"filter_fn": lambda layer, name: name in ("inner", "point")} if plan == "memory" else {}
+    hotrain.convert(model, "hq8" if only else "exact", memory="block", **only)
+    y, got = step(torch.compile(model, backend=seen.backend), x)
+    want, gradients = step(exact, x)
+    assert seen.in_layout("forward", LAST) == (8, 8)
+    last, count = seen.in_layout("backward", LAST)
+    assert last == count >= 4
+    assert [t.stride() for t in images(y)] == [t.stride() for t in images(want)]
+    torch.testing.assert_close(y["rows"], want["rows"], rtol=1e-4, atol=1e-5)
+    assert (got - gradients).norm() <= NEAR * gradients.norm()
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.is_contiguous()
+
+
+class Maps(nn.Module):
+    """An image for an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.maps = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.maps(F.relu(self.inner(x)))
+
+
+@pytest.mark.parametrize("chosen", ["weights", "images", "neither"])
+def test_a_result_has_the_layout_that_it_has_without_hotrain(chosen: str) -> None:
+    torch.manual_seed(0)
+    model, x = Maps(), torch.randn(4, 16, 32, 32)
+    model.to(memory_format=LAST if chosen == "weights" else torch.contiguous_format)  # type: ignore[call-overload]
+    x = x.to(memory_format=LAST if chosen == "images" else torch.contiguous_format)
+    want = model(x)
+    hotrain.convert(model, "exact", memory="block")
+    y = torch.compile(model, backend=Seen().backend)(x)
+    assert y.stride() == want.stride()
+    assert y.is_contiguous() == (chosen == "neither")
+
+
+def test_a_result_of_transformers_is_in_the_default_layout() -> None:
+    """Its logits are an entry of a mapping and an attribute of it."""
+    output = pytest.importorskip("transformers.modeling_outputs").SemanticSegmenterOutput
+
+    class Segments(Maps):
+        def forward(self, x: Tensor) -> Any:
+            return output(logits=super().forward(x))
+
+    model = Segments()
+    hotrain.convert(model, "exact", memory="block")
+    y = torch.compile(model, backend=Seen().backend)(torch.randn(4, 16, 32, 32))
+    assert type(y) is output
+    assert y.logits.is_contiguous()
+    assert y["logits"] is y.logits
+
+
+def test_without_compressed_buffers_nothing_is_laid_out() -> None:
+    """There is no mode, which keeps the layout from what follows a layer."""
+    torch.manual_seed(0)
+    model, x, seen = Net(), torch.randn(8, 3, 32, 32), Seen()
+    hotrain.convert(model, "hq8", memory="linear")
+    step(torch.compile(model, backend=seen.backend), x)
+    assert seen.in_layout("forward", torch.contiguous_format) == (8, 8)
