@@ -182,6 +182,29 @@ def test_a_group_norm_keeps_the_layout(exact: bool, monkeypatch: pytest.MonkeyPa
     assert ("group_norm" in report.buffers.full) == exact
 
 
+@pytest.mark.parametrize(("groups", "affine"), [(8, True), (1, True), (32, False)])
+def test_an_exact_group_norm(groups: int, affine: bool) -> None:
+    """Against PyTorch's in float64; the sums over positions, 2 * 15 * 17, are in float32."""
+    x = (torch.randn(2, 32, 15, 17) * 3 + 1).contiguous(memory_format=LAST)
+    g = torch.randn(2, 32, 15, 17)
+    given = [x, *([torch.randn(32), torch.randn(32)] if affine else [None, None])]
+    mine, exact = (
+        [None if t is None else t.detach().clone().to(d).requires_grad_() for t in given]
+        for d in (x.dtype, torch.float64)
+    )
+    y = norm.ExactGroupNorm.apply(*mine, groups, 1e-5)
+    want = F.group_norm(exact[0], groups, *exact[1:])  # type: ignore[arg-type]
+    y.backward(g)
+    want.backward(g.double())
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    for t, e in zip(mine, exact, strict=True):
+        if t is not None and e is not None:
+            assert t.grad is not None
+            assert e.grad is not None
+            torch.testing.assert_close(t.grad.double(), e.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_a_result_of_transformers_is_in_the_default_layout() -> None:
     """Its logits are an entry of a mapping and an attribute of it."""
     output = pytest.importorskip("transformers.modeling_outputs").SemanticSegmenterOutput

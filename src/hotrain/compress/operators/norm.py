@@ -399,11 +399,17 @@ class ExactGroupNorm(torch.autograd.Function):
         differentiated_once("group norm")
         x, w, mean, r = ctx.saved_tensors
         groups, *dtypes = ctx.facts
-        normal = ((_in_groups(wide(x), groups) - mean) * r).reshape(x.shape)
-        needs = ctx.needs_input_grad
-        g_x, (g_b, g_w) = _gradients_of_groups(wide(g_y), normal, w, r, groups, needs)
-        grads = zip((g_x, g_w, g_b), (x.dtype, *dtypes), strict=True)
-        return *(None if t is None else t.to(dtype) for t, dtype in grads), None, None
+        g, lifted, count = wide(g_y), wide(x), x[0].numel() // groups
+        # As PyTorch computes them: of Σ g x and Σ g over positions, so that g_x = c g + a x + d with small c, a and d.
+        sums = torch.stack([(g * lifted).flatten(2).sum(2), g.flatten(2).sum(2)])  # (2, N, C)
+        of_x, of_1 = (sums if w is None else sums * w).view(2, len(x), groups, -1).sum(3)
+        m, q = mean.view(len(x), groups), r.view(len(x), groups)
+        a = (of_1 * m - of_x) * q**3 / count
+        m, q, a, d = (t.repeat_interleave(x.shape[1] // groups, 1) for t in (m, q, a, -a * m - of_1 * q / count))
+        c, a, d = (t[..., None, None] for t in (q if w is None else q * w, a, d))
+        g_w, g_b = ((sums[0] - sums[1] * m) * q).sum(0), sums[1].sum(0)
+        grads = zip((g * c + lifted * a + d, g_w, g_b), (x.dtype, *dtypes), ctx.needs_input_grad, strict=False)
+        return *(t.to(dtype) if needed else None for t, dtype, needed in grads), None, None
 
 
 # ---- registration ----
