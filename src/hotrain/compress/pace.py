@@ -253,11 +253,15 @@ class Pace:
 
     Args:
         clock: of a device, with the methods of `Gpu`.
+
+    Attributes:
+        keeps_exact: whether it was chosen that some blocks are exact: the GPU has the memory for it, and not the time.
     """
 
     def __init__(self, clock: Callable[[torch.device], Any] = Gpu) -> None:
         self.clock = clock
         self.gpu: Any = None
+        self.keeps_exact = False
         self.kinds: dict[Any, _Blocks] = {}
         self.running: list[Timing] = []
         self.calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -329,6 +333,7 @@ class Pace:
                     block.__dict__[IN_EAGER] = COMPRESSED if is_one else EXACT
         of = sum(len(kind.members) for kind in self.kinds.values())
         exact = sum(kind.count for kind in found) - sum(counts)
+        self.keeps_exact = exact > 0
         if exact:
             all_of = [kind.count for kind in found]
             now, then = step_ms(found, [0] * len(found)), step_ms(found, all_of)

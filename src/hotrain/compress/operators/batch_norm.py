@@ -30,11 +30,25 @@ from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..sharing import Unfinished
 from ..slopes import ACTIVATIONS
-from .base import Handlers, Scope, custom_op, direct, is_large, replaced, wants_gradient, without_autocast
+from .base import (
+    Handlers,
+    Scope,
+    custom_op,
+    direct,
+    is_channels_last,
+    is_large,
+    replaced,
+    wants_gradient,
+    without_autocast,
+)
 from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
 _MOST_CHANNELS = 4096  # of one program's tile
+_SLOW = (
+    "its kernels take images in channels_last: model.to(memory_format=torch.channels_last), and the images, is faster "
+    "for convolutions, too; plan='memory' compresses it as it is, more slowly"
+)
 
 
 # ---- reference ----
@@ -359,9 +373,14 @@ def _batch_norm(
         return None
     if input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
         return None
+    compiling = torch.compiler.is_dynamo_compiling()
+    pace = None if compiling else scope.buffers.pace
+    in_default_layout = input.dim() == 4 and not is_channels_last(input)
+    if pace is not None and pace.keeps_exact and in_default_layout and supported_in_eager(input):
+        scope.buffers.record_full("batch_norm", _SLOW)
+        return None
     form = saved_format()
     scope.record("batch_norm", form)
-    compiling = torch.compiler.is_dynamo_compiling()
     rows = compiling and input.dim() == 2 and input.is_contiguous()
     image = input.view(*input.shape, 1, 1) if rows else input
     if compiling and is_fused(image):
