@@ -158,6 +158,11 @@ def laid_out(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last) if t.device.type in LAID_OUT else t
 
 
+def embeds_patches(w: Tensor, stride: Any) -> bool:
+    """Whether a weight, (O, C, kh, kw), makes tokens of an image's patches: the layout of its input does not matter."""
+    return w.shape[1] < 16 and tuple(w.shape[2:]) == tuple(stride)
+
+
 def channels_last(t: Tensor) -> Tensor:
     """(B, C, H, W) as a view (B, H, W, C): positions are tokens."""
     return t.permute(0, 2, 3, 1)

@@ -216,8 +216,9 @@ def _returned(y: Any) -> Any:
     """A result with its images in PyTorch's default layout, for what the caller does with them, as `view`."""
     if isinstance(y, Tensor):
         return y.contiguous() if _is_channels_last(y) else y
-    if type(y) in (tuple, list):
-        return type(y)([_returned(value) for value in y])
+    if isinstance(y, (tuple, list)):
+        made = [_returned(value) for value in y]
+        return type(y)(*made) if hasattr(y, "_fields") else type(y)(made)
     if isinstance(y, dict):  # also of a class of its own, as transformers'
         for name, value in list(y.items()):
             y[name] = _returned(value)

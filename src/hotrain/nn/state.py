@@ -21,7 +21,7 @@ from ..compress.eager import sees_functions
 from ..compress.mode_stack import current_checkpoint, left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
-from ..geometry import Geometry, laid_out
+from ..geometry import Geometry, embeds_patches, laid_out
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
@@ -327,7 +327,7 @@ def _traced(state: LayerState, module: Any, x: Tensor, place: Place | None) -> T
         return None
     config, draws = found
     layer = ops.linear if place is None else ops.conv2d
-    if place is not None and state.origins is not None and x.dim() == 4:
+    if place is not None and state.origins is not None and x.dim() == 4 and not embeds_patches(w, place[0]):
         x = laid_out(x)  # `compress.interpose` keeps this from the model's caller
     counter = state.draws.counter if draws else None
     history = state.draws.history.words  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from . import (
     composed_norm,
     cross_entropy,
     dropout,
+    group_norm,
     head,
     interpolate,
     linear,
@@ -31,7 +32,7 @@ from . import (
 from .base import Handlers, Scope
 
 _OPERATORS = (
-    *(norm, composed_norm, batch_norm, activation, attention, softmax, dropout, pooling),
+    *(norm, group_norm, composed_norm, batch_norm, activation, attention, softmax, dropout, pooling),
     *(interpolate, cross_entropy, head, product, linear, views),
 )
 REGISTRY: Handlers = {function: handler for each in _OPERATORS for function, handler in each.HANDLERS.items()}

@@ -41,7 +41,8 @@ from .base import (
     wants_gradient,
     without_autocast,
 )
-from .norm import KERNEL_FORMAT, Grads, along_channels, pack_normalized, saved_format
+from .group_norm import Grads, along_channels
+from .norm import KERNEL_FORMAT, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
 _MOST_CHANNELS = 4096  # of one program's tile

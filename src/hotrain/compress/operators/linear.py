@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view, skips_undefined
-from ...geometry import laid_out
+from ...geometry import embeds_patches, laid_out
 from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
@@ -140,7 +140,7 @@ def _conv2d(
     if keeps and isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
     if not keeps or isinstance(padding, str):
-        if is_eager(input):
+        if is_eager(input) or weight.dim() != 4 or embeds_patches(weight, pair(stride)):
             return None
         return F.conv2d(laid_out(input), weight, bias, stride, padding, dilation, groups)
     scope.record("conv2d (exact product)", FORMATS["conv"])

@@ -14,7 +14,6 @@ each channel before (`quantize.channels`; most are 1): backward reads c x̂', th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ from torch.nn import functional as F
 
 from ... import autograd
 from ...autograd import differentiated_once, skips_undefined
-from ...geometry import LAID_OUT
 from ...private import memory_format_of
 from ...quantize.channels import factors
 from ...quantize.integer import wide
@@ -34,6 +32,14 @@ from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import normed
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, wants_gradient, without_autocast
+from .group_norm import (
+    Grads,
+    exact_group_norm,
+    gradients_of_groups,
+    in_groups,
+    of_groups,
+    stays_in_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,6 @@ def saved_format() -> str:
 
 # ---- reference ----
 
-Grads = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]  # of x, and of β and γ
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -86,8 +91,8 @@ def forward(
     if kind == "layer":
         return torch.native_layer_norm(x, shape[-dims:], w, b, eps)
     if kind == "group":
-        if _stays_in_layout(x):
-            return _of_groups(x, w, b, dims, eps)
+        if stays_in_layout(x):
+            return of_groups(x, w, b, dims, eps)
         # Dense, in the layout that PyTorch takes: on a CPU channels-last is preserved, for slices too.
         layout = memory_format_of(x) if x.device.type == "cpu" else torch.contiguous_format
         dense, count = x.contiguous(memory_format=layout), shape[2:].numel()
@@ -104,50 +109,12 @@ def forward(
     return y if KINDS[kind].rounds else y.to(x.dtype), None, r
 
 
-def _stays_in_layout(x: Tensor) -> bool:
-    """Whether x is an image of a compiled graph, and in channels_last: PyTorch's operator would copy it on a GPU."""
-    laid_out = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return laid_out and x.device.type in LAID_OUT and not is_eager(x)
-
-
-def _of_groups(x: Tensor, w: Tensor | None, b: Tensor | None, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's result in x's memory layout, μ and r."""
-    rows = _in_groups(wide(x), groups)
-    variance, mean = torch.var_mean(rows, (2, 3), correction=0, keepdim=True)
-    r = torch.rsqrt(variance + eps)
-    y = ((rows - mean) * r).reshape(x.shape)
-    y = y if w is None else y * along_channels(w, x.dim())
-    y = y if b is None else y + along_channels(b, x.dim())
-    return y.to(x.dtype), mean, r
-
-
-def _in_groups(t: Tensor, groups: int) -> Tensor:
-    """(N, C, ...) as (N, groups, C / groups, positions)."""
-    return t.reshape(t.shape[0], groups, t.shape[1] // groups, -1)
-
-
-def _gradients_of_groups(
-    g: Tensor, normal: Tensor, w: Tensor | None, r: Tensor, groups: int, needs: Sequence[bool]
-) -> Grads:
-    """`_gradients` of a group norm: one sum over positions, of which the others are small ones."""
-    shape, count = g.shape, g[0].numel() // groups
-    each = torch.stack([g.flatten(2).sum(2), (g * normal).flatten(2).sum(2)])  # (2, N, C)
-    g_b, g_w = (total if need else None for total, need in zip(each.sum(1), (needs[2], needs[1]), strict=True))
-    if not needs[0]:
-        return None, (g_b, g_w)
-    each = each if w is None else each * w
-    means = each.view(2, shape[0], groups, -1).sum(3)[..., None, None] / count
-    scaled = _in_groups(g if w is None else g * along_channels(w, len(shape)), groups)
-    inner = scaled - means[0] - _in_groups(normal, groups) * means[1]
-    return (inner * r).reshape(shape), (g_b, g_w)
-
-
 def _gradients(
     g: Tensor, normal: Tensor, w: Tensor | None, r: Tensor, kind: str, dims: int, needs: Sequence[bool]
 ) -> Grads:
     """The gradients, None where not needed."""
     if not KINDS[kind].by_token:
-        return _gradients_of_groups(g, normal, w, r, dims, needs)
+        return gradients_of_groups(g, normal, w, r, dims, needs)
     shape = g.shape
     leading = list(range(len(shape) - dims))
     g_w, g_b = g * normal if needs[1] else None, g if needs[2] else None
@@ -161,11 +128,6 @@ def _gradients(
     if KINDS[kind].centered:
         inner = inner - scaled.mean(over, keepdim=True)
     return (inner * r).reshape(shape), (g_b, g_w)
-
-
-def along_channels(t: Tensor, axes: int) -> Tensor:
-    """A vector over channels, shaped to be broadcast along the second of so many axes."""
-    return wide(t).view(1, -1, *[1] * (axes - 2))
 
 
 def channels_of(normal: Tensor, w: Tensor | None) -> Tensor:
@@ -344,7 +306,7 @@ class Norm(torch.autograd.Function):
 
         def normalized() -> Tensor:
             lifted = _as(x, torch.promote_types(dtype, torch.float32))
-            lifted = lifted if by_token else _in_groups(lifted, dims)
+            lifted = lifted if by_token else in_groups(lifted, dims)
             normal = ((lifted if mean is None else lifted - mean) * r).reshape(shape)
             return normal if by_token else normal.movedim(1, -1)
 
@@ -383,35 +345,6 @@ class Norm(torch.autograd.Function):
         return *grads, *[None] * 4
 
 
-@skips_undefined
-class ExactGroupNorm(torch.autograd.Function):
-    """A group norm that saves x as it is, of an image in channels_last, in a compiled graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, groups: int, eps: float) -> Tensor:
-        y, mean, r = _of_groups(x, w, b, groups, eps)
-        ctx.save_for_backward(x, w, mean, r)
-        ctx.facts = groups, *(None if t is None else t.dtype for t in (w, b))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        differentiated_once("group norm")
-        x, w, mean, r = ctx.saved_tensors
-        groups, *dtypes = ctx.facts
-        g, lifted, count = wide(g_y), wide(x), x[0].numel() // groups
-        # As PyTorch computes them: of Σ g x and Σ g over positions, so that g_x = c g + a x + d with small c, a and d.
-        sums = torch.stack([(g * lifted).flatten(2).sum(2), g.flatten(2).sum(2)])  # (2, N, C)
-        of_x, of_1 = (sums if w is None else sums * w).view(2, len(x), groups, -1).sum(3)
-        m, q = mean.view(len(x), groups), r.view(len(x), groups)
-        a = (of_1 * m - of_x) * q**3 / count
-        m, q, a, d = (t.repeat_interleave(x.shape[1] // groups, 1) for t in (m, q, a, -a * m - of_1 * q / count))
-        c, a, d = (t[..., None, None] for t in (q if w is None else q * w, a, d))
-        g_w, g_b = ((sums[0] - sums[1] * m) * q).sum(0), sums[1].sum(0)
-        grads = zip((g * c + lifted * a + d, g_w, g_b), (x.dtype, *dtypes), ctx.needs_input_grad, strict=False)
-        return *(t.to(dtype) if needed else None for t, dtype, needed in grads), None, None
-
-
 # ---- registration ----
 
 
@@ -425,12 +358,6 @@ norm = custom_op(
     "norm(Tensor x, Tensor? w, Tensor? b, str kind, int dims, float eps, str form) -> (Tensor, Tensor, Tensor, Tensor)",
     without_autocast(Norm.apply, _cast),
     direct(Norm),
-)
-
-
-exact_group_norm = custom_op(
-    "exact_group_norm(Tensor x, Tensor? w, Tensor? b, int groups, float eps) -> Tensor",
-    without_autocast(ExactGroupNorm.apply, functools.partial(float32, "group_norm")),
 )
 
 
@@ -483,7 +410,7 @@ def _group_norm(
     keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
     if keeps and supported(input.device, input.dtype) and is_large(input) and wants_gradient(input, weight, bias):
         scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
-        return exact_group_norm(input, weight, bias, num_groups, eps) if _stays_in_layout(input) else None
+        return exact_group_norm(input, weight, bias, num_groups, eps) if stays_in_layout(input) else None
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
 
 
