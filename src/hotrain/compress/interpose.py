@@ -29,6 +29,7 @@ from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_gra
 from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
 from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
+from .operators.views import traced_as
 from .pace import IN_EAGER, TIMED, Pace
 from .report import ATTRIBUTE, Buffers, tensors
 from .sharing import Origins, traced_number
@@ -59,8 +60,8 @@ class Compressed(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_compiling()
-        if compiling and func is Tensor.unflatten:  # Python, whose `super()` Dynamo cannot trace under a mode
-            func = torch.unflatten
+        if compiling:
+            func = traced_as(func, args)
         handler = REGISTRY.get(func)
         without_rule = not compiling and func in self.buffers.passing
         if without_rule and (handler is None or func in OF_GRAPHS):  # nearly every call
@@ -96,6 +97,9 @@ class Compressed(Mode):
     def is_of(self, buffers: Buffers, graph: int | None) -> bool:
         """The same under Dynamo: whether it was entered in the graph that is traced, so not around a checkpoint."""
         return graph is not None and self.graph == graph and self.buffers is buffers
+
+    def traced_origins(self) -> Origins | None:
+        return self._traced_scope().origins if self._may_compress() else None
 
     def _traced_scope(self) -> Scope:
         """The scope, or behind a graph break one without memory: what an object that is older than the graph holds at
@@ -168,9 +172,10 @@ class Wrapped(Mixin):
             standing, graph = top(), traced_number()
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-            with Compressed(buffers, standing, (Origins(checkpoint=current_checkpoint()), graph)):
+            origins = Origins(checkpoint=current_checkpoint())
+            with Compressed(buffers, standing, (origins, graph)):
                 y = self._in_its_region(buffers.region(), *args, **kwargs)
-                return _returned(y) if _lays_out(buffers, args, kwargs) else y
+                return _returned(y) if origins.laid_out else y
         standing, checkpoint = top(), current_checkpoint()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         first = buffers.example is None and buffers.root is not None and buffers.root() is self
@@ -200,12 +205,6 @@ class Wrapped(Mixin):
         torch.ops.hotrain.region(self.__dict__[ATTRIBUTE].plan())
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def _lays_out(buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether only hotrain puts images of this call in channels_last (`geometry.laid_out`), not its caller."""
-    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    return buffers.in_default_layout() and not any(map(_is_channels_last, given))
 
 
 def _is_channels_last(t: Tensor) -> bool:

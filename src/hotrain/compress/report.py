@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..casting import autocast_to
-from ..geometry import LAID_OUT
 from ..private import constant_in_graphs
 from .rules import SMALL
 from .sharing import Origins
@@ -203,13 +202,6 @@ class Buffers:
     def plan(self) -> str:
         """What a compiled graph of this model is planned by."""
         return f"as fast as exact and {self.spare_ms} ms" if self.must_not_lose else "least memory"
-
-    @constant_in_graphs
-    def in_default_layout(self) -> bool:
-        """Whether a model on a GPU has no weight in channels_last: compiled, hotrain puts its images in it."""
-        model = None if self.root is None else self.root()
-        images = [] if model is None else [p for p in model.parameters() if p.dim() == 4 and p.device.type in LAID_OUT]
-        return bool(images) and all(p.is_contiguous() for p in images)
 
     @constant_in_graphs
     def region(self) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import KERNELS, Origin
+from ..geometry import LAID_OUT
 from ..private import constant_in_graphs, schema_of, version_of
 from . import rematerialize
 from .codes import coded, whole
@@ -143,12 +144,14 @@ class Origins:
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
+        laid_out: whether a convolution's result is in channels_last, under Dynamo, that is not in exact training.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
     unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
     checkpoint: int = 0
     running: int = 0
+    laid_out: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
@@ -168,6 +171,14 @@ class Origins:
         """End that forward; the enclosing one continues."""
         if before is not None:
             self.recent, self.checkpoint, self.running = (), before, self.running - 1
+
+    def lays_out(self, x: Tensor, w: Tensor) -> bool:
+        """Whether a convolution of x by w reads a copy of x in channels_last (`geometry.laid_out`), under Dynamo."""
+        if x.device.type not in LAID_OUT or x.is_contiguous(memory_format=torch.channels_last):
+            return False
+        if w.is_contiguous():
+            self.laid_out = True
+        return True
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None, by_heads: bool = False) -> None:
         """Record the `Origin` of a tensor: a recipe of `rematerialize`, and the tensors that it takes."""

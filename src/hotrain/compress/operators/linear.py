@@ -142,8 +142,12 @@ def _conv2d(
     if not keeps or isinstance(padding, str):
         if is_eager(input) or weight.dim() != 4 or embeds_patches(weight, pair(stride)):
             return None
+        if not scope.origins.lays_out(input, weight):
+            return None
         return F.conv2d(laid_out(input), weight, bias, stride, padding, dilation, groups)
     scope.record("conv2d (exact product)", FORMATS["conv"])
+    if not is_eager(input):
+        scope.origins.lays_out(input, weight)
     form, given = shared(scope, input, FORMATS["conv"])
     y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:

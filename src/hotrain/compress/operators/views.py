@@ -1,8 +1,12 @@
-"""Views: the origin of a tensor is that of its views as well, so that the layer behind a reshape can share codes."""
+"""Views: the origin of a tensor is that of its views as well, so that the layer behind a reshape can share codes.
+
+Compiled, a convolution's result is in channels_last (`geometry.laid_out`), where not each view exists that the default
+layout has: there `view` is `reshape`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +17,19 @@ from .. import rematerialize
 from ..formats import is_static
 from ..sharing import Unfinished
 from .base import Handlers, Scope
+
+_RESHAPES: dict[Any, Callable[..., Tensor]] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
+
+
+def traced_as(func: Any, args: Sequence[Any]) -> Any:
+    """The function that Dynamo traces for PyTorch's: it cannot trace one that is Python under a mode (`super()`)."""
+    if func is Tensor.unflatten:
+        return torch.unflatten
+    if func not in _RESHAPES or not args or (len(args) > 1 and isinstance(args[1], torch.dtype)):
+        return func
+    t = args[0]
+    may_be_laid_out = t.dim() > 2 and t.device.type in LAID_OUT and is_static(t) and not t.is_contiguous()
+    return _RESHAPES[func] if may_be_laid_out else func
 
 
 def _transposed(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:
@@ -32,28 +49,17 @@ def _transposed(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tenso
     return y
 
 
-# A compiled convolution's result is in channels_last (`laid_out`), where not each of PyTorch's views exists.
-_COPYING: dict[Any, Callable[..., Tensor]] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
-
-
-def _may_be_laid_out(t: Tensor) -> bool:
-    laid_out = torch.compiler.is_compiling() and t.dim() > 2 and t.device.type in LAID_OUT
-    return laid_out and is_static(t) and not t.is_contiguous()
-
-
 def _reshaped(func: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """A handler of a function that changes the shape alone."""
 
     def run(scope: Scope, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        known = scope.origins.of(input)
+        if known is None or not rematerialize.is_in_order(known.recipe):
+            return None
         if isinstance(args[0] if args else kwargs.get("dtype"), torch.dtype):
             return None
-        known = scope.origins.of(input)
-        shares = known is not None and rematerialize.is_in_order(known.recipe)
-        copies = func in _COPYING and not kwargs and _may_be_laid_out(input)
-        if not (shares or copies):
-            return None
-        y = (_COPYING[func] if copies else func)(input, *args, **kwargs)
-        if known is not None and shares and y is not input:
+        y = func(input, *args, **kwargs)
+        if y is not input:
             before = scope.origins.unfinished_of(input, Unfinished)
             scope.origins.note(y, known.recipe, *known.tensors)
             if before is not None:
