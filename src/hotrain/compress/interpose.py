@@ -172,7 +172,7 @@ class Wrapped(Mixin):
             standing, graph = top(), traced_number()
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-            origins = Origins(checkpoint=current_checkpoint())
+            origins = Origins(checkpoint=current_checkpoint(), lays=True)
             with Compressed(buffers, standing, (origins, graph)):
                 y = self._in_its_region(buffers.region(), *args, **kwargs)
                 return _returned(y) if origins.laid_out else y

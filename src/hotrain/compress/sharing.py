@@ -144,13 +144,15 @@ class Origins:
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
-        laid_out: whether a convolution's result is in channels_last, under Dynamo, that is not in exact training.
+        lays: whether convolutions may be laid out (`geometry.laid_out`): where what leaves the graph is laid back.
+        laid_out: whether one is, whose result is in the default layout in exact training.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
     unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
     checkpoint: int = 0
     running: int = 0
+    lays: bool = False
     laid_out: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,8 +175,8 @@ class Origins:
             self.recent, self.checkpoint, self.running = (), before, self.running - 1
 
     def lays_out(self, x: Tensor, w: Tensor) -> bool:
-        """Whether a convolution of x by w reads a copy of x in channels_last (`geometry.laid_out`), under Dynamo."""
-        if x.device.type not in LAID_OUT or x.is_contiguous(memory_format=torch.channels_last):
+        """Whether a convolution of x by w reads a copy of x in channels_last."""
+        if not self.lays or x.device.type not in LAID_OUT or x.is_contiguous(memory_format=torch.channels_last):
             return False
         if w.is_contiguous():
             self.laid_out = True

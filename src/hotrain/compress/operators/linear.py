@@ -67,11 +67,9 @@ class Conv2d(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
         stride, padding, dilation, groups, form, given = args
         strides = w.stride()
-        if not is_eager(x):
-            x, w = laid_out(x), laid_out(w)
-            if memory_format_of(x) == torch.channels_last:
-                # Some channels of an image: PyTorch's convolution would copy them, in forward and again in backward.
-                x = x.contiguous(memory_format=torch.channels_last)
+        if not is_eager(x) and memory_format_of(x) == torch.channels_last:
+            # Some channels of an image: PyTorch's convolution would copy them, and w, in forward and again in backward.
+            x, w = x.contiguous(memory_format=torch.channels_last), laid_out(w)
         x, kept = keep_input(ctx, x, form, given, image=True)
         ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, *kept)
         ctx.of_w, ctx.lays_out = (w.shape, w.dtype), w.stride() != strides
@@ -140,16 +138,13 @@ def _conv2d(
     if keeps and isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
     if not keeps or isinstance(padding, str):
-        if is_eager(input) or weight.dim() != 4 or embeds_patches(weight, pair(stride)):
-            return None
-        if not scope.origins.lays_out(input, weight):
+        if weight.dim() != 4 or embeds_patches(weight, pair(stride)) or not scope.origins.lays_out(input, weight):
             return None
         return F.conv2d(laid_out(input), weight, bias, stride, padding, dilation, groups)
     scope.record("conv2d (exact product)", FORMATS["conv"])
-    if not is_eager(input):
-        scope.origins.lays_out(input, weight)
     form, given = shared(scope, input, FORMATS["conv"])
-    y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
+    x = laid_out(input) if scope.origins.lays_out(input, weight) else input
+    y, made = conv2d(x, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:
         scope.origins.note(input, rematerialize.values(form, input.shape, image=True), *made)
     return y  # type: ignore[no-any-return]
