@@ -5,6 +5,7 @@ formats, slopes           the number formats, and the derivatives of activation 
 operators                 one file each: reference, launch of the kernels, autograd function, custom operator, handlers
 codes, launcher           packing and unpacking shared by them, and the fallback of kernels to references
 interpose, mode_stack     the TorchFunctionMode that calls operators in place of PyTorch's functions, and its wrapping
+layouts                   images of compiled models in channels_last, while the model sees PyTorch's default layout
 mixins                    module classes exchanged for ones with another forward
 report                    records of what is saved in which format, and of what is not
 checkpointing, offload    activation checkpointing of blocks, and offloading to the host's memory, switched on by class

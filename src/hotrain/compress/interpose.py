@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -24,12 +24,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..private import FULL, compiled_part, constant_in_graphs, differentiates, falls_back
 from . import eager
 from .graph import KEY
+from .layouts import in_twins
 from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import OF_GRAPHS, REGISTRY
 from .operators.base import Scope
 from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
-from .operators.views import traced_as
 from .pace import IN_EAGER, TIMED, Pace
 from .report import ATTRIBUTE, Buffers, tensors
 from .sharing import Origins, traced_number
@@ -60,8 +60,8 @@ class Compressed(Mode):
     ) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_compiling()
-        if compiling:
-            func = traced_as(func, args)
+        if compiling and func is Tensor.unflatten:  # Python, whose `super()` Dynamo cannot trace under a mode
+            func = torch.unflatten
         handler = REGISTRY.get(func)
         without_rule = not compiling and func in self.buffers.passing
         if without_rule and (handler is None or func in OF_GRAPHS):  # nearly every call
@@ -71,6 +71,11 @@ class Compressed(Mode):
             if handler is not None and wanted and args and eager.sees_functions(type(args[0])):
                 self.buffers.record_full(f"what is computed of {type(args[0]).__name__}", OF_ITS_OWN)
             return func(*args, **kwargs)
+        if compiling and wanted and self._may_compress():
+            scope = self._traced_scope()
+            y = in_twins(scope.origins, functools.partial(_replaced, scope), func, args, kwargs)
+            if y is not None:
+                return y
         if handler is not None and wanted and self._may_compress():
             if self.nested and not compiling:
                 y = without_own_modes(handler, self.scope, *args, **kwargs)
@@ -98,9 +103,6 @@ class Compressed(Mode):
         """The same under Dynamo: whether it was entered in the graph that is traced, so not around a checkpoint."""
         return graph is not None and self.graph == graph and self.buffers is buffers
 
-    def traced_origins(self) -> Origins | None:
-        return self._traced_scope().origins if self._may_compress() else None
-
     def _traced_scope(self) -> Scope:
         """The scope, or behind a graph break one without memory: what an object that is older than the graph holds at
         its end is a result of the graph, with a gradient of its own."""
@@ -111,6 +113,13 @@ class Compressed(Mode):
     def _may_compress(self) -> bool:
         # A checkpoint that begins inside of the mode runs its second forward outside of it: both must save the same.
         return current_checkpoint() == self.checkpoint and differentiates()
+
+
+def _replaced(scope: Scope, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a function by hotrain's operator, or its own."""
+    handler = REGISTRY.get(func)
+    y = None if handler is None else handler(scope, *args, **kwargs)
+    return func(*args, **kwargs) if y is None else y
 
 
 # ---- module classes ----
@@ -172,10 +181,8 @@ class Wrapped(Mixin):
             standing, graph = top(), traced_number()
             if isinstance(standing, Compressed) and standing.is_of(buffers, graph):
                 return self._in_its_region(buffers.region(), *args, **kwargs)
-            origins = Origins(checkpoint=current_checkpoint(), lays=True)
-            with Compressed(buffers, standing, (origins, graph)):
-                y = self._in_its_region(buffers.region(), *args, **kwargs)
-                return _returned(y) if origins.laid_out else y
+            with Compressed(buffers, standing, (Origins(checkpoint=current_checkpoint()), graph)):
+                return self._in_its_region(buffers.region(), *args, **kwargs)
         standing, checkpoint = top(), current_checkpoint()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         first = buffers.example is None and buffers.root is not None and buffers.root() is self
@@ -205,23 +212,6 @@ class Wrapped(Mixin):
         torch.ops.hotrain.region(self.__dict__[ATTRIBUTE].plan())
         with annotate({KEY: region}):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-
-def _is_channels_last(t: Tensor) -> bool:
-    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
-
-
-def _returned(y: Any) -> Any:
-    """A result with its images in PyTorch's default layout, for what the caller does with them, as `view`."""
-    if isinstance(y, Tensor):
-        return y.contiguous() if _is_channels_last(y) else y
-    if isinstance(y, (tuple, list)):
-        made = [_returned(value) for value in y]
-        return type(y)(*made) if hasattr(y, "_fields") else type(y)(made)
-    if isinstance(y, dict):  # also of a class of its own, as transformers'
-        for name, value in list(y.items()):
-            y[name] = _returned(value)
-    return y
 
 
 def _outside_of_modes(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,10 +19,6 @@ from ..private import function_modes, saved_tensor_hooks, traced_graph_of
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
-    def traced_origins(self) -> Any:
-        """The `sharing.Origins` of what Dynamo traces, None where this mode replaces nothing."""
-        return None
-
 
 current_checkpoint = saved_tensor_hooks.checkpoint
 _left_to_eager: list[Callable[..., Any]] = [current_checkpoint]

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import KERNELS, Origin
-from ..geometry import LAID_OUT
 from ..private import constant_in_graphs, schema_of, version_of
 from . import rematerialize
 from .codes import coded, whole
@@ -144,16 +143,14 @@ class Origins:
         unfinished: (tensor and its version, batch norm or activation), under Dynamo.
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
-        lays: whether convolutions may be laid out (`geometry.laid_out`): where what leaves the graph is laid back.
-        laid_out: whether one is, whose result is in the default layout in exact training.
+        twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
     unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
     checkpoint: int = 0
     running: int = 0
-    lays: bool = False
-    laid_out: bool = False
+    twins: tuple[tuple[Any, Tensor], ...] = field(default=(), repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
@@ -173,14 +170,6 @@ class Origins:
         """End that forward; the enclosing one continues."""
         if before is not None:
             self.recent, self.checkpoint, self.running = (), before, self.running - 1
-
-    def lays_out(self, x: Tensor, w: Tensor) -> bool:
-        """Whether a convolution of x by w reads a copy of x in channels_last."""
-        if not self.lays or x.device.type not in LAID_OUT or x.is_contiguous(memory_format=torch.channels_last):
-            return False
-        if w.is_contiguous():
-            self.laid_out = True
-        return True
 
     def note(self, t: Tensor, recipe: str, *tensors: Tensor | None, by_heads: bool = False) -> None:
         """Record the `Origin` of a tensor: a recipe of `rematerialize`, and the tensors that it takes."""
@@ -210,6 +199,21 @@ class Origins:
             # Counting writes reads the whole graph: it is done for this tensor alone.
             if found is None and isinstance(what, kind) and known[0] is t and known[1] == _traced_writes():
                 found = what
+        return found
+
+    def note_twin(self, t: Tensor, twin: Tensor) -> None:
+        """Record, under Dynamo, that twin is t in channels_last; what was known of twin holds, if t was written to."""
+        now = _traced_writes()
+        self.twins = (((t, now), twin), *self.twins[: _RECENT - 1])
+        self.recent = tuple([((twin, now), o) if known[0] is twin else (known, o) for known, o in self.recent])
+        self.unfinished = tuple([((twin, now), w) if known[0] is twin else (known, w) for known, w in self.unfinished])
+
+    def twin(self, t: Tensor) -> Tensor | None:
+        """t in channels_last, where it is known and nothing was written since."""
+        found = None
+        for known, twin in self.twins:
+            if found is None and known[0] is t and known[1] == _traced_writes():
+                found = twin
         return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:

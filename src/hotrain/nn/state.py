@@ -18,10 +18,10 @@ from .. import autograd, functional, ops, planning
 from ..autograd import Call, Key
 from ..casting import autocast_dtype, autocast_to
 from ..compress.eager import sees_functions
-from ..compress.mode_stack import Mode, current_checkpoint, left_to_eager, top, without_own_modes
+from ..compress.mode_stack import current_checkpoint, left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
-from ..geometry import Geometry, embeds_patches, laid_out
+from ..geometry import Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
@@ -327,11 +327,6 @@ def _traced(state: LayerState, module: Any, x: Tensor, place: Place | None) -> T
         return None
     config, draws = found
     layer = ops.linear if place is None else ops.conv2d
-    if place is not None and x.dim() == 4 and not embeds_patches(w, place[0]):
-        mode = top()
-        origins = mode.traced_origins() if isinstance(mode, Mode) else None
-        if origins is not None and origins.lays_out(x, w):
-            x = laid_out(x)
     counter = state.draws.counter if draws else None
     history = state.draws.history.words  # type: ignore[union-attr]
     y: Tensor = layer(x, w, module.bias, counter, history, config, "", [])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view, skips_undefined
-from ...geometry import embeds_patches, laid_out
+from ...geometry import laid_out
 from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
@@ -130,21 +130,16 @@ def _conv2d(
     scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    if not (is_large(input) and input.dim() == 4):
+    if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
-    keeps = (
-        wants_gradient(input, weight) and type(weight) in PLAIN and (input.shape[1] >= 16 or not weight.requires_grad)
-    )
-    if keeps and isinstance(padding, str):
+    if input.shape[1] < 16 and weight.requires_grad:
+        return None
+    if isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
-    if not keeps or isinstance(padding, str):
-        if weight.dim() != 4 or embeds_patches(weight, pair(stride)) or not scope.origins.lays_out(input, weight):
-            return None
-        return F.conv2d(laid_out(input), weight, bias, stride, padding, dilation, groups)
+        return None
     scope.record("conv2d (exact product)", FORMATS["conv"])
     form, given = shared(scope, input, FORMATS["conv"])
-    x = laid_out(input) if scope.origins.lays_out(input, weight) else input
-    y, made = conv2d(x, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
+    y, made = conv2d(input, weight, bias, pair(stride), pair(padding), pair(dilation), groups, form, given)
     if made:
         scope.origins.note(input, rematerialize.values(form, input.shape, image=True), *made)
     return y  # type: ignore[no-any-return]

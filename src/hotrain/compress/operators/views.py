@@ -1,35 +1,16 @@
-"""Views: the origin of a tensor is that of its views as well, so that the layer behind a reshape can share codes.
-
-Compiled, a convolution's result is in channels_last (`geometry.laid_out`), where not each view exists that the default
-layout has: there `view` is `reshape`.
-"""
+"""Views: the origin of a tensor is that of its views as well, so that the layer behind a reshape can share codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...geometry import LAID_OUT
 from .. import rematerialize
-from ..formats import is_static
 from ..sharing import Unfinished
 from .base import Handlers, Scope
-
-_RESHAPES: dict[Any, Callable[..., Tensor]] = {Tensor.view: Tensor.reshape, Tensor.view_as: Tensor.reshape_as}
-
-
-def traced_as(func: Any, args: Sequence[Any]) -> Any:
-    """The function that Dynamo traces for PyTorch's: it cannot trace one that is Python under a mode (`super()`)."""
-    if func is Tensor.unflatten:
-        return torch.unflatten
-    if func not in _RESHAPES or not args or (len(args) > 1 and isinstance(args[1], torch.dtype)):
-        return func
-    t = args[0]
-    may_be_laid_out = t.dim() > 2 and t.device.type in LAID_OUT and is_static(t) and not t.is_contiguous()
-    return _RESHAPES[func] if may_be_laid_out else func
 
 
 def _transposed(scope: Scope, input: Tensor, *axes: Any, **kwargs: Any) -> Tensor | None:

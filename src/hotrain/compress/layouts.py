@@ -1,0 +1,135 @@
+"""Images of compiled models in PyTorch's default memory layout: what is computed of them in channels_last on a GPU.
+
+cuDNN convolves in channels_last, the kernels of batch norm and pooling read it, and PyTorch's compiler computes exact
+models in it. While Dynamo traces, an operator of images has two results: its twin, in channels_last, made of the twins
+of its inputs, and the one that the model sees, a copy in the default layout. Operators behind it read the twin, the
+model's own code (views, writes, strides, results) the copy, which the compiler leaves out where nothing reads it. A
+twin is forgotten where anything was written since; the image is then copied again, and `cancel` takes both copies out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.nn import functional as F
+
+from ..geometry import LAID_OUT, embeds_patches, laid_out
+from .operators.base import is_channels_last, is_large, pair
+from .sharing import Origins
+
+# Their first argument is laid out, whether it has a twin or not: they are slower, or have no kernel, in another layout.
+_IMAGES = frozenset([F.conv2d, F.batch_norm, F.group_norm, F.instance_norm, torch.ops.hotrain.conv2d])
+_ACTIVATIONS = (
+    *(F.relu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.relu6, F.hardtanh, F.mish, F.elu),
+    *(F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, Tensor.relu, Tensor.sigmoid, Tensor.tanh),
+    torch.ops.hotrain.function,
+)
+_OTHERS = (
+    *(torch.add, Tensor.add, Tensor.__add__, operator.add, torch.mul, Tensor.mul, Tensor.__mul__, operator.mul),
+    *(F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.interpolate, torch.cat),
+)
+# These have a twin where one of their inputs has.
+_OF_TWINS = frozenset((*_ACTIVATIONS, *_OTHERS))
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
+    Tensor.add_: torch.add,
+    operator.iadd: torch.add,
+    Tensor.relu_: F.relu,
+    torch.relu_: F.relu,
+    torch.ops.hotrain.function_: torch.ops.hotrain.function,
+}
+
+
+def _place_of_flag(function: Any) -> int | None:
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names.index("inplace") if "inplace" in names else None
+
+
+_FLAGS = {function: place for function in _ACTIVATIONS if (place := _place_of_flag(function)) is not None}
+_CLONE = torch.ops.aten.clone.default
+
+
+def in_twins(
+    origins: Origins, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of a call in the default layout, of which the twin is noted; None for a call that has none.
+
+    Args:
+        origins: of what Dynamo traces.
+        run: calls a function of PyTorch, with hotrain's operators.
+        func: the function that the model calls, with args and kwargs.
+    """
+    plain = _IN_PLACE.get(func, func)
+    of_images = plain in _IMAGES
+    if not (of_images or plain in _OF_TWINS) or not args:
+        return None
+    given, in_place = list(args), plain is not func
+    place = _FLAGS.get(func)
+    if place is not None and len(given) > place:
+        in_place, given[place] = bool(given[place]), False
+    elif place is not None and kwargs.get("inplace", False):
+        in_place, kwargs = True, {name: value for name, value in kwargs.items() if name != "inplace"}
+    several = plain is torch.cat
+    images = list(given[0]) if several else given[:1] if of_images else given[:2]
+    if of_images:
+        if not _is_laid_out(images[0]) or _stays(plain, given, kwargs):
+            return None
+    elif not [t for t in images if isinstance(t, Tensor) and origins.twin(t) is not None]:
+        return None
+    twins = [_twin_of(origins, t) for t in images]
+    given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
+    twin = run(plain, given, kwargs)
+    if not isinstance(twin, Tensor) or not is_channels_last(twin) or twin.is_contiguous():
+        return func(*args, **kwargs) if in_place else twin
+    y = func(*args, **kwargs) if in_place else twin.contiguous()
+    origins.note_twin(y, twin)
+    return y
+
+
+def _is_laid_out(t: Any) -> bool:
+    """Whether a convolution or a norm of t reads a copy in channels_last."""
+    image = is_large(t) and t.dim() == 4 and t.device.type in LAID_OUT
+    return image and not t.is_contiguous(memory_format=torch.channels_last)
+
+
+def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a convolution has its own layout: by its weight, or because it makes tokens of an image's patches."""
+    if func is not F.conv2d and func is not torch.ops.hotrain.conv2d:
+        return False
+    w: Any = args[1] if len(args) > 1 else kwargs.get("weight")
+    if not (isinstance(w, Tensor) and w.is_contiguous()):
+        return True
+    if func is not F.conv2d:
+        return w.shape[1] < 16
+    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
+    return embeds_patches(w, pair(stride))
+
+
+def _twin_of(origins: Origins, t: Any) -> Any:
+    """The same image in channels_last; what is no image, as it is."""
+    if not isinstance(t, Tensor) or t.dim() != 4:
+        return t
+    known = origins.twin(t)
+    return laid_out(t) if known is None else known
+
+
+def cancel(graph: Graph) -> bool:
+    """Read an image in channels_last itself where its copy in the default layout is copied back. False: nowhere."""
+    changed = False
+    for node in graph.find_nodes(op="call_function", target=_CLONE):
+        copied = node.args[0]
+        if copied.op != "call_function" or copied.target is not _CLONE:
+            continue
+        first = copied.args[0]
+        value, source = node.meta.get("val"), first.meta.get("val")
+        alike = isinstance(value, Tensor) and isinstance(source, Tensor) and value.dim() == 4
+        if alike and value.stride() == source.stride() and is_channels_last(value) and not value.is_contiguous():
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            changed = True
+    return changed
