@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,9 +159,9 @@ def laid_out(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last) if t.device.type in LAID_OUT else t
 
 
-def embeds_patches(w: Tensor, stride: Any) -> bool:
-    """Whether a weight, (O, C, kh, kw), makes tokens of an image's patches: the layout of its input does not matter."""
-    return w.shape[1] < 16 and tuple(w.shape[2:]) == tuple(stride)
+def embeds_patches(x: Tensor, w: Tensor, stride: Sequence[int]) -> bool:
+    """Whether a weight, (O, C, kh, kw), makes tokens of the patches of an image of few channels, (B, C, H, W)."""
+    return x.shape[1] < 16 and tuple(w.shape[2:]) == tuple(stride)
 
 
 def channels_last(t: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch.fx import Graph
 from torch.nn import functional as F
 
 from ..geometry import LAID_OUT, embeds_patches, laid_out
-from .operators.base import is_channels_last, is_large, pair
+from ..private import memory_format_of
+from .operators.base import is_channels_last, is_large, pair, written
 from .sharing import Origins
 
 # Their first argument is laid out, whether it has a twin or not: they are slower, or have no kernel, in another layout.
@@ -30,7 +31,7 @@ _ACTIVATIONS = (
     torch.ops.hotrain.function,
 )
 _OTHERS = (
-    *(torch.add, Tensor.add, Tensor.__add__, operator.add, torch.mul, Tensor.mul, Tensor.__mul__, operator.mul),
+    *(torch.add, Tensor.add, operator.add, torch.sub, Tensor.sub, operator.sub, torch.mul, Tensor.mul, operator.mul),
     *(F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.interpolate, torch.cat),
 )
 # These have a twin where one of their inputs has.
@@ -42,6 +43,7 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     torch.relu_: F.relu,
     torch.ops.hotrain.function_: torch.ops.hotrain.function,
 }
+_OF_GRADIENTS = frozenset([Tensor.register_hook, Tensor.retain_grad])  # a twin has only a part of its tensor's gradient
 
 
 def _place_of_flag(function: Any) -> int | None:
@@ -64,6 +66,9 @@ def in_twins(
         run: calls a function of PyTorch, with hotrain's operators.
         func: the function that the model calls, with args and kwargs.
     """
+    if func in _OF_GRADIENTS:
+        origins.forget_twin(args[0])
+        return None
     plain = _IN_PLACE.get(func, func)
     of_images = plain in _IMAGES
     if not (of_images or plain in _OF_TWINS) or not args:
@@ -79,22 +84,34 @@ def in_twins(
     if of_images:
         if not _is_laid_out(images[0]) or _stays(plain, given, kwargs):
             return None
-    elif not [t for t in images if isinstance(t, Tensor) and origins.twin(t) is not None]:
+    elif not _have_twins(origins, images):
         return None
     twins = [_twin_of(origins, t) for t in images]
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
     twin = run(plain, given, kwargs)
     if not isinstance(twin, Tensor) or not is_channels_last(twin) or twin.is_contiguous():
         return func(*args, **kwargs) if in_place else twin
-    y = func(*args, **kwargs) if in_place else twin.contiguous()
+    if in_place:
+        twin = twin.to(args[0].dtype)
+    y = written(args[0], twin.contiguous()) if in_place else twin.contiguous()
     origins.note_twin(y, twin)
     return y
 
 
+def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
+    """Whether one of them has a twin, and the others are in the default layout, as their result is then."""
+    found = False
+    for t in images:
+        if isinstance(t, Tensor) and origins.twin(t) is not None:
+            found = True
+        elif isinstance(t, Tensor) and t.dim() == 4 and not t.is_contiguous():
+            return False
+    return found
+
+
 def _is_laid_out(t: Any) -> bool:
     """Whether a convolution or a norm of t reads a copy in channels_last."""
-    image = is_large(t) and t.dim() == 4 and t.device.type in LAID_OUT
-    return image and not t.is_contiguous(memory_format=torch.channels_last)
+    return is_large(t) and t.dim() == 4 and t.device.type in LAID_OUT and not is_channels_last(t)
 
 
 def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -102,12 +119,12 @@ def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if func is not F.conv2d and func is not torch.ops.hotrain.conv2d:
         return False
     w: Any = args[1] if len(args) > 1 else kwargs.get("weight")
-    if not (isinstance(w, Tensor) and w.is_contiguous()):
+    if not isinstance(w, Tensor) or memory_format_of(w) != torch.contiguous_format:
         return True
     if func is not F.conv2d:
-        return w.shape[1] < 16
+        return bool(args[0].shape[1] < 16)
     stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
-    return embeds_patches(w, pair(stride))
+    return embeds_patches(args[0], w, pair(stride))
 
 
 def _twin_of(origins: Origins, t: Any) -> Any:

@@ -126,7 +126,13 @@ def _is_mutable(target: Any) -> bool:
 
 _OPERATORS = ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv")
 _IN_PLACE = frozenset(
-    [f"i{name}" for name in _OPERATORS] + [f"__i{name}__" for name in _OPERATORS] + ["setitem", "__setitem__"]
+    [
+        *[f"i{name}" for name in _OPERATORS],
+        *[f"__i{name}__" for name in _OPERATORS],
+        "setitem",
+        "__setitem__",
+        "written",
+    ]
 )
 _RECENT = 8  # tensors with a known origin at a time; within a block, tensors are read again soon
 
@@ -207,6 +213,10 @@ class Origins:
         self.twins = (((t, now), twin), *self.twins[: _RECENT - 1])
         self.recent = tuple([((twin, now), o) if known[0] is twin else (known, o) for known, o in self.recent])
         self.unfinished = tuple([((twin, now), w) if known[0] is twin else (known, w) for known, w in self.unfinished])
+
+    def forget_twin(self, t: Tensor) -> None:
+        """Let nothing read the twin of t any more."""
+        self.twins = tuple([(known, twin) for known, twin in self.twins if known[0] is not t])
 
     def twin(self, t: Tensor) -> Tensor | None:
         """t in channels_last, where it is known and nothing was written since."""
