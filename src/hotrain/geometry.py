@@ -14,7 +14,7 @@ from .private import CONV_PADS
 
 Pair = tuple[int, int]
 Shape = tuple[int, int, int, int]
-LAID_OUT = {"cuda"}  # types of devices on which compiled models convolve in channels_last: `laid_out`
+LAID_OUT = {"cuda"}  # types of devices on which compiled models convolve in channels_last
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,7 @@ def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def laid_out(t: Tensor) -> Tensor:
-    """An image, or a weight, (B, C, H, W), in channels_last on a GPU, for compiled graphs alone.
-
-    cuDNN's kernels of 16 bits convolve in it, and PyTorch's compiler computes an exact model so, also one that is in
-    PyTorch's default layout. What follows a convolution has its layout.
-    """
+    """An image or a weight, (B, C, H, W), in channels_last on a GPU, for compiled graphs alone (`compress.layouts`)."""
     return t.contiguous(memory_format=torch.channels_last) if t.device.type in LAID_OUT else t
 
 

@@ -50,7 +50,6 @@ from .rules import SMALL
 
 _inductor = inductor()
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _hotrain = torch.ops.hotrain
 _OF_TOKENS = _hotrain.keep.default, _hotrain.linear_gradients.default, _hotrain.conv2d_gradients.default
 _STATISTICS, _CLONE = torch.ops.aten.var_mean.correction, torch.ops.aten.clone.default
@@ -314,7 +313,7 @@ def _gradients_of_convolutions(half: Graph) -> bool:
     it is free by the second.
     """
     changed = False
-    for node in half.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
+    for node in half.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
         *given, mask = node.args
         g_y, x, w, *_ = given
         if numel(x) < SMALL:

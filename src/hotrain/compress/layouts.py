@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..geometry import LAID_OUT, embeds_patches, laid_out
 from ..private import memory_format_of
-from .operators.base import is_channels_last, is_large, pair, written
+from .operators.base import custom_op, is_channels_last, is_large, pair, written
 from .sharing import Origins
 
 # Their first argument is laid out, whether it has a twin or not: they are slower, or have no kernel, in another layout.
@@ -54,6 +54,21 @@ def _place_of_flag(function: Any) -> int | None:
 
 _FLAGS = {function: place for function in _ACTIVATIONS if (place := _place_of_flag(function)) is not None}
 _CLONE = torch.ops.aten.clone.default
+
+
+class _Copy(torch.autograd.Function):
+    """An image in channels_last, with a gradient in the default layout: hooks of the image may view it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return laid_out(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.contiguous()
+
+
+_copy = custom_op("laid_out(Tensor x) -> Tensor", _Copy.apply)
 
 
 def in_twins(
@@ -132,7 +147,10 @@ def _twin_of(origins: Origins, t: Any) -> Any:
     if not isinstance(t, Tensor) or t.dim() != 4:
         return t
     known = origins.twin(t)
-    return laid_out(t) if known is None else known
+    if known is not None:
+        return known
+    hooked = t.is_contiguous() and [other for other in origins.hooked if other is t]
+    return _copy(t) if hooked else laid_out(t)
 
 
 def cancel(graph: Graph) -> bool:

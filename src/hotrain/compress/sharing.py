@@ -150,6 +150,7 @@ class Origins:
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
         twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
+        hooked: tensors whose gradients have hooks, which read all of them in the default layout, under Dynamo.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
@@ -157,6 +158,7 @@ class Origins:
     checkpoint: int = 0
     running: int = 0
     twins: tuple[tuple[Any, Tensor], ...] = field(default=(), repr=False)
+    hooked: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
@@ -215,8 +217,9 @@ class Origins:
         self.unfinished = tuple([((twin, now), w) if known[0] is twin else (known, w) for known, w in self.unfinished])
 
     def forget_twin(self, t: Tensor) -> None:
-        """Let nothing read the twin of t any more."""
+        """Let nothing read the twin of t any more, whose gradient has a hook."""
         self.twins = tuple([(known, twin) for known, twin in self.twins if known[0] is not t])
+        self.hooked = (*self.hooked, t)
 
     def twin(self, t: Tensor) -> Tensor | None:
         """t in channels_last, where it is known and nothing was written since."""
