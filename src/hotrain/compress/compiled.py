@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import WRITTEN, fakes, inductor, memory_format_of
-from . import choosing, formats, fusing, graph, in_place, kernel_nodes, layouts, padding, rules
+from . import choosing, formats, fusing, graph, in_place, kernel_nodes, nodes, padding, rules
 from .graph import KEY
 from .halves import Halves
 from .losses import in_pieces
@@ -138,7 +138,7 @@ def partition(
     inner = inner or _inductor.cut
     _inductor.order_by_memory()
     _without_copies(gm.graph)
-    layouts.cancel(gm.graph)
+    nodes.cancel_copies(gm.graph)
     fusing.merge_batch_norms(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)

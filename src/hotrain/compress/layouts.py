@@ -4,7 +4,7 @@ cuDNN convolves in channels_last, the kernels of batch norm and pooling read it,
 models in it. While Dynamo traces, an operator of images has two results: its twin, in channels_last, made of the twins
 of its inputs, and the one that the model sees, a copy in the default layout. Operators behind it read the twin, the
 model's own code (views, writes, strides, results) the copy, which the compiler leaves out where nothing reads it. A
-twin is forgotten where anything was written since; the image is then copied again, and `cancel` takes both copies out.
+twin is forgotten where anything was written since; the image is then copied again, and `compiled` removes both copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph
 from torch.nn import functional as F
 
 from ..geometry import LAID_OUT, embeds_patches, laid_out
@@ -53,7 +52,6 @@ def _place_of_flag(function: Any) -> int | None:
 
 
 _FLAGS = {function: place for function in _ACTIVATIONS if (place := _place_of_flag(function)) is not None}
-_CLONE = torch.ops.aten.clone.default
 
 
 class _Copy(torch.autograd.Function):
@@ -151,20 +149,3 @@ def _twin_of(origins: Origins, t: Any) -> Any:
         return known
     hooked = t.is_contiguous() and [other for other in origins.hooked if other is t]
     return _copy(t) if hooked else laid_out(t)
-
-
-def cancel(graph: Graph) -> bool:
-    """Read an image in channels_last itself where its copy in the default layout is copied back. False: nowhere."""
-    changed = False
-    for node in graph.find_nodes(op="call_function", target=_CLONE):
-        copied = node.args[0]
-        if copied.op != "call_function" or copied.target is not _CLONE:
-            continue
-        first = copied.args[0]
-        value, source = node.meta.get("val"), first.meta.get("val")
-        alike = isinstance(value, Tensor) and isinstance(source, Tensor) and value.dim() == 4
-        if alike and value.stride() == source.stride() and is_channels_last(value) and not value.is_contiguous():
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-            changed = True
-    return changed

@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
+_CLONE = _aten.clone.default
 VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
 
@@ -209,3 +210,17 @@ def copied(found: Graph, graph: Graph, before: Node, inputs: Sequence[Node]) -> 
             if step.op != "placeholder":
                 env[step] = graph.node_copy(step, env.__getitem__)
     raise AssertionError("a graph without an output")
+
+
+def cancel_copies(graph: Graph) -> None:
+    """Read an image in channels_last itself where its copy in the default layout is copied back (`layouts`)."""
+    for node in graph.find_nodes(op="call_function", target=_CLONE):
+        copied = node.args[0]
+        if copied.op != "call_function" or copied.target is not _CLONE:
+            continue
+        first = copied.args[0]
+        value, source = node.meta.get("val"), first.meta.get("val")
+        alike = isinstance(value, Tensor) and isinstance(source, Tensor) and value.stride() == source.stride()
+        if alike and value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
