@@ -119,18 +119,20 @@ def test_a_model_in_the_default_layout_convolves_in_channels_last(plan: str) -> 
 class Maps(nn.Module):
     """An image for an image."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3, groups: int = 1) -> None:
         super().__init__()
-        self.inner, self.maps = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 3, padding=1)
+        self.inner, self.maps = (nn.Conv2d(16, 16, width, padding=width // 2, groups=groups) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.maps(F.relu(self.inner(x)))
 
 
+@pytest.mark.parametrize(("width", "groups"), [(3, 1), (1, 1), (3, 16)], ids=["dense", "pointwise", "depthwise"])
 @pytest.mark.parametrize("chosen", ["weights", "images", "neither"])
-def test_a_result_has_the_layout_that_it_has_without_hotrain(chosen: str) -> None:
+def test_a_result_has_the_layout_that_it_has_without_hotrain(chosen: str, width: int, groups: int) -> None:
+    """Also of weights with an axis of size 1, whose strides alone say in which layout they are."""
     torch.manual_seed(0)
-    model, x = Maps(), torch.randn(4, 16, 32, 32)
+    model, x = Maps(width, groups), torch.randn(4, 16, 32, 32)
     model.to(memory_format=LAST if chosen == "weights" else torch.contiguous_format)  # type: ignore[call-overload]
     x = x.to(memory_format=LAST if chosen == "images" else torch.contiguous_format)
     want = model(x)

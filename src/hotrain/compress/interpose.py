@@ -72,8 +72,7 @@ class Compressed(Mode):
                 self.buffers.record_full(f"what is computed of {type(args[0]).__name__}", OF_ITS_OWN)
             return func(*args, **kwargs)
         if compiling and wanted and self._may_compress():
-            scope = self._traced_scope()
-            y = in_twins(scope.origins, functools.partial(_replaced, scope), func, args, kwargs)
+            y = in_twins(self._traced_scope(), _replaced, func, args, kwargs)
             if y is not None:
                 return y
         if handler is not None and wanted and self._may_compress():

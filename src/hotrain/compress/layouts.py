@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..geometry import LAID_OUT, embeds_patches, laid_out
-from ..private import memory_format_of
-from .operators.base import custom_op, is_channels_last, is_large, pair, written
+from .operators.base import Scope, custom_op, is_channels_last, is_large, pair, written
 from .sharing import Origins
 
 # Their first argument is laid out, whether it has a twin or not: they are slower, or have no kernel, in another layout.
@@ -69,16 +68,15 @@ class _Copy(torch.autograd.Function):
 _copy = custom_op("laid_out(Tensor x) -> Tensor", _Copy.apply)
 
 
-def in_twins(
-    origins: Origins, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call in the default layout, of which the twin is noted; None for a call that has none.
 
     Args:
-        origins: of what Dynamo traces.
-        run: calls a function of PyTorch, with hotrain's operators.
+        scope: of what Dynamo traces.
+        run: calls a function of PyTorch in a scope, with hotrain's operators.
         func: the function that the model calls, with args and kwargs.
     """
+    origins = scope.origins
     if func in _OF_GRADIENTS:
         origins.forget_twin(args[0])
         return None
@@ -101,7 +99,7 @@ def in_twins(
         return None
     twins = [_twin_of(origins, t) for t in images]
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
-    twin = run(plain, given, kwargs)
+    twin = run(scope, plain, given, kwargs)
     if not isinstance(twin, Tensor) or not is_channels_last(twin) or twin.is_contiguous():
         return func(*args, **kwargs) if in_place else twin
     if in_place:
@@ -131,8 +129,11 @@ def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a convolution has its own layout: by its weight, or because it makes tokens of an image's patches."""
     if func is not F.conv2d and func is not torch.ops.hotrain.conv2d:
         return False
-    w: Any = args[1] if len(args) > 1 else kwargs.get("weight")
-    if not isinstance(w, Tensor) or memory_format_of(w) != torch.contiguous_format:
+    w = args[1] if len(args) > 1 else kwargs.get("weight")
+    if not isinstance(w, Tensor) or w.dim() != 4:
+        return True
+    _, channels, height, width = w.shape
+    if w.stride() != (channels * height * width, height * width, width, 1):  # is_contiguous leaves out axes of size 1
         return True
     if func is not F.conv2d:
         return bool(args[0].shape[1] < 16)

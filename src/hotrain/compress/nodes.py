@@ -20,8 +20,8 @@ from .formats import hint, is_static
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-# Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
 _CLONE = _aten.clone.default
+# Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
 VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
 

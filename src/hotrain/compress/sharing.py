@@ -98,6 +98,7 @@ def writes(node: torch.fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    in_place = in_place or name.endswith("_mutation")  # a model's own Triton kernel
     if not (in_place or _is_flagged(node) or node.kwargs.get("out") is not None or _is_mutable(node.target)):
         return False
     values = [
