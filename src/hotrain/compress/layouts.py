@@ -21,8 +21,6 @@ from ..geometry import LAID_OUT, embeds_patches, laid_out
 from .operators.base import Scope, custom_op, is_channels_last, is_large, pair, written
 from .sharing import Origins
 
-# Their first argument is laid out, whether it has a twin or not: they are slower, or have no kernel, in another layout.
-_IMAGES = frozenset([F.conv2d, F.batch_norm, F.group_norm, F.instance_norm, torch.ops.hotrain.conv2d])
 _ACTIVATIONS = (
     *(F.relu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.relu6, F.hardtanh, F.mish, F.elu),
     *(F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, Tensor.relu, Tensor.sigmoid, Tensor.tanh),
@@ -32,8 +30,12 @@ _OTHERS = (
     *(torch.add, Tensor.add, operator.add, torch.sub, Tensor.sub, operator.sub, torch.mul, Tensor.mul, operator.mul),
     *(F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.interpolate, torch.cat),
 )
-# These have a twin where one of their inputs has.
-_OF_TWINS = frozenset((*_ACTIVATIONS, *_OTHERS))
+# Whether the first argument is laid out, which has a twin or not: such functions are slower, or have no kernel, in
+# another layout. The other ones have a twin where one of their inputs has.
+_LAID_OUT: dict[Any, bool] = {
+    **dict.fromkeys((F.conv2d, F.batch_norm, F.group_norm, F.instance_norm, torch.ops.hotrain.conv2d), True),
+    **dict.fromkeys((*_ACTIVATIONS, *_OTHERS), False),
+}
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
     operator.iadd: torch.add,
@@ -41,7 +43,7 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     torch.relu_: F.relu,
     torch.ops.hotrain.function_: torch.ops.hotrain.function,
 }
-_OF_GRADIENTS = frozenset([Tensor.register_hook, Tensor.retain_grad])  # a twin has only a part of its tensor's gradient
+_OF_GRADIENTS = {Tensor.register_hook: True, Tensor.retain_grad: True}  # a twin has a part of its tensor's gradient
 
 
 def _place_of_flag(function: Any) -> int | None:
@@ -77,12 +79,12 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
         func: the function that the model calls, with args and kwargs.
     """
     origins = scope.origins
-    if func in _OF_GRADIENTS:
+    if _OF_GRADIENTS.get(func):
         origins.forget_twin(args[0])
         return None
     plain = _IN_PLACE.get(func, func)
-    of_images = plain in _IMAGES
-    if not (of_images or plain in _OF_TWINS) or not args:
+    of_images = _LAID_OUT.get(plain)
+    if of_images is None or not args:
         return None
     given, in_place = list(args), plain is not func
     place = _FLAGS.get(func)
