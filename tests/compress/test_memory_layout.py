@@ -194,7 +194,7 @@ def test_a_group_norm_keeps_the_layout(case: str, monkeypatch: pytest.MonkeyPatc
         assert (found - expected).norm() <= NEAR * expected.norm()
     copies = [n.meta["val"] for graph in seen.graphs for n in graph.find_nodes(op="call_function", target=CLONE)]
     images = [t for t in copies if t.shape[0] == len(x) and t.dim() == 4]
-    assert [t.shape for t in images if t.is_contiguous()] == [y.shape]  # of a result of the model
+    assert [t.shape for t in images if t.is_contiguous()] == [y.shape, x.shape]  # the result, and x's gradient
     assert ("group_norm" in report.buffers.full) == exact
 
 
@@ -339,7 +339,64 @@ def _mixed(h: Tensor) -> Tensor:
     return (tokens.transpose(1, 2).view(h.shape) + h).permute(0, 2, 3, 1).view(len(h), -1, 32)
 
 
+class Doubled(torch.autograd.Function):
+    """Its gradient is read as rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return (2 * g.view(len(g), -1)).view(g.shape)
+
+
+def _doubled_inside(t: Tensor) -> Tensor:
+    with torch.no_grad():
+        t.mul_(2)
+    return t.mean()
+
+
+def _written_in_a_checkpoint(h: Tensor) -> Tensor:
+    h = h + 0
+    return checkpoint(_doubled_inside, h, use_reentrant=False) + h
+
+
+def _small(h: Tensor) -> Tensor:
+    h = F.max_pool2d(h, 8)
+    h.mul_(-1)
+    return F.silu(h)
+
+
+def _bits(h: Tensor) -> Tensor:
+    h = h * 1
+    with torch.no_grad():
+        h.view(torch.int32).bitwise_and_(0x7FFFFFFF)
+        torch.view_as_complex(h.view(8, 32, 16, 8, 2)).mul_(2.0)
+    return h
+
+
+def _two_hooks(h: Tensor) -> Tensor:
+    for f in (torch.relu, torch.exp):
+        h = f(h)
+        h.register_hook(lambda g: 2 * g.view(len(g), -1).view(g.shape))
+    return h
+
+
+def _places(h: Tensor) -> Tensor:
+    y, places = F.max_pool2d(h, 2, return_indices=True)
+    return y.view(len(h), -1) + places.view(len(h), -1) % 3
+
+
 INSIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "autograd function": lambda h: Doubled.apply(F.relu(h)),
+    "written in a checkpoint": _written_in_a_checkpoint,
+    "small": _small,
+    "bits": _bits,
+    "two hooks": _two_hooks,
+    "places": _places,
+    "one position": lambda h: F.interpolate(F.avg_pool2d(F.relu(h), 16), size=(8, 8), mode="bilinear").view(8, -1),
+    "rows by a view": lambda h: torch.linspace(0, 1, 8192).view(16, 16, 32).permute(2, 0, 1) + h,
     "mask": _mask,
     "mask by a view": _masked,
     "writes through views": _through_a_view,
@@ -391,6 +448,23 @@ def test_what_a_model_does_with_an_image_is_done_to_its_own(name: str) -> None:
         assert (p.grad is None) == (q.grad is None)
         if p.grad is not None and q.grad is not None and p is not model.first.bias:  # in front of a norm: errors alone
             assert (p.grad - q.grad).norm() <= NEAR * q.grad.norm()
+
+
+def test_a_hook_behind_a_reader_is_refused() -> None:
+    """It would see only a part of the gradient; where the graph may break, the model runs in eager mode."""
+
+    def late(h: Tensor) -> Tensor:
+        h = F.relu(h)
+        y = F.silu(h)
+        h.register_hook(lambda g: 3 * g)
+        return y + h
+
+    torch.manual_seed(0)
+    exact, x = Inside(late), torch.randn(8, 16, 16, 16)
+    model = copy.deepcopy(exact)
+    hotrain.convert(model, "exact", memory="block")
+    with pytest.raises(Exception, match="hook"):
+        torch.compile(model, backend=Seen().backend, fullgraph=True)(x)
 
 
 def test_without_compressed_buffers_nothing_is_laid_out() -> None:

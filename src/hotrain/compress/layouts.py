@@ -56,7 +56,7 @@ _FLAGS = {function: place for function in _ACTIVATIONS if (place := _place_of_fl
 
 
 class _Copy(torch.autograd.Function):
-    """An image in channels_last, with a gradient in the default layout: hooks of the image may view it."""
+    """An image that the model made in channels_last, with a gradient in the default layout, which it may view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -102,8 +102,12 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
     twins = [_twin_of(origins, t) for t in images]
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
     twin = run(scope, plain, given, kwargs)
-    if not isinstance(twin, Tensor) or not is_channels_last(twin) or twin.is_contiguous():
-        return func(*args, **kwargs) if in_place else twin
+    if in_place and (not is_large(twin) or not is_channels_last(twin)):
+        return func(*args, **kwargs)
+    if not isinstance(twin, Tensor) or twin.dim() != 4:
+        return func(*args, **kwargs)
+    if not is_large(twin) or not is_channels_last(twin) or twin.is_contiguous():  # small writes are not counted
+        return twin.clone(memory_format=torch.contiguous_format)
     if in_place:
         twin = twin.to(args[0].dtype)
     y = written(args[0], twin.contiguous()) if in_place else twin.contiguous()
@@ -117,7 +121,7 @@ def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
     for t in images:
         if isinstance(t, Tensor) and origins.twin(t) is not None:
             found = True
-        elif isinstance(t, Tensor) and t.dim() == 4 and not t.is_contiguous():
+        elif isinstance(t, Tensor) and t.dim() > 1 and not t.is_contiguous():
             return False
     return found
 
@@ -150,5 +154,5 @@ def _twin_of(origins: Origins, t: Any) -> Any:
     known = origins.twin(t)
     if known is not None:
         return known
-    hooked = t.is_contiguous() and [other for other in origins.hooked if other is t]
-    return _copy(t) if hooked else laid_out(t)
+    plain = t.is_contiguous() and not t.is_contiguous(memory_format=torch.channels_last)
+    return _copy(t) if plain and not origins.had_twin(t) else laid_out(t)

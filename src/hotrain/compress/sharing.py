@@ -63,6 +63,8 @@ def traced_number() -> int | None:
 def _traced_writes() -> str:
     """Which graph is traced, and how many in-place writes to large tensors it has so far.
 
+    Functions with a body of their own (a checkpoint, an autograd function), which may write, count as writes.
+
     Dynamo has no version counters, does not say which tensors share memory, and passes some in-place functions to no
     mode (`torch.relu_`, `torch._foreach_add_`); but the graph traced so far can be read. If this PyTorch does not
     expose it, no two results are equal: then layers save codes of their own.
@@ -71,7 +73,7 @@ def _traced_writes() -> str:
     if graph is None:
         return f"{next(_graphs)} unknown"
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
-    return f"{number} {sum(map(writes, graph.nodes))}"
+    return f"{number} {sum(_has_body(node) or writes(node) for node in graph.nodes)}"
 
 
 @constant_in_graphs
@@ -89,6 +91,10 @@ def read_apart() -> bool:
     return len(read) > 1 and len(set(read)) == len(read)
 
 
+def _has_body(node: torch.fx.Node) -> bool:
+    return any(kind.__name__ == "HigherOrderOperator" for kind in type(node.target).__mro__)
+
+
 _graphs = itertools.count()
 
 
@@ -98,15 +104,12 @@ def writes(node: torch.fx.Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    in_place = in_place or name.endswith("_mutation")  # a model's own Triton kernel
     if not (in_place or _is_flagged(node) or node.kwargs.get("out") is not None or _is_mutable(node.target)):
         return False
     values = [
         t.meta.get("example_value") for t in node.all_input_nodes
     ]  # SMALL counts bytes here, of the whole storage
-    return any(
-        isinstance(t, Tensor) and t.is_floating_point() and t.untyped_storage().nbytes() >= SMALL for t in values
-    )
+    return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= SMALL for t in values)
 
 
 def _is_flagged(node: torch.fx.Node) -> bool:
@@ -135,6 +138,7 @@ _IN_PLACE = frozenset(
         "written",
     ]
 )
+_TWINS = 64  # as many as lie between an image and its last reader
 _RECENT = 8  # tensors with a known origin at a time; within a block, tensors are read again soon
 
 
@@ -151,7 +155,7 @@ class Origins:
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
         twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
-        hooked: tensors whose gradients have hooks, which read all of them in the default layout, under Dynamo.
+        read: tensors in whose place their twins were read, under Dynamo.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
@@ -159,7 +163,7 @@ class Origins:
     checkpoint: int = 0
     running: int = 0
     twins: tuple[tuple[Any, Tensor], ...] = field(default=(), repr=False)
-    hooked: tuple[Tensor, ...] = field(default=(), repr=False)
+    read: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"recent": (), "unfinished": (), "checkpoint": 0, "running": 0}
@@ -213,14 +217,21 @@ class Origins:
     def note_twin(self, t: Tensor, twin: Tensor) -> None:
         """Record, under Dynamo, that twin is t in channels_last; what was known of twin holds, if t was written to."""
         now = _traced_writes()
-        self.twins = (((t, now), twin), *self.twins[: _RECENT - 1])
+        self.twins = (((t, now), twin), *self.twins[: _TWINS - 1])
         self.recent = tuple([((twin, now), o) if known[0] is twin else (known, o) for known, o in self.recent])
         self.unfinished = tuple([((twin, now), w) if known[0] is twin else (known, w) for known, w in self.unfinished])
 
     def forget_twin(self, t: Tensor) -> None:
-        """Let nothing read the twin of t any more, whose gradient has a hook."""
+        """Let nothing read the twin of t any more, whose gradient has a hook.
+
+        Raises:
+            NotImplementedError: an operator has read it, whose gradient the hook would not see.
+        """
+        if [other for other in self.read if other is t]:
+            raise NotImplementedError(
+                "hotrain: a compiled image gets a hook after an operator has read it; register the hook before"
+            )
         self.twins = tuple([(known, twin) for known, twin in self.twins if known[0] is not t])
-        self.hooked = (*self.hooked, t)
 
     def twin(self, t: Tensor) -> Tensor | None:
         """t in channels_last, where it is known and nothing was written since."""
@@ -228,7 +239,13 @@ class Origins:
         for known, twin in self.twins:
             if found is None and known[0] is t and known[1] == _traced_writes():
                 found = twin
+        if found is not None:
+            self.read = (t, *self.read[: _TWINS - 1])
         return found
+
+    def had_twin(self, t: Tensor) -> bool:
+        """Whether t is a copy of a twin, and has no hook: then no gradient of it is seen."""
+        return bool([twin for known, twin in self.twins if known[0] is t])
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
         """The origin of a tensor, in the forward, and checkpoint, that began last.
