@@ -109,7 +109,8 @@ def writes(node: torch.fx.Node) -> bool:
     values = [
         t.meta.get("example_value") for t in node.all_input_nodes
     ]  # SMALL counts bytes here, of the whole storage
-    return any(isinstance(t, Tensor) and t.untyped_storage().nbytes() >= SMALL for t in values)
+    tensors = [t for t in values if isinstance(t, Tensor) and (t.is_floating_point() or t.dim() > 0)]  # but counters
+    return any(t.untyped_storage().nbytes() >= SMALL for t in tensors)
 
 
 def _is_flagged(node: torch.fx.Node) -> bool:
@@ -138,7 +139,7 @@ _IN_PLACE = frozenset(
         "written",
     ]
 )
-_TWINS = 64  # as many as lie between an image and its last reader
+_TWINS = 64  # as many as there are between an image and its last reader
 _RECENT = 8  # tensors with a known origin at a time; within a block, tensors are read again soon
 
 
