@@ -52,7 +52,7 @@ _inductor = inductor()
 _MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 _hotrain = torch.ops.hotrain
 _OF_TOKENS = _hotrain.keep.default, _hotrain.linear_gradients.default, _hotrain.conv2d_gradients.default
-_STATISTICS, _CLONE = torch.ops.aten.var_mean.correction, torch.ops.aten.clone.default
+_STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FASTER = "faster so; plan='memory' compresses it"
 _FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
@@ -300,7 +300,7 @@ def _write_before_statistics(half: Graph) -> None:
     """
     for node in half.find_nodes(op="call_function", target=_STATISTICS):
         axes: Any = node.args[1] if len(node.args) > 1 else None
-        source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n) or n.target is _CLONE)
+        source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n) or n.target is nodes.CLONE)
         if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
             source.meta[WRITTEN] = True
 
@@ -321,7 +321,7 @@ def _gradients_of_convolutions(half: Graph) -> bool:
         layout, made_here = _layout_of(x.meta["val"], w.meta["val"]), source_of(x, is_alias).op == "call_function"
         for place, t in enumerate([g_y, x] if mask[1] and made_here else [g_y]):
             if layout is not None and not t.meta["val"].is_contiguous(memory_format=layout):
-                given[place] = called(half, node, node, _CLONE, t, memory_format=layout)
+                given[place] = called(half, node, node, nodes.CLONE, t, memory_format=layout)
                 node.update_arg(place, given[place])
                 changed = True
         if not (mask[0] and mask[1] and made_here):
@@ -347,7 +347,7 @@ def _write_operands(half: Graph) -> bool:
         tokens, *rest = node.args
         value = tokens.meta["val"]
         if numel(tokens) >= SMALL and formats.is_static(value) and not value.is_contiguous():
-            written = called(half, node, node, _CLONE, tokens, memory_format=layout)
+            written = called(half, node, node, nodes.CLONE, tokens, memory_format=layout)
             node.replace_all_uses_with(called(half, node, node, node.target, written, *rest, **node.kwargs))
             half.erase_node(node)
             changed = True

@@ -102,12 +102,9 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
     twins = [_twin_of(origins, t) for t in images]
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
     twin = run(scope, plain, given, kwargs)
-    if in_place and (not is_large(twin) or not is_channels_last(twin)):
-        return func(*args, **kwargs)
-    if not isinstance(twin, Tensor) or twin.dim() != 4:
-        return func(*args, **kwargs)
-    if not is_large(twin) or not is_channels_last(twin) or twin.is_contiguous():  # small writes are not counted
-        return twin.clone(memory_format=torch.contiguous_format)
+    if not (is_large(twin) and is_channels_last(twin) and not twin.is_contiguous()):  # small writes are not counted
+        again = in_place or not isinstance(twin, Tensor) or twin.dim() != 4
+        return func(*args, **kwargs) if again else twin.clone(memory_format=torch.contiguous_format)
     if in_place:
         twin = twin.to(args[0].dtype)
     y = written(args[0], twin.contiguous()) if in_place else twin.contiguous()

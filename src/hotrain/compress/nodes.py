@@ -20,7 +20,7 @@ from .formats import hint, is_static
 _aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, _aten._to_copy.default)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_CLONE = _aten.clone.default
+CLONE = _aten.clone.default
 # Of a whole tensor, in its order, and in any; a traced graph has no `reshape`, which may copy.
 VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 MOVES = (*VIEWS, _aten.transpose.int, _aten.permute.default, _aten.alias.default, _aten.t.default)
@@ -214,9 +214,9 @@ def copied(found: Graph, graph: Graph, before: Node, inputs: Sequence[Node]) -> 
 
 def cancel_copies(graph: Graph) -> None:
     """Read an image in channels_last itself where its copy in the default layout is copied back (`layouts`)."""
-    for node in graph.find_nodes(op="call_function", target=_CLONE):
+    for node in graph.find_nodes(op="call_function", target=CLONE):
         copied = node.args[0]
-        if copied.op != "call_function" or copied.target is not _CLONE:
+        if copied.op != "call_function" or copied.target is not CLONE:
             continue
         first = copied.args[0]
         value, source = node.meta.get("val"), first.meta.get("val")

@@ -92,7 +92,8 @@ def read_apart() -> bool:
 
 
 def _has_body(node: torch.fx.Node) -> bool:
-    return any(kind.__name__ == "HigherOrderOperator" for kind in type(node.target).__mro__)
+    kinds = type(node.target).__mro__ if node.op == "call_function" else ()
+    return any(kind.__name__ == "HigherOrderOperator" for kind in kinds)
 
 
 _graphs = itertools.count()
