@@ -247,7 +247,11 @@ class Origins:
 
     def had_twin(self, t: Tensor) -> bool:
         """Whether t is a copy of a twin, and has no hook: then no gradient of it is seen."""
-        return bool([twin for known, twin in self.twins if known[0] is t])
+        found = False
+        for known, _ in self.twins:  # PyTorch 2.11's compiler traces no bool() of a list
+            if known[0] is t:
+                found = True
+        return found
 
     def of(self, t: Tensor, by_heads: bool = False) -> Origin | None:
         """The origin of a tensor, in the forward, and checkpoint, that began last.
