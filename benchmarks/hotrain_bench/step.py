@@ -148,6 +148,7 @@ VARIANTS = {
         Variant("exact-block", _converted(method="exact", memory="block", plan="graphs"), METHOD, graphs=True),
         Variant("hotrain-default", _converted(plan="graphs"), METHOD, graphs=True),
         Variant("hotrain-default-all", _converted(plan="memory"), METHOD, graphs=True),
+        Variant("hotrain-default-nographs", _converted(plan="speed"), METHOD),
         Variant("hotrain-default-eager", _converted(plan="speed"), METHOD, compiled=False),
         Variant("hotrain-default-linear-eager", _converted(plan="speed", memory="linear"), METHOD, compiled=False),
         Variant("hotrain", _converted(method=LOW_RANK, plan="graphs"), METHOD, graphs=True),
@@ -252,7 +253,7 @@ def _rounded(task: Task, seed: int) -> Iterator[None]:
 def first_loss(task: Task, model: nn.Module) -> float:
     """Run forward and backward on the first batch and return the loss; gradients stay in the parameters."""
     loss = task.loss(model, task.batches[0])
-    loss.backward()
+    task.scaled(loss).backward()
     return loss.item()
 
 
@@ -356,12 +357,15 @@ def _measure(
     optimizer = task.optimizer()
 
     def finish() -> None:
-        if optimizer is not None:
+        if optimizer is not None and task.scaler is not None:
+            task.scaler.step(optimizer)
+            task.scaler.update()
+        elif optimizer is not None:
             optimizer.step()
         task.model.zero_grad(set_to_none=True)
 
     def one(number: int) -> None:
-        task.loss(model, task.batches[number % len(task.batches)]).backward()
+        task.scaled(task.loss(model, task.batches[number % len(task.batches)])).backward()
         finish()
 
     finish()
@@ -383,7 +387,7 @@ def _measure(
         loss = task.loss(model, task.batches[0])
         torch.cuda.synchronize(device)
         activations = torch.cuda.memory_allocated(device) - before
-        loss.backward()
+        task.scaled(loss).backward()
         del loss
         finish()
         torch.cuda.synchronize(device)

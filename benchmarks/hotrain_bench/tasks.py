@@ -133,7 +133,8 @@ HUB = {
 }
 SUBJECTS = (*IMAGES, BERT, LLAMA, *HUB)
 _TORCHVISION = "torchvision."
-_NCHW = "/nchw"
+WAYS = ("/nchw", "/bf16", "/fp16")  # of training a subject, behind its name
+_LOSS_SCALE = 2.0**12  # at first: no gradient of a first step overflows
 HEADS_OF_HUB = ("MASKED_LM", "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")  # the first that a type has
 HEADS = ("head", "head_dist", "fc", "classifier", "lm_head")
 BATCHES = 2  # that the steps cycle through
@@ -156,6 +157,7 @@ class Task:
         trains: whether an optimizer step is part of the training step.
         adamw: the optimizer; called with the parameters and `lr`.
         blocks: names of the classes that checkpointing recomputes; empty: what `hotrain.checkpoint_blocks` finds.
+        scaler: of the loss, in float16.
         report: the conversion report, where a variant converts.
     """
 
@@ -166,11 +168,16 @@ class Task:
     trains: bool
     adamw: Callable[..., torch.optim.Optimizer] = _fused_adamw
     blocks: tuple[str, ...] = ()
+    scaler: torch.amp.GradScaler | None = None
     report: hotrain.ConversionReport | None = None
 
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Create the optimizer; None if the task is timed without one."""
         return self.adamw(self.model.parameters(), lr=1e-4) if self.trains else None
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients are computed."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 class Checkpointed(nn.Module):
@@ -202,19 +209,31 @@ def check(subject: str) -> None:
     Raises:
         ValueError: an unknown subject.
     """
-    if subject not in SUBJECTS and _image_model(subject) is None and _hub_model(subject) is None:
+    name, way = _parts(subject)
+    images = _image_model(name) is not None
+    known = images or name in SUBJECTS or _hub_model(name) is not None
+    if not known or ("/nchw" in way and not images) or len(way & {"/bf16", "/fp16"}) > 1 or (name == LLAMA and way):
         raise ValueError(
             f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
             "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, both also in "
             "PyTorch's default memory layout, such as resnet50/b256/nchw, and TYPE/bNxL or "
-            "TYPE@LAYERS/bNxL of a model type of transformers, such as roberta/b32x512 or mistral@2/b2x2048"
+            "TYPE@LAYERS/bNxL of a model type of transformers, such as roberta/b32x512 or mistral@2/b2x2048; all but "
+            "the Llama blocks also with /bf16, weights in bf16, or /fp16, autocast with a gradient scaler"
         )
 
 
-def _image_model(subject: str) -> tuple[str, int, bool] | None:
-    """The name, the number of images, and whether these are NCHW, of ``NAME/bN`` and ``NAME/bN/nchw`` (timm) or
-    ``torchvision.NAME/bN``; None: no such subject."""
-    model, _, batch = subject.removesuffix(_NCHW).partition("/b")
+def _parts(subject: str) -> tuple[str, frozenset[str]]:
+    """A subject's name and the ways (`WAYS`) behind it."""
+    way = set()
+    while (found := next((each for each in WAYS if subject.endswith(each)), None)) is not None:
+        way.add(found)
+        subject = subject.removesuffix(found)
+    return subject, frozenset(way)
+
+
+def _image_model(name: str) -> tuple[str, int] | None:
+    """The name and the number of images of ``NAME/bN`` (timm) or ``torchvision.NAME/bN``; None: no such subject."""
+    model, _, batch = name.partition("/b")
     ensure_torchvision()
     if model.startswith(_TORCHVISION):
         known = model.removeprefix(_TORCHVISION) in importlib.import_module("torchvision.models").list_models()
@@ -222,7 +241,7 @@ def _image_model(subject: str) -> tuple[str, int, bool] | None:
         known = importlib.import_module("timm").is_model(model)
     if not known or not batch.isdecimal() or int(batch) == 0:
         return None
-    return model, int(batch), subject.endswith(_NCHW)
+    return model, int(batch)
 
 
 def _hub_model(subject: str) -> Hub | None:
@@ -253,7 +272,8 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     Args:
         subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, ``torchvision.NAME/bN``, either
             with ``/nchw`` behind for PyTorch's default memory layout, or ``TYPE/bNxL`` of a model type of transformers,
-            a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers.
+            a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers. With ``/bf16`` behind, weights
+            and images are in bf16 without autocast, with ``/fp16`` autocast is float16 and the loss is scaled.
         device: device of model and batches.
         tiny: the size for tests.
 
@@ -261,22 +281,44 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
         ValueError: an unknown subject.
     """
     check(subject)
+    name, way = _parts(subject)
     torch.manual_seed(0)
-    if subject in HUB:
-        return _hub(HUB[subject], device, tiny)
-    if subject == BERT:
-        return _bert(device, tiny)
-    if subject == LLAMA:
+    if name == LLAMA:
         return _llama(device, tiny)
-    if (hub := _hub_model(subject)) is not None:
-        return _hub(hub, device, tiny)
-    images = _image_model(subject)
-    assert images is not None
-    return _images(*images, device, tiny)
+    if name == BERT:
+        task = _bert(device, tiny)
+    elif name in HUB:
+        task = _hub(HUB[name], device, tiny)
+    elif (hub := _hub_model(name)) is not None:
+        task = _hub(hub, device, tiny)
+    else:
+        images = _image_model(name)
+        assert images is not None
+        task = _images(*images, "/nchw" in way, device, tiny)
+    _set_precision(task, device, way)
+    return task
+
+
+def _set_precision(task: Task, device: torch.device, way: frozenset[str]) -> None:
+    """bf16 autocast over the loss; with ``/fp16`` float16's, scaled, with ``/bf16`` weights and images in bf16."""
+    if "/bf16" in way:
+        task.model.to(torch.bfloat16)
+        task.batches = [tuple(t.bfloat16() if t.is_floating_point() else t for t in batch) for batch in task.batches]
+        return
+    dtype = torch.float16 if "/fp16" in way else torch.bfloat16
+    if dtype is torch.float16:
+        task.scaler = torch.amp.GradScaler(device.type, init_scale=_LOSS_SCALE)
+    plain = task.loss
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, dtype):
+            return plain(model, batch)
+
+    task.loss = loss
 
 
 def _images(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool) -> Task:
-    """224 px, float32 weights under bf16 autocast, cross-entropy, fused AdamW.
+    """224 px, cross-entropy, fused AdamW.
 
     Models that convolve beyond their patch embedding are in channels_last, as are their images, unless `nchw`.
     """
@@ -300,8 +342,7 @@ def _images(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool)
 
     def loss(model: nn.Module, images_and_labels: tuple[Tensor, Tensor]) -> Tensor:
         images, labels = images_and_labels
-        with torch.autocast(device.type, torch.bfloat16):
-            return F.cross_entropy(model(images), labels)
+        return F.cross_entropy(model(images), labels)
 
     return Task(model, batches, loss, _is_head, trains=True, blocks=BLOCKS.get(name, ()))
 
@@ -311,7 +352,7 @@ def _is_head(name: str) -> bool:
 
 
 def _hub(what: Hub, device: torch.device, tiny: bool) -> Task:
-    """Random tokens or images, dropout as published, float32 weights under bf16 autocast, own loss, fused AdamW."""
+    """Random tokens or images, dropout as published, own loss, fused AdamW."""
     kind = getattr(importlib.import_module(f"transformers.models.{what.module}"), what.model)
     config = kind.config_class(**(what.config | (what.tiny if tiny else {})))
     config.use_cache = False
@@ -334,14 +375,13 @@ def _hub(what: Hub, device: torch.device, tiny: bool) -> Task:
 
     def loss(model: nn.Module, inputs_and_labels: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = inputs_and_labels
-        with torch.autocast(device.type, torch.bfloat16):
-            return model(**{name: inputs, "labels": labels}).loss  # type: ignore[no-any-return]
+        return model(**{name: inputs, "labels": labels}).loss  # type: ignore[no-any-return]
 
     return Task(model, batches, loss, _is_head, trains=True, blocks=what.blocks)
 
 
 def _bert(device: torch.device, tiny: bool) -> Task:
-    """64×512 random tokens, dropout as published, float32 weights under bf16 autocast, cross-entropy, fused AdamW."""
+    """64×512 random tokens, dropout as published, cross-entropy, fused AdamW."""
     bert = importlib.import_module("transformers.models.bert.modeling_bert")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     config = bert.BertConfig(attn_implementation="sdpa", num_labels=2, **(sizes if tiny else {}))
@@ -352,8 +392,7 @@ def _bert(device: torch.device, tiny: bool) -> Task:
 
     def loss(model: nn.Module, tokens_and_labels: tuple[Tensor, Tensor]) -> Tensor:
         tokens, labels = tokens_and_labels
-        with torch.autocast(device.type, torch.bfloat16):
-            return F.cross_entropy(model(tokens).logits, labels)
+        return F.cross_entropy(model(tokens).logits, labels)
 
     # The pooler gets one token per sequence, so no method gains there.
     return Task(model, batches, loss, lambda n: _is_head(n) or "pooler" in n.split("."), trains=True)

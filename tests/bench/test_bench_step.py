@@ -173,6 +173,27 @@ def test_a_subject_may_be_any_model_of_timm() -> None:
             tasks.build(name, CPU, tiny=True)
 
 
+def test_a_subject_may_be_trained_in_bf16_or_fp16() -> None:
+    """By default float32 weights under bf16 autocast; the noise of a step tells whether its loss was scaled."""
+    weights, scaled = (
+        tasks.build("test_vit/b8/bf16", CPU, tiny=True),
+        tasks.build("test_resnet/b8/nchw/fp16", CPU, True),
+    )
+    assert {p.dtype for p in weights.model.parameters()} == {weights.batches[0][0].dtype} == {torch.bfloat16}
+    assert {p.dtype for p in scaled.model.parameters()} == {scaled.batches[0][0].dtype} == {torch.float32}
+    dtypes = []
+    scaled.model.fc.register_forward_hook(lambda module, args, y: dtypes.append(y.dtype))
+    loss = scaled.loss(scaled.model, scaled.batches[0])
+    assert dtypes == [torch.float16]
+    assert scaled.scaled(loss) / loss > 1000
+    for subject in ("test_vit/b8/bf16", "test_vit/b8/fp16", "gpt2/b8x1024/bf16"):
+        (row,) = step.run([subject], ["hotrain-default-eager"], CPU, 2, tiny=True)
+        assert (row["subject"], row["error"]) == (subject, None)
+    for name in ("test_vit/b8/fp16/bf16", "gpt2/b8x1024/nchw", f"{tasks.LLAMA}/fp16", "test_vit/fp16"):
+        with pytest.raises(ValueError, match=rf"got '{name}', subjects are .* /bf16"):
+            tasks.build(name, CPU, tiny=True)
+
+
 def test_a_subject_may_be_any_classifier_of_torchvision() -> None:
     task = tasks.build("torchvision.mobilenet_v3_small/b8", CPU, tiny=True)
     assert type(task.model).__module__ == "torchvision.models.mobilenetv3"
