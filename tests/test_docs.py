@@ -194,6 +194,18 @@ def test_every_module_says_what_it_is_and_every_folder_is_in_the_map(docs: Any) 
             assert f"`{path.name}/`" in text
 
 
+MOST_CHANGES_OF_FILE = (40, 60)  # forward, and backward
+
+
+def test_a_step_of_a_block_is_the_one_in_the_map() -> None:
+    """A reader follows it from file to file: the counts are printed where they are promised, and stay few."""
+    done = subprocess.run([sys.executable, "tools/walk.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    (row,) = (line for line in done.stdout.splitlines() if "fc2, eager" in line)
+    assert row in DOCS["map.md"].read_text(encoding="utf-8").splitlines()
+    changes = [int(cell.split("/")[2]) for cell in row.split("|")[2:4]]
+    assert all(found <= most for found, most in zip(changes, MOST_CHANGES_OF_FILE, strict=True))
+
+
 def test_packages_that_list_their_modules_list_all() -> None:
     for package in ("compress", "transform"):
         folder = ROOT / "src/hotrain" / package

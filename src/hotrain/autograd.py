@@ -280,25 +280,28 @@ def unsupported(config: Config, lay: Layout, dtype: torch.dtype, device: torch.d
 # ---- autograd ----
 
 
-def differentiated_once(name: str) -> None:
-    """Called by a backward of what a forward saved as codes: they are no function of the inputs to autograd.
-
-    Raises:
-        RuntimeError: under ``create_graph=True``, whose derivatives would lack what goes through the codes.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"hotrain: create_graph=True: {name!r} has no second derivative (its gradients are of rounded or low-rank "
-            "tensors). hotrain.revert(model) to differentiate twice; or convert it with memory='linear', which "
-            "leaves all between the layers exact, and with a filter_fn that leaves out the layers differentiated twice."
-        )
-
-
 def skips_undefined(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """An autograd function whose backward runs only where a gradient came: as of PyTorch's own, none gives none.
 
     A backward of several gradients gets None for each that did not come.
     """
+    return _changed(function, None)
+
+
+def differentiated_once(
+    name: str | Callable[[Any], str | None],
+) -> Callable[[type[torch.autograd.Function]], type[torch.autograd.Function]]:
+    """`skips_undefined` for a function that saves codes: they are no function of its inputs to autograd.
+
+    Its backward raises a RuntimeError under ``create_graph=True``, whose derivatives would lack what goes through the
+    codes; `name`, or what it returns for `ctx`, is what the message names. None: this call can be differentiated twice.
+    """
+    return lambda function: _changed(function, name)
+
+
+def _changed(
+    function: type[torch.autograd.Function], name: str | Callable[[Any], str | None] | None
+) -> type[torch.autograd.Function]:
     run, run_back = function.forward, function.backward
 
     def forward(ctx: Any, *args: Any) -> Any:
@@ -308,6 +311,13 @@ def skips_undefined(function: type[torch.autograd.Function]) -> type[torch.autog
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() and (what := name(ctx) if callable(name) else name) is not None:
+            raise RuntimeError(
+                f"hotrain: create_graph=True: {what!r} has no second derivative (its gradients are of rounded or "
+                "low-rank tensors). hotrain.revert(model) to differentiate twice; or convert it with memory='linear', "
+                "which leaves all between the layers exact, and with a filter_fn that leaves out the layers "
+                "differentiated twice."
+            )
         return run_back(ctx, *grads)
 
     function.forward, function.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign]
@@ -357,7 +367,7 @@ def apply(x: Tensor, w: Tensor, b: Tensor | None, call: Call, key: Key, origin: 
     return Conv2d.apply(x, w, b, call, key, origin)
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: ctx.call.config.name)
 class Linear(torch.autograd.Function):
     """``y = x wᵀ + b`` with the two gradients of a method."""
 
@@ -381,7 +391,6 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         call, shape = ctx.call, ctx.shape
-        differentiated_once(call.config.name)
         with _plain(g_y):
             w, key, packed, x = _saved(ctx, by_rows=True)
             if x is not None:
@@ -400,7 +409,7 @@ def _conv1d(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return y.view(*x.shape[:-1], w.shape[1])
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: ctx.call.config.name)
 class Conv2d(torch.autograd.Function):
     """``y = conv2d(x, w) + b`` with the two gradients of a method."""
 
@@ -422,7 +431,6 @@ class Conv2d(torch.autograd.Function):
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
         call, shape, needs = ctx.call, tuple(ctx.shape), ctx.needs_input_grad[:3]
         config = call.config
-        differentiated_once(config.name)
         with _plain(g_y):
             w, key, packed, x = _saved(ctx)
             if isinstance(x, Tensor):

@@ -88,8 +88,9 @@ def restore(
 
 def keep(form: Grouped, t: Tensor, least: float | None = None) -> tuple[Tensor, Tensor]:
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
-    marks = torch.fx.traceback.has_preserved_node_meta() and _is_dense(t)
-    source = torch.ops.hotrain.marked(t, PACKED) if marks else t
+    if not torch.fx.traceback.has_preserved_node_meta():
+        return form.keep(t, least)
+    source = torch.ops.hotrain.marked(t, PACKED) if _is_dense(t) else t
     with packing():
         return form.keep(source, least)
 

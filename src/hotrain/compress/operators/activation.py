@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...autograd import differentiated_once, not_a_view
 from ...kernels import FUNCTIONS
 from ...private import is_view
 from ...quantize.integer import wide
@@ -142,7 +142,7 @@ def _gradient_of_bits(g: Tensor, kept: Sequence[Tensor], name: str) -> Tensor:
 # ---- autograd functions ----
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: None if ACTIVATIONS[ctx.activation].levels is None else ctx.activation)
 class Slope(torch.autograd.Function):
     """y = f(x), saving the derivative; `in_place` (eager mode, x no view): y is x, written to."""
 
@@ -173,11 +173,10 @@ class Slope(torch.autograd.Function):
         g, kept = g_y.permute(ctx.order), ctx.saved_tensors
         if levels is None:
             return as_it_was(_gradient_of_bits(g, kept, name), ctx.order), None, None
-        differentiated_once(name)
         return as_it_was(_by_slope(g, kept, name), ctx.order), None, None
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: ctx.activation)
 class Curve(torch.autograd.Function):
     """y = f(x), saving x quantized; returns y, and codes and scales of x, from which f(x) can be made as well."""
 
@@ -194,7 +193,8 @@ class Curve(torch.autograd.Function):
             y = not_a_view(y.movedim(-1, 1)) if image else y
         else:
             y = kind.f(x)
-            if GROUPED[form].bits == 8 and not image:  # fewer bits a compiler packs in the kernel of f
+            # Fewer bits a compiler packs in the kernel of f.
+            if torch.compiler.is_compiling() and GROUPED[form].bits == 8 and not image:
                 ordered, ctx.source = source(ordered)
             ordered = ordered if kind.flat is None else ordered.clamp(-kind.flat, kind.flat)
             codes, scale = pack(ordered, form, kind.least)
@@ -205,7 +205,6 @@ class Curve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         name, form, kept = ctx.activation, ctx.form, ctx.saved_tensors
-        differentiated_once(name)
         g = g_y.movedim(1, -1) if ctx.image else g_y
         if ctx.kernels and g.is_contiguous() and has_kernel(form, int(g.shape[-1])):
             g_x, _ = operator_for(g, "activation_gradient")(g, *kept, name, form, False)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...casting import autocast
 from ...kernels import rows_in_memory
 from ...private import any_autocast, constant_in_graphs, dispatch_modes, no_dispatch_modes
@@ -303,7 +303,7 @@ def _unpack_four(
 # ---- autograd function ----
 
 
-@skips_undefined
+@differentiated_once("attention")
 class Attention(torch.autograd.Function):
     """softmax(q kᵀ scale + mask) v; returns it, and its codes and scales, of (B, T, H, D).
 
@@ -330,7 +330,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("attention")
         dropout, causal, scale, kind, *forms = ctx.args
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]

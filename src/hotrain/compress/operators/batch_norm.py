@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import autograd
-from ...autograd import skips_undefined
+from ...autograd import differentiated_once
 from ...kernels import FUNCTIONS, written_over
 from ...private import memory_format_of
 from ...quantize.integer import wide
@@ -237,7 +236,7 @@ def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tupl
 # ---- autograd functions ----
 
 
-@skips_undefined
+@differentiated_once("batch norm")
 class BatchNorm(torch.autograd.Function):
     """Returns y, and codes and scales of x̂; ``statistics`` are the running mean and variance (C,), and momentum."""
 
@@ -262,7 +261,6 @@ class BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        autograd.differentiated_once("batch norm")
         w, r, *kept = ctx.saved_tensors
         needs = ctx.needs_input_grad
         in_eager = ctx.form == KERNEL_FORMAT and supported_in_eager(g_y)
@@ -278,7 +276,7 @@ class BatchNorm(torch.autograd.Function):
         return *grads, *[None] * 5
 
 
-@skips_undefined
+@differentiated_once("batch norm")
 class FusedBatchNorm(torch.autograd.Function):
     """y = f(γ x̂ + β + shortcut) in one kernel, its gradients in two; returns y, and codes and scales of x̂.
 
@@ -296,7 +294,6 @@ class FusedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        autograd.differentiated_once("batch norm")
         w, r, codes, scale, marks = ctx.saved_tensors
         _, _, _, needs_w, needs_b, passes_on, _ = ctx.needs_input_grad
         g = g_y.contiguous(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...casting import outside_autocast
 from ...quantize.integer import wide
 from . import interpolate
@@ -23,7 +23,7 @@ _PIECE = 1 << 25  # entries of Y that exist at a time, but of one image at least
 _PIECES = 32  # at most: each is a part of the graph
 
 
-@skips_undefined
+@differentiated_once("cross_entropy")
 class InterpolatedCrossEntropy(torch.autograd.Function):
     """``size``, ``scales`` and ``corners`` as of `interpolate.Interpolated`; the rest as of PyTorch's function."""
 
@@ -42,7 +42,6 @@ class InterpolatedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        differentiated_once("cross_entropy")
         g_x, times = ctx.saved_tensors
         # 1 / N, and the scale of a loss in float16, are multiplied first: either alone may leave its range.
         return (wide(g_x) * (times * g)).to(g_x.dtype), *[None] * 7

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...private import constant_in_graphs
 from ...saved import memory_order
 from .. import rematerialize
@@ -59,7 +59,7 @@ def _gated_gradient_in_place(g: Tensor, given: Sequence[Tensor], name: str, form
     return _gated_gradient(g, given, name, form, in_place=True)[1]
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: f"{ctx.activation} × b")
 class Gated(torch.autograd.Function):
     """Returns y, and codes and scales of b if they are packed here. x's are given."""
 
@@ -78,7 +78,6 @@ class Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once(f"{ctx.activation} × b")
         g, given = g_y.contiguous(), ctx.saved_tensors
         with rematerialize.stays_in_backward():
             found = operator_for(g, "gated_gradient")(g, list(given), ctx.activation, ctx.form)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...geometry import LAID_OUT
 from ...quantize.integer import wide
 from ..launcher import is_eager
@@ -66,7 +66,7 @@ def along_channels(t: Tensor, axes: int) -> Tensor:
     return wide(t).view(1, -1, *[1] * (axes - 2))
 
 
-@skips_undefined
+@differentiated_once("group norm")
 class ExactGroupNorm(torch.autograd.Function):
     """A group norm that saves x as it is, of an image in channels_last, in a compiled graph."""
 
@@ -79,7 +79,6 @@ class ExactGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        differentiated_once("group norm")
         x, w, mean, r = ctx.saved_tensors
         groups, *dtypes = ctx.facts
         g, lifted, count = wide(g_y), wide(x), x[0].numel() // groups

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...autograd import differentiated_once, not_a_view
 from ...quantize.integer import wide
 from ..launcher import launch, opaque, supported
 from .base import Handlers, custom_op, lower, without_autocast
@@ -97,7 +97,7 @@ def _padded(classes: int, device: torch.device) -> int:
     return classes if device.type == "cpu" else -(-classes // _ALIGNED) * _ALIGNED
 
 
-@skips_undefined
+@differentiated_once("cross_entropy")
 class LinearCrossEntropy(torch.autograd.Function):
     """Returns the loss, Y or, where it is not ``returned``, nothing of it, and codes and scales packed here.
 
@@ -131,7 +131,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("cross_entropy")
         w, rows, normalizers, labels, times, *kept = ctx.saved_tensors
         factors = torch.where(labels < 0, 0.0, torch.zeros_like(times) if g is None else times * g)
         other = None if g_y is None else g_y.reshape(len(rows), -1).to(rows.dtype).contiguous()
@@ -160,7 +159,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *grads, *[None] * 7
 
 
-@skips_undefined
+@differentiated_once("cross_entropy")
 class Logits(torch.autograd.Function):
     """Logits Y that a graph has computed, with the gradient of their layer: g_x = g_Y w, g_w = g_Yᵀ x, g_b = Σ g_Y."""
 
@@ -171,7 +170,6 @@ class Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        differentiated_once("cross_entropy")
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...casting import outside_autocast
 from ..launcher import opaque
 from .base import Handlers, Scope, custom_op, is_channels_last, is_large, pair, uncompressed, wants_gradient
@@ -65,7 +65,7 @@ _SMALLEST = 1 << 14  # pixels of Y, a thread each, where memory is contiguous: P
 _LARGEST = 1 << 28  # elements of Y whose gradient is written to memory, which a compiler may fuse with a loss
 
 
-@skips_undefined
+@differentiated_once("interpolate")
 class Interpolated(torch.autograd.Function):
     """``size`` is H' and W', or ``scales`` the two factors; the other is empty."""
 
@@ -79,7 +79,6 @@ class Interpolated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        differentiated_once("interpolate")
         order = torch.channels_last if ctx.channels_last else torch.contiguous_format
         height, width = ctx.shape[2:]
         with outside_autocast(g_y):

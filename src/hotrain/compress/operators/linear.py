@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...autograd import differentiated_once, not_a_view
 from ...geometry import laid_out
 from ...private import memory_format_of
 from .. import rematerialize
@@ -37,7 +37,7 @@ from .base import (
 from .factor import Given, input_of, keep_input, listed, materialize, own, shared
 
 
-@skips_undefined
+@differentiated_once("linear")
 class Linear(torch.autograd.Function):
     """Returns y, and codes and scales packed here."""
 
@@ -49,7 +49,6 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("linear")
         w, *kept = ctx.saved_tensors
         needs_x, needs_w, needs_b, _, _ = ctx.needs_input_grad
         g = g_y.reshape(-1, g_y.shape[-1])
@@ -59,7 +58,7 @@ class Linear(torch.autograd.Function):
         return g_x, g_w, g_b, None, None
 
 
-@skips_undefined
+@differentiated_once("conv2d")
 class Conv2d(torch.autograd.Function):
     """Returns y, and codes and scales packed here."""
 
@@ -80,7 +79,6 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("conv2d")
         w, *kept = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         if ctx.needs_input_grad[1]:

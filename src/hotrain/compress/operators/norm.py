@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...private import memory_format_of
 from ...quantize.channels import factors
 from ...quantize.integer import wide
@@ -280,7 +280,7 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-@skips_undefined
+@differentiated_once(lambda ctx: f"{ctx.facts[0]} norm")
 class Norm(torch.autograd.Function):
     """Returns y, codes and scales of x̂ / c, and `channels_of`, empty for a norm over several axes (c = 1)."""
 
@@ -321,7 +321,6 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         kind, dims, form, shape, dtype, w_dtype, b_dtype = ctx.facts
-        differentiated_once(f"{kind} norm")
         w, r, *kept, channels = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if g_y.device.type in autograd.KERNELS and _has_kernel(g_y, kind, dims, form, dtype):

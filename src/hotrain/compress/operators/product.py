@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd import differentiated_once, not_a_view, skips_undefined
+from ...autograd import differentiated_once, not_a_view
 from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
@@ -36,7 +36,7 @@ def sources(pair: tuple[Tensor, Tensor], forms: tuple[str, str]) -> tuple[list[T
 # ---- by element ----
 
 
-@skips_undefined
+@differentiated_once("product")
 class Product(torch.autograd.Function):
     """Returns y, and codes and scales packed here, of a and then of b."""
 
@@ -59,7 +59,6 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("product")
         saved, split = ctx.saved_tensors, ctx.split
         a = _unpack_ordered(saved[:split], ctx.forms[0], ctx.orders[0], ctx.shapes[0], ctx.dtypes[0])
         b = _unpack_ordered(saved[split:], ctx.forms[1], ctx.orders[1], ctx.shapes[1], ctx.dtypes[1])
@@ -114,7 +113,7 @@ def _product(scope: Scope, input: Any, other: Any) -> Tensor | None:
 # ---- of matrices ----
 
 
-@skips_undefined
+@differentiated_once("matmul")
 class Matmul(torch.autograd.Function):
     """y = a b of a (..., I, K) and b (..., K, J). Groups are along K of a transposed b. ``given`` is for a's form."""
 
@@ -133,7 +132,6 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
-        differentiated_once("matmul")
         saved, split = ctx.saved_tensors, ctx.split
         a = unpack(saved[:split], ctx.forms[0], ctx.packed_shapes[0], ctx.dtype)
         b = unpack(saved[split:], ctx.forms[1], ctx.packed_shapes[1], ctx.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...autograd import differentiated_once, skips_undefined
+from ...autograd import differentiated_once
 from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
@@ -18,7 +18,7 @@ from ..rematerialize import in_place_of, keep, source
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, without_autocast
 
 
-@skips_undefined
+@differentiated_once("softmax")
 class Softmax(torch.autograd.Function):
     """Returns y, and its codes and scales."""
 
@@ -35,7 +35,6 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        differentiated_once("softmax")
         g = wide(g_y)
         y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype)
         if ctx.source is not None:
