@@ -18,6 +18,7 @@ import hotrain
 from hotrain.compress.checkpointing import blocks
 from hotrain.train.models import create_model
 from hotrain.train.torchvision_shim import ensure_torchvision
+from hotrain_bench.others import OTHERS
 
 # timm's models → what the size for tests changes, and the side of its images in pixels
 _SMALL_VIT = ({"embed_dim": 64, "depth": 2, "num_heads": 2, "patch_size": 16}, 128)
@@ -215,8 +216,9 @@ def check(subject: str) -> None:
     if not known or ("/nchw" in way and not images) or len(way & {"/bf16", "/fp16"}) > 1 or (name == LLAMA and way):
         raise ValueError(
             f"bench step: got {subject!r}, subjects are {', '.join(SUBJECTS)} and NAME/bN of a timm model, such as "
-            "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, both also in "
-            "PyTorch's default memory layout, such as resnet50/b256/nchw, and TYPE/bNxL or "
+            "deit_small_patch16_224/b256, torchvision.NAME/bN, such as torchvision.vit_b_16/b128, or of "
+            f"{', '.join(OTHERS)}; all of these also in PyTorch's default memory layout, such as resnet50/b256/nchw; "
+            "TYPE/bNxL or "
             "TYPE@LAYERS/bNxL of a model type of transformers, such as roberta/b32x512 or mistral@2/b2x2048; all but "
             "the Llama blocks also with /bf16, weights in bf16, or /fp16, autocast with a gradient scaler"
         )
@@ -232,10 +234,12 @@ def _parts(subject: str) -> tuple[str, frozenset[str]]:
 
 
 def _image_model(name: str) -> tuple[str, int] | None:
-    """The name and the number of images of ``NAME/bN`` (timm) or ``torchvision.NAME/bN``; None: no such subject."""
+    """The name and the number of samples of ``NAME/bN``, also of ``torchvision.NAME/bN``; None: no such subject."""
     model, _, batch = name.partition("/b")
     ensure_torchvision()
-    if model.startswith(_TORCHVISION):
+    if model in OTHERS:
+        known = True
+    elif model.startswith(_TORCHVISION):
         known = model.removeprefix(_TORCHVISION) in importlib.import_module("torchvision.models").list_models()
     else:
         known = importlib.import_module("timm").is_model(model)
@@ -270,10 +274,11 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     """Build a task, with the same weights and batches each time.
 
     Args:
-        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model and a number of images, ``torchvision.NAME/bN``, either
-            with ``/nchw`` behind for PyTorch's default memory layout, or ``TYPE/bNxL`` of a model type of transformers,
-            a number of samples and their length; ``TYPE@LAYERS/bNxL`` has fewer layers. With ``/bf16`` behind, weights
-            and images are in bf16 without autocast, with ``/fp16`` autocast is float16 and the loss is scaled.
+        subject: one of `SUBJECTS`, ``NAME/bN`` of a timm model, or one of `OTHERS`, and a number of samples,
+            ``torchvision.NAME/bN``, any of these with ``/nchw`` behind for PyTorch's default memory layout, or
+            ``TYPE/bNxL`` of a model type of transformers, a number of samples and their length; ``TYPE@LAYERS/bNxL``
+            has fewer layers. With ``/bf16`` behind, weights and images are in bf16 without autocast, with ``/fp16``
+            autocast is float16 and the loss is scaled.
         device: device of model and batches.
         tiny: the size for tests.
 
@@ -294,7 +299,7 @@ def build(subject: str, device: torch.device, tiny: bool = False) -> Task:
     else:
         images = _image_model(name)
         assert images is not None
-        task = _images(*images, "/nchw" in way, device, tiny)
+        task = (_other if images[0] in OTHERS else _images)(*images, "/nchw" in way, device, tiny)
     _set_precision(task, device, way)
     return task
 
@@ -331,10 +336,7 @@ def _images(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool)
             model = zoo.get_model(name.removeprefix(_TORCHVISION), num_classes=classes)
         else:
             model = create_model(name, classes=classes, channels=3, image_size=size, args=args)
-        kernels = [module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d)]
-        convolves = sum(kernel != (1, 1) for kernel in kernels) > 1
-        layout = torch.channels_last if convolves and not nchw else torch.contiguous_format
-        model.to(memory_format=layout)  # type: ignore[call-overload]
+        layout = _lay_out(model, nchw)
         batches = [
             (torch.randn(batch, 3, size, size).to(memory_format=layout), torch.randint(0, classes, (batch,)))
             for _ in range(BATCHES)
@@ -345,6 +347,31 @@ def _images(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool)
         return F.cross_entropy(model(images), labels)
 
     return Task(model, batches, loss, _is_head, trains=True, blocks=BLOCKS.get(name, ()))
+
+
+def _lay_out(model: nn.Module, nchw: bool) -> torch.memory_format:
+    """Put a model that convolves beyond its patch embedding in channels_last, unless `nchw`; its images' layout."""
+    kernels = [module.kernel_size for module in model.modules() if isinstance(module, nn.Conv2d | nn.ConvTranspose2d)]
+    convolves = sum(kernel != (1, 1) for kernel in kernels) > 1
+    layout = torch.channels_last if convolves and not nchw else torch.contiguous_format
+    model.to(memory_format=layout)  # type: ignore[call-overload]
+    return layout
+
+
+def _other(name: str, batch: int, nchw: bool, device: torch.device, tiny: bool) -> Task:
+    """Random numbers, the mean square of the result, fused AdamW; layouts as of `_images`."""
+    what = OTHERS[name]
+    make, shapes = (what.tiny, what.tiny_inputs) if tiny else (what.model, what.inputs)
+    with device:
+        model = make()
+        layout = _lay_out(model, nchw)
+        batches = [[torch.randn(TINY if tiny else batch, *shape) for shape in shapes] for _ in range(BATCHES)]
+    batches = [[t.to(memory_format=layout) if t.dim() == 4 else t for t in batch] for batch in batches]
+
+    def loss(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+        return model(*inputs).float().square().mean()  # type: ignore[no-any-return]
+
+    return Task(model, batches, loss, _is_head, trains=True)
 
 
 def _is_head(name: str) -> bool:

@@ -45,6 +45,10 @@ from .norm import KERNEL_FORMAT, pack_normalized, saved_format
 
 _BITS = Bits(neighbours=True)
 _MOST_CHANNELS = 4096  # of one program's tile
+_NO_KERNEL = (
+    "compiled formulas are slower than exact, and its kernels take rows, and images in channels_last, of a multiple of "
+    f"8 channels up to {_MOST_CHANNELS}; plan='memory' compresses it"
+)
 _SLOW = (
     "its kernels take images in channels_last: model.to(memory_format=torch.channels_last), and the images, is faster "
     "for convolutions, too; plan='memory' compresses it as it is, more slowly"
@@ -377,11 +381,15 @@ def _batch_norm(
     if pace is not None and pace.keeps_exact and in_default_layout and supported_in_eager(input):
         scope.buffers.record_full("batch_norm", _SLOW)
         return None
-    form = saved_format()
-    scope.record("batch_norm", form)
     rows = compiling and input.dim() == 2 and input.is_contiguous()
     image = input.view(*input.shape, 1, 1) if rows else input
-    if compiling and is_fused(image):
+    fused = compiling and is_fused(image)
+    if compiling and not fused and scope.buffers.must_not_lose and supported(input.device, input.dtype):
+        scope.buffers.record_full("batch_norm", _NO_KERNEL)
+        return None
+    form = saved_format()
+    scope.record("batch_norm", form)
+    if fused:
         mean, r = batch_statistics(image, running_mean, running_var, momentum, eps)
         what = Unfinished(image, mean, r, weight, bias)
         y = finished(scope, what, "", input)
