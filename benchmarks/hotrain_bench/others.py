@@ -162,7 +162,7 @@ class PointNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 3, points) to (N, 40)."""
-        return self.head(self.points(x).amax(2))  # type: ignore[no-any-return]
+        return self.head(self.points(x).max(2)[0])  # type: ignore[no-any-return]
 
 
 class Generator(nn.Sequential):

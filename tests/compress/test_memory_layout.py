@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hotrain
 from hotrain import geometry
 from hotrain.compress import compiled
-from hotrain.compress.operators import group_norm, norm
+from hotrain.compress.operators import batch_norm, group_norm, norm
 
 LAST = torch.channels_last
 CLONE = torch.ops.aten.clone.default
@@ -164,6 +164,35 @@ SECOND = {
     "exact": nn.GroupNorm(1, 16, affine=False),
     "exact, instances": nn.InstanceNorm2d(16),
 }
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 512), (8, 16, 4, 16, 8), (8, 12, 32, 32)], ids=str)
+@pytest.mark.parametrize("plan", ["speed", "memory"])
+def test_a_batch_norm_without_a_kernel_stays_exact(
+    plan: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sequence, of a volume, of 12 channels: its codes took 1.1 to 1.9 of the time without them on an H200."""
+    torch.manual_seed(0)
+    kinds = {3: (nn.Conv1d, nn.BatchNorm1d), 4: (nn.Conv2d, nn.BatchNorm2d), 5: (nn.Conv3d, nn.BatchNorm3d)}
+    conv, norm_of = kinds[len(shape)]
+    exact = nn.Sequential(conv(shape[1], shape[1], 3), norm_of(shape[1]), conv(shape[1], 4, 1))
+    model, x, seen = copy.deepcopy(exact), torch.randn(shape), Seen()
+    report = hotrain.convert(model, "exact", memory="block")
+    assert report.buffers is not None
+    report.buffers.must_not_lose = plan == "speed"
+    monkeypatch.setattr(batch_norm, "supported", lambda *_: True)
+    monkeypatch.setattr(batch_norm, "is_fused", lambda *_: False)
+    monkeypatch.setattr(compiled, "_choose", lambda gm: 0.0)
+    y = torch.compile(model, backend=seen.backend, fullgraph=True)(x)
+    y.backward(g := torch.randn_like(y))
+    exact(x).backward(g)
+    assert ("batch_norm" in report.buffers.full) == (plan == "speed")
+    # What there is no time to pack is saved in bfloat16, with an error of 2⁻⁹; a `Conv2d` saves codes of its input.
+    bound = 2.0**-8 if plan == "speed" and len(shape) != 4 else NEAR
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p is model[0].bias or (p.grad - q.grad).norm() <= bound * q.grad.norm()  # a true gradient of zero
 
 
 @pytest.mark.parametrize("case", SECOND)

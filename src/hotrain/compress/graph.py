@@ -266,8 +266,8 @@ def name_of(node: Node) -> str:
     """The name that a user knows: the function's, not that of its derivative or of its decomposition."""
     if _is_recomputed(node):
         return CHECKPOINT
-    if repeats(node):
-        return "packing"
+    if (again := repeats(node)) is not None:
+        return "packing" if again else "signs"
     op = node.meta.get("original_aten")
     op = getattr(op, "overloadpacket", op) or _packet(node)
     name = getattr(op, "__name__", str(op)).strip("_")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from . import graph
 from .formats import packer
-from .nodes import base_of, bytes_of, inlined
+from .nodes import base_of, bytes_of, inlined, is_alias
+from .rematerialize import repeats
 
 
 class Halves:
@@ -60,6 +62,33 @@ class Halves:
         self.beside[node] = [part for each in made for part in self._replace(copies[each], each, "", argument)]
         self._without_dead()
 
+    def _read_flags(self) -> bool:
+        """Let backward read booleans where it packs and unpacks their bits, of a tensor that is saved whole after all.
+
+        False: no change.
+        """
+        changed = False
+        for taken in self.backward.find_nodes(op="call_function", target=torch.ops.prims.bitwise_not.default):
+            packed, waiting = set(), [taken.args[0]]
+            while waiting:
+                node = waiting.pop()
+                if node.op != "placeholder" and node not in packed and repeats(node) is False:
+                    packed.add(node)
+                    waiting += node.all_input_nodes
+            flags = [node for node in self.backward.nodes if node in packed and _is_flag(node)]
+            made = [taken]
+            while len(made[-1].users) == 1 and not _is_flag(made[-1]):
+                made += made[-1].users
+            while len(made[-1].users) == 1 and _is_flag(view := next(iter(made[-1].users))) and is_alias(view):
+                made.append(view)
+            whole = [node for node in flags if _is_alike(node, flags[0])]
+            if whole and _is_flag(made[-1]) and _is_alike(made[-1], whole[-1]):
+                made[-1].replace_all_uses_with(whole[-1])
+                changed = True
+        if changed:
+            self._without_dead()
+        return changed
+
     def _without_dead(self) -> None:
         for dead in reversed(list(self.backward.nodes)):
             if dead.op == "call_function" and not dead.users and not dead.is_impure():
@@ -67,12 +96,13 @@ class Halves:
 
     def finish(self) -> bool:
         """Update forward's outputs; False if nothing has changed."""
+        changed = self._read_flags()
         for node in self.kept:
             if not self.arguments[node.name].users and isinstance(node.meta.get("val"), Tensor):
                 self.replaced.setdefault(node, [])
                 self.backward.erase_node(self.arguments[node.name])
         if not self.replaced and not self.beside:
-            return False
+            return changed
         kept = [[*self.beside.get(n, ()), *self.replaced.get(n, [n])] for n in self.outputs[self.results :]]
         new = [*([node] for node in self.outputs[: self.results]), *kept]
         self.output.args = (tuple(part for parts in new for part in parts),)
@@ -124,6 +154,15 @@ class Halves:
         (made,) = inlined(self.backward, first, restore, taken) if form else taken
         target.replace_all_uses_with(made)
         return codes
+
+
+def _is_flag(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def _is_alike(a: Node, b: Node) -> bool:
+    return bool(a.meta["val"].shape == b.meta["val"].shape)
 
 
 def _free(name: str, *halves: Graph) -> str:

@@ -29,6 +29,7 @@ class Activation:
             saved: a mask of -inf, or of -1e9, would else be the scale of its group.
         least: the x below which f and f' are zero but for less than the format's error; None for no such x. A smaller
             one is saved as this one, or as one code below 0 (`saved.Grouped.keep`).
+        of_result: whether the derivative at f(x) is that at x.
     """
 
     f: Callable[..., Tensor]
@@ -37,6 +38,7 @@ class Activation:
     by_input: str = ""
     flat: float | None = None
     least: float | None = None
+    of_result: bool = False
 
 
 # GELU's derivative is that of its tanh form, for both forms: the two differ by 0.0009 at most, and levels are 0.09
@@ -88,11 +90,11 @@ ACTIVATIONS = {
     "hardswish": Activation(F.hardswish, _hardswish_slope, _WIDER, by_input="curve", least=-5.0),
     "sigmoid": Activation(torch.sigmoid, _sigmoid_slope, by_input="saturating", flat=17.0),
     "tanh": Activation(torch.tanh, _tanh_slope, by_input="saturating", flat=8.5),
-    "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None),  # a NaN passes, as in PyTorch
+    "relu": Activation(torch.relu, lambda x: (x <= 0).logical_not(), None, of_result=True),  # a NaN passes
     "relu6": Activation(F.relu6, lambda x: ((x <= 0) | (x >= 6)).logical_not(), None),
     "hardsigmoid": Activation(F.hardsigmoid, lambda x: (x > -3) & (x < 3), None),
     **{
-        name: Activation(partial(F.leaky_relu, negative_slope=slope), lambda x: x > 0, None)
+        name: Activation(partial(F.leaky_relu, negative_slope=slope), lambda x: x > 0, None, of_result=True)
         for slope, name in LEAKS.items()
     },
 }

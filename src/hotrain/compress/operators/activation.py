@@ -162,10 +162,13 @@ class Slope(torch.autograd.Function):
             y, marks = launch(x.device, "activation.bits", reference, ordered, name, in_place)
             ctx.save_for_backward(marks)
             return x if in_place else not_a_view(as_it_was(y, ctx.order))
+        y = None if in_place else kind.f(x)
+        if y is not None and kind.of_result:  # where a compiled forward saves y, backward has the bits
+            ordered = y.permute(ctx.order)
         with packing(again=kind.levels is not None):
             kept = BITS.keep(kind.slope(ordered)) if kind.levels is None else kind.levels.keep(ordered, kind.slope)
         ctx.save_for_backward(*kept)
-        return x.copy_(kind.f(x)) if in_place else kind.f(x)
+        return x.copy_(kind.f(x)) if y is None else y
 
     @staticmethod
     def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
