@@ -397,7 +397,7 @@ class Bits:
         if self.neighbours:
             runs = unpack_parts(kept[0], 1).unflatten(-2, (_halves(shape[-1]), -1))
             return runs.movedim(-2, -1).ne(0).reshape(tuple(shape))
-        return unpack_parts(kept[0], 1).flatten()[: torch.Size(shape).numel()].ne(0).reshape(tuple(shape))
+        return unpack_parts(kept[0], 1).flatten()[: math.prod(shape)].ne(0).reshape(tuple(shape))
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of what `keep` returns for that shape."""
