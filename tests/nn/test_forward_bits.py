@@ -158,11 +158,22 @@ def test_compiled_a_parametrization_runs_once_too() -> None:
 
 
 def test_dtypes_that_do_not_match_are_refused_as_pytorch_refuses_them() -> None:
-    """A silent cast would train where evaluation raises."""
-    layer = nn.Linear(33, 45)
-    hotrain.convert(layer, "hot")
-    with pytest.raises(RuntimeError, match="dtype"):
-        layer(torch.randn(3, 37, 33, dtype=torch.bfloat16))
+    """A silent cast would train where evaluation raises. The error says in which layer, as PyTorch's does not."""
+    model = nn.Sequential(nn.Linear(33, 45))
+    hotrain.convert(model, "hot")
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model(torch.randn(3, 37, 33, dtype=torch.bfloat16))
+    said = "hotrain: in layer '0': input torch.bfloat16 (3, 37, 33), weight torch.float32 (45, 33)"
+    assert raised.value.__notes__ == [said]
+
+
+def test_images_smaller_than_the_kernel_are_refused_as_pytorch_refuses_them() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 32, 5))
+    hotrain.convert(model, "hot", filter_fn=lambda *_: True)
+    with pytest.raises(RuntimeError, match="Kernel size") as raised:
+        model(torch.randn(8, 16, 3, 3))
+    said = "hotrain: in layer '0': input torch.float32 (8, 16, 3, 3), weight torch.float32 (32, 16, 5, 5)"
+    assert raised.value.__notes__ == [said]
 
 
 @settings(max_examples=25, deadline=None)

@@ -152,10 +152,16 @@ class LayerState:
         self.calls += 1
         origin = None if origins is None else origins.of(x)
         args = x, w, module.bias, found, key, origin
-        if kind is Tensor or not sees_functions(kind):
-            return autograd.apply(*args)
-        # Results of an autograd function whose forward makes them of such a class are views, and not to be written to.
-        return kind.__torch_function__(autograd.apply, (kind,), args)  # type: ignore[no-any-return]
+        try:
+            if kind is Tensor or not sees_functions(kind):
+                return autograd.apply(*args)
+            # Results of an autograd function whose forward makes them of such a class are views, and not to be written
+            # to.
+            return kind.__torch_function__(autograd.apply, (kind,), args)  # type: ignore[no-any-return]
+        except RuntimeError as error:  # PyTorch's: another dtype than the weight's, an image smaller than the kernel
+            given = ", ".join(f"{what} {t.dtype} {tuple(t.shape)}" for what, t in (("input", x), ("weight", w)))
+            error.add_note(f"hotrain: in layer {self.name!r}: {given}")
+            raise
 
     def _decide(self, module: Any, x: Tensor, place: Place | None) -> Call | str:
         """How the layer runs an input like x, or why it stays exact; kept for each shape."""
