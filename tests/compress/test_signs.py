@@ -86,20 +86,3 @@ def test_they_are_saved_where_the_result_is_rounded(name: str, reader: str) -> N
     got, want, seen, _ = steps(name, reader)
     assert packed(seen) >= 2
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-4, equal_nan=True)
-
-
-@pytest.mark.parametrize("sides", [(16, 64), (33, 63)], ids=str)
-@pytest.mark.parametrize("f", [F.relu, F.relu6, F.leaky_relu, F.hardsigmoid])
-def test_a_graph_is_for_any_batch(f: Callable[[Tensor], Tensor], sides: tuple[int, int]) -> None:
-    """Also of sizes that 8 does not divide: those of what is unpacked are symbols, which nothing asks for a number."""
-    torch._dynamo.reset()
-    model, seen = nn.Sequential(nn.Identity(), Read(f, nn.Identity())), Seen()
-    hotrain.convert(model, "exact", memory="block")
-    run = torch.compile(model, backend=seen.backend, fullgraph=True)
-    for batch in (64, 72):
-        x = torch.randn(batch, *sides, requires_grad=True)
-        torch._dynamo.mark_dynamic(x, 0)
-        (got,) = torch.autograd.grad(run(x).square().sum(), x)
-        (want,) = torch.autograd.grad(f(x).square().sum(), x)
-        torch.testing.assert_close(got, want)
-    assert len(seen.graphs) == 2, "forward and backward, for both batches"

@@ -66,7 +66,7 @@ def _gradients(
     Tensors stay in g's dtype and sums are in float32 at least: this halves what a compiler writes between the two.
     """
     shape, full = g.shape, torch.promote_types(g.dtype, torch.float32)
-    leading, count = [0, *range(2, len(shape))], shape.numel() // shape[1]
+    leading, count = [0, *range(2, len(shape))], g.numel() // shape[1]
     normal = unpack(form, kept, channels_last_shape(shape), g.dtype).movedim(-1, 1)
     g_b, g_w = g.sum(leading, dtype=full), (g * normal).sum(leading, dtype=full)
     if not needs_x:

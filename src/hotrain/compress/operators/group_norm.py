@@ -7,6 +7,7 @@ group it is an instance norm. `norm` has the operator that saves codes of x̂, a
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,8 +85,8 @@ class ExactGroupNorm(torch.autograd.Function):
         g, lifted, count = wide(g_y), wide(x), x[0].numel() // groups
         # As PyTorch computes them: of Σ g x and Σ g over positions, so that g_x = c g + a x + d with small c, a and d.
         sums = torch.stack([(g * lifted).flatten(2).sum(2), g.flatten(2).sum(2)])  # (2, N, C)
-        of_x, of_1 = (sums if w is None else sums * w).view(2, len(x), groups, -1).sum(3)
-        m, q = mean.view(len(x), groups), r.view(len(x), groups)
+        of_x, of_1 = (sums if w is None else sums * w).view(2, x.shape[0], groups, -1).sum(3)
+        m, q = mean.view(-1, groups), r.view(-1, groups)
         a = (of_1 * m - of_x) * q**3 / count
         m, q, a, d = (t.repeat_interleave(x.shape[1] // groups, 1) for t in (m, q, a, -a * m - of_1 * q / count))
         c, a, d = (t[..., None, None] for t in (q if w is None else q * w, a, d))
@@ -107,7 +108,9 @@ def _instance_norm(
 ) -> Tensor | None:  # fmt: skip
     """An exact group norm of one channel a group, where it keeps the layout; else PyTorch's."""
     exact = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling() and running_mean is None
-    if not (exact and use_input_stats and is_large(input) and stays_in_layout(input) and input.shape[2:].numel() > 1):
+    if not (
+        exact and use_input_stats and is_large(input) and stays_in_layout(input) and math.prod(input.shape[2:]) > 1
+    ):
         return None
     return exact_group_norm(input, weight, bias, input.shape[1], eps).to(input.dtype)  # type: ignore[no-any-return]
 

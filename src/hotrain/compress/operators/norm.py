@@ -14,6 +14,7 @@ each channel before (`quantize.channels`; most are 1): backward reads c x̂', th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ def forward(
             return of_groups(x, w, b, dims, eps)
         # Dense, in the layout that PyTorch takes: on a CPU channels-last is preserved, for slices too.
         layout = memory_format_of(x) if x.device.type == "cpu" else torch.contiguous_format
-        dense, count = x.contiguous(memory_format=layout), shape[2:].numel()
+        dense, count = x.contiguous(memory_format=layout), math.prod(shape[2:])
         y, mean, r = torch.native_group_norm(dense, w, b, shape[0], shape[1], count, dims, eps)
         mean, r = (wide(t).view(shape[0], dims, 1, 1) for t in (mean, r))
         return y, mean, r
