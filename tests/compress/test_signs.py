@@ -1,4 +1,5 @@
-"""Compiled, the sign bits of a ReLU: saved where its result is rounded, read off the result where that is saved."""
+"""Compiled, what activations save: the bits of a ReLU where its result is rounded, none where that is saved, and no codes
+behind an exact norm."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
+from hotrain import geometry
 from hotrain.compress import compiled
+from hotrain.compress.operators import batch_norm, group_norm, norm
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -86,3 +89,39 @@ def test_they_are_saved_where_the_result_is_rounded(name: str, reader: str) -> N
     got, want, seen, _ = steps(name, reader)
     assert packed(seen) >= 2
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+BEHIND = {
+    "group norm": (lambda: nn.GroupNorm(4, 16), (16, 16, 32), F.silu),
+    "batch norm": (lambda: nn.BatchNorm1d(16), (16, 512), F.gelu),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_an_activation_behind_an_exact_norm_saves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exact training: backward makes its input of the norm's, which is saved. Codes of it would be saved besides."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    make, shape, f = BEHIND[name]
+    reader = nn.Conv1d(16, 8, 3) if len(shape) == 2 else nn.ConvTranspose2d(16, 8, 3)
+    exact = nn.Sequential(make(), Read(f, reader))
+    model, seen, x = copy.deepcopy(exact), Seen(), torch.randn(8, *shape)
+    x = x.to(memory_format=torch.channels_last) if len(shape) == 3 else x
+    report = hotrain.convert(model, "exact", memory="block")
+    assert report.buffers is not None
+    report.buffers.must_not_lose = True
+    for module in (norm, batch_norm):
+        monkeypatch.setattr(module, "supported", lambda *_: True)
+    monkeypatch.setattr(batch_norm, "is_fused", lambda *_: False)
+    monkeypatch.setattr(geometry, "LAID_OUT", geometry.LAID_OUT | {"cpu"})
+    monkeypatch.setattr(group_norm, "LAID_OUT", geometry.LAID_OUT)
+    monkeypatch.setattr(compiled, "_choose", lambda gm: 0.0)
+    found = []
+    for run in (torch.compile(model, backend=seen.backend, fullgraph=True), exact):
+        given = x.clone().requires_grad_()
+        y: Any = run(given)
+        (y * torch.linspace(0.5, 1.5, y[0].numel()).view(y[0].shape)).sum().backward()
+        found.append(given.grad)
+    assert packed(seen) == 0
+    assert {"silu", "gelu"} & report.buffers.full.keys()
+    assert (found[0] - found[1]).norm() <= 2.0**-8 * found[1].norm()  # what is saved is in bfloat16

@@ -49,7 +49,12 @@ class Gate:
     name: str
 
 
-_Kind = TypeVar("_Kind", Unfinished, Gate)
+@dataclass(frozen=True)
+class Exact:
+    """A norm that saves its input as it is: a compiler makes its result of it again for the activation after it."""
+
+
+_Kind = TypeVar("_Kind", Unfinished, Gate, Exact)
 
 
 @constant_in_graphs
@@ -153,7 +158,7 @@ class Origins:
 
     Attributes:
         recent: (tensor and its version, origin), the latest first.
-        unfinished: (tensor and its version, batch norm or activation), under Dynamo.
+        unfinished: (tensor and its version, norm or activation), under Dynamo.
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
         twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
@@ -161,7 +166,7 @@ class Origins:
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
-    unfinished: tuple[tuple[Any, Unfinished | Gate], ...] = field(default=(), repr=False)
+    unfinished: tuple[tuple[Any, Unfinished | Gate | Exact], ...] = field(default=(), repr=False)
     checkpoint: int = 0
     running: int = 0
     twins: tuple[tuple[Any, Tensor], ...] = field(default=(), repr=False)
@@ -201,8 +206,8 @@ class Origins:
         remake = whole if t.device.type in KERNELS else rematerialize.make
         self.recent = ((known, Origin(recipe, kept, remake, coded, by_heads)), *self.recent[: _RECENT - 1])
 
-    def note_unfinished(self, t: Tensor, what: Unfinished | Gate) -> None:
-        """Record, under Dynamo, that t is the result of this batch norm or activation."""
+    def note_unfinished(self, t: Tensor, what: Unfinished | Gate | Exact) -> None:
+        """Record, under Dynamo, that t is the result of this norm or activation."""
         self.unfinished = (((t, _traced_writes()), what), *self.unfinished[: _RECENT - 1])
 
     def unfinished_of(self, t: Tensor, kind: type[_Kind]) -> _Kind | None:

@@ -26,7 +26,7 @@ from ..codes import empty_codes, has_kernel, pack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import in_place_of, packing, restore, source
-from ..sharing import Gate, Unfinished
+from ..sharing import Exact, Gate, Unfinished
 from ..slopes import ACTIVATIONS, ELSE, FACTOR, LEAKS
 from .base import (
     Handlers,
@@ -248,6 +248,9 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
         kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
         known = scope.origins.of(input)
         if not (is_large(input) and input.requires_grad):
+            return None
+        if kind.by_input and scope.origins.unfinished_of(input, Exact) is not None:
+            scope.buffers.record_full(name, "backward makes it of the input of the exact norm before, which is saved")
             return None
         if before is not None and not is_fused(before.x, name):
             before = None

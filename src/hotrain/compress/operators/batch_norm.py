@@ -27,7 +27,7 @@ from .. import rematerialize, sharing
 from ..codes import channels_last_shape, unpack
 from ..formats import GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from ..sharing import Unfinished
+from ..sharing import Exact, Unfinished
 from ..slopes import ACTIVATIONS
 from .base import (
     Handlers,
@@ -386,7 +386,9 @@ def _batch_norm(
     fused = compiling and is_fused(image)
     if compiling and not fused and scope.buffers.must_not_lose and supported(input.device, input.dtype):
         scope.buffers.record_full("batch_norm", _NO_KERNEL)
-        return None
+        y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        scope.origins.note_unfinished(y, Exact())
+        return y
     form = saved_format()
     scope.record("batch_norm", form)
     if fused:

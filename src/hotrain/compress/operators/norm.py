@@ -32,6 +32,7 @@ from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import normed
+from ..sharing import Exact
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, wants_gradient, without_autocast
 from .group_norm import (
     Grads,
@@ -410,7 +411,11 @@ def _group_norm(
     keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
     if keeps and supported(input.device, input.dtype) and is_large(input) and wants_gradient(input, weight, bias):
         scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
-        return exact_group_norm(input, weight, bias, num_groups, eps) if stays_in_layout(input) else None
+        if not stays_in_layout(input):
+            return None
+        y = exact_group_norm(input, weight, bias, num_groups, eps)
+        scope.origins.note_unfinished(y, Exact())
+        return y  # type: ignore[no-any-return]
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
 
 
