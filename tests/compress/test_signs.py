@@ -1,5 +1,5 @@
-"""Compiled, what activations save: the bits of a ReLU where its result is rounded, none where that is saved, and no codes
-behind an exact norm."""
+"""Compiled, what activations save: the bits of a ReLU where its result is rounded, none where that is saved, and no
+codes behind an exact norm."""
 
 from __future__ import annotations
 

@@ -246,10 +246,10 @@ def _handler(name: str) -> Callable[..., Tensor | None]:
 
     def run(scope: Scope, input: Tensor, inplace: bool = False) -> Tensor | None:
         kind, before = ACTIVATIONS[name], scope.origins.unfinished_of(input, Unfinished)
-        known = scope.origins.of(input)
+        known, made_of_exact = scope.origins.of(input), scope.origins.unfinished_of(input, Exact) is not None
         if not (is_large(input) and input.requires_grad):
             return None
-        if kind.by_input and scope.origins.unfinished_of(input, Exact) is not None:
+        if kind.by_input and made_of_exact:
             scope.buffers.record_full(name, "backward makes it of the input of the exact norm before, which is saved")
             return None
         if before is not None and not is_fused(before.x, name):
