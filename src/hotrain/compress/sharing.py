@@ -51,7 +51,9 @@ class Gate:
 
 @dataclass(frozen=True)
 class Exact:
-    """A norm that saves its input as it is: a compiler makes its result of it again for the activation after it."""
+    """The argument of a norm that saves it as it is: an activation after the norm has its input made of it again."""
+
+    x: Tensor
 
 
 _Kind = TypeVar("_Kind", Unfinished, Gate, Exact)

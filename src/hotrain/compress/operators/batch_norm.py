@@ -387,7 +387,7 @@ def _batch_norm(
     if compiling and not fused and scope.buffers.must_not_lose and supported(input.device, input.dtype):
         scope.buffers.record_full("batch_norm", _NO_KERNEL)
         y = F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
-        scope.origins.note_unfinished(y, Exact())
+        scope.origins.note_unfinished(y, Exact(input))
         return y
     form = saved_format()
     scope.record("batch_norm", form)

@@ -414,7 +414,7 @@ def _group_norm(
         if not stays_in_layout(input):
             return None
         y = exact_group_norm(input, weight, bias, num_groups, eps)
-        scope.origins.note_unfinished(y, Exact())
+        scope.origins.note_unfinished(y, Exact(input))
         return y  # type: ignore[no-any-return]
     return _replaced(scope, input, weight, bias, "group", num_groups, eps)
 
