@@ -14,15 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _residual(conv: Any, norm: Any, c: int, kernel: int) -> nn.Module:
-    layers = [(conv(c, c, kernel, padding=kernel // 2, bias=False), norm(c)) for _ in range(2)]
-    return _Residual(nn.Sequential(*layers[0], nn.ReLU(inplace=True), *layers[1]))
-
-
 class _Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, conv: Any, norm: Any, c: int, kernel: int) -> None:
         super().__init__()
-        self.inner = inner
+        first, last = ((conv(c, c, kernel, padding=kernel // 2, bias=False), norm(c)) for _ in range(2))
+        self.inner = nn.Sequential(*first, nn.ReLU(inplace=True), *last)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.inner(x))
@@ -36,9 +32,9 @@ class ResNetNd(nn.Module):
         conv, norm = (nn.Conv1d, nn.BatchNorm1d) if axes == 1 else (nn.Conv3d, nn.BatchNorm3d)
         first, last = widths
         self.stem = nn.Sequential(conv(inputs, first, 7, 2, 3, bias=False), norm(first), nn.ReLU(inplace=True))
-        self.one = nn.Sequential(*(_residual(conv, norm, first, kernel) for _ in range(depth)))
+        self.one = nn.Sequential(*(_Residual(conv, norm, first, kernel) for _ in range(depth)))
         self.down = conv(first, last, 3, 2, 1)
-        self.two = nn.Sequential(*(_residual(conv, norm, last, kernel) for _ in range(depth)))
+        self.two = nn.Sequential(*(_Residual(conv, norm, last, kernel) for _ in range(depth)))
         self.head = nn.Linear(last, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +43,8 @@ class ResNetNd(nn.Module):
 
 
 def _double(inputs: int, outputs: int) -> nn.Sequential:
-    layers = ((nn.Conv2d(a, outputs, 3, padding=1, bias=False), a) for a in (inputs, outputs))
-    return nn.Sequential(*(part for conv, _ in layers for part in (conv, nn.BatchNorm2d(outputs), nn.ReLU(True))))
+    convolutions = (nn.Conv2d(a, outputs, 3, padding=1, bias=False) for a in (inputs, outputs))
+    return nn.Sequential(*(part for conv in convolutions for part in (conv, nn.BatchNorm2d(outputs), nn.ReLU(True))))
 
 
 class UNet(nn.Module):

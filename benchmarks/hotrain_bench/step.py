@@ -253,7 +253,7 @@ def _rounded(task: Task, seed: int) -> Iterator[None]:
 def first_loss(task: Task, model: nn.Module) -> float:
     """Run forward and backward on the first batch and return the loss; gradients stay in the parameters."""
     loss = task.loss(model, task.batches[0])
-    task.scaled(loss).backward()
+    task.scaler.scale(loss).backward()
     return loss.item()
 
 
@@ -357,15 +357,13 @@ def _measure(
     optimizer = task.optimizer()
 
     def finish() -> None:
-        if optimizer is not None and task.scaler is not None:
+        if optimizer is not None:
             task.scaler.step(optimizer)
             task.scaler.update()
-        elif optimizer is not None:
-            optimizer.step()
         task.model.zero_grad(set_to_none=True)
 
     def one(number: int) -> None:
-        task.scaled(task.loss(model, task.batches[number % len(task.batches)])).backward()
+        task.scaler.scale(task.loss(model, task.batches[number % len(task.batches)])).backward()
         finish()
 
     finish()
@@ -387,7 +385,7 @@ def _measure(
         loss = task.loss(model, task.batches[0])
         torch.cuda.synchronize(device)
         activations = torch.cuda.memory_allocated(device) - before
-        task.scaled(loss).backward()
+        task.scaler.scale(loss).backward()
         del loss
         finish()
         torch.cuda.synchronize(device)

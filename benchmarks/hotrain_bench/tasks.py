@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ class Task:
         trains: whether an optimizer step is part of the training step.
         adamw: the optimizer; called with the parameters and `lr`.
         blocks: names of the classes that checkpointing recomputes; empty: what `hotrain.checkpoint_blocks` finds.
-        scaler: of the loss, in float16.
+        scaler: of the loss; of one, but in float16.
         report: the conversion report, where a variant converts.
     """
 
@@ -169,16 +169,12 @@ class Task:
     trains: bool
     adamw: Callable[..., torch.optim.Optimizer] = _fused_adamw
     blocks: tuple[str, ...] = ()
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     report: hotrain.ConversionReport | None = None
 
     def optimizer(self) -> torch.optim.Optimizer | None:
         """Create the optimizer; None if the task is timed without one."""
         return self.adamw(self.model.parameters(), lr=1e-4) if self.trains else None
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients are computed."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
 
 
 class Checkpointed(nn.Module):

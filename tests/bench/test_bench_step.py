@@ -188,7 +188,7 @@ def test_a_subject_may_be_trained_in_bf16_or_fp16() -> None:
     scaled.model.fc.register_forward_hook(lambda module, args, y: dtypes.append(y.dtype))
     loss = scaled.loss(scaled.model, scaled.batches[0])
     assert dtypes == [torch.float16]
-    assert scaled.scaled(loss) / loss > 1000
+    assert scaled.scaler.scale(loss) / loss > 1000
     for subject in ("test_vit/b8/bf16", "test_vit/b8/fp16", "gpt2/b8x1024/bf16"):
         (row,) = step.run([subject], ["hotrain-default-eager"], CPU, 2, tiny=True)
         assert (row["subject"], row["error"]) == (subject, None)

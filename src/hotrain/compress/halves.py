@@ -75,6 +75,8 @@ class Halves:
                 if node.op != "placeholder" and node not in packed and repeats(node) is False:
                     packed.add(node)
                     waiting += node.all_input_nodes
+            if not packed:  # the bits are saved
+                continue
             flags = [node for node in self.backward.nodes if node in packed and _is_flag(node)]
             made = [taken]
             while len(made[-1].users) == 1 and not _is_flag(made[-1]):
