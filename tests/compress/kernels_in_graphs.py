@@ -59,6 +59,10 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
     yield "drawn_mask", lambda key: OPS.drawn_mask(key, 512, 0.1), [key]
     yield "row_normalizer", lambda x: OPS.row_normalizer(x, 200), [x]
     yield "channel_statistics", OPS.channel_statistics, [image]
+    yield "channel_statistics", lambda x: OPS.channel_statistics(x, 8), [image]
+    of_groups = torch.empty(4, 8, device="cuda")
+    group = lambda x, s, v: OPS.normalize(x, s, s, v, v, None, "silu", torch.float32)  # noqa: E731
+    yield "normalize", group, [image, of_groups, v]
     yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, x, "silu"), [image, v]
     full = torch.empty_like(image, dtype=torch.float32)
     yield "normalize", lambda x, v: OPS.normalize(x, v, v, v, None, None, "", BF16), [full, v]
@@ -73,6 +77,8 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], list[Tensor]]]:
         yield "norm_gradient", gradient, [image, *packed, v, v]
     behind = lambda g, t, *p: OPS.norm_gradient(g, None, *p, "", False, torch.float32, t)  # noqa: E731
     yield "norm_gradient", behind, [image, full, *packed, v, v]
+    group = lambda g, *t: OPS.norm_gradient(g, None, *t, "silu", False, BF16)  # noqa: E731
+    yield "norm_gradient", group, [image, *packed, of_groups, v]
     gated = lambda g, *t: OPS.gated_gradient(g, list(t), "silu", "int4 nearest/row")  # noqa: E731
     yield "gated_gradient", gated, [x, codes, scale, codes + 1, scale + 1]
 

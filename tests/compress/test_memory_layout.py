@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hotrain
 from hotrain import geometry
 from hotrain.compress import compiled
-from hotrain.compress.operators import batch_norm, group_norm, norm
+from hotrain.compress.operators import batch_norm, group_norm, image_norm
 
 LAST = torch.channels_last
 CLONE = torch.ops.aten.clone.default
@@ -208,7 +208,8 @@ def test_a_group_norm_keeps_the_layout(case: str, monkeypatch: pytest.MonkeyPatc
     report = hotrain.convert(model, "exact", memory="block")
     assert report.buffers is not None
     report.buffers.must_not_lose = exact
-    monkeypatch.setattr(norm, "supported", lambda *_: exact)
+    monkeypatch.setattr(image_norm, "supported", lambda *_: exact)
+    monkeypatch.setattr(image_norm, "is_fused", lambda *_: False)
     x.requires_grad_()
     g = torch.randn(8, 16, 32, 32)
     y = torch.compile(model, backend=seen.backend)(x)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hotrain
 from hotrain import geometry
 from hotrain.compress import compiled
-from hotrain.compress.operators import batch_norm, group_norm, norm
+from hotrain.compress.operators import batch_norm, group_norm, image_norm
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -110,9 +110,9 @@ def test_an_activation_behind_an_exact_norm_saves_nothing(name: str, monkeypatch
     report = hotrain.convert(model, "exact", memory="block")
     assert report.buffers is not None
     report.buffers.must_not_lose = True
-    for module in (norm, batch_norm):
+    for module in (image_norm, batch_norm):
         monkeypatch.setattr(module, "supported", lambda *_: True)
-    monkeypatch.setattr(batch_norm, "is_fused", lambda *_: False)
+        monkeypatch.setattr(module, "is_fused", lambda *_: False)
     monkeypatch.setattr(geometry, "LAID_OUT", geometry.LAID_OUT | {"cpu"})
     monkeypatch.setattr(group_norm, "LAID_OUT", geometry.LAID_OUT)
     monkeypatch.setattr(compiled, "_choose", lambda gm: 0.0)

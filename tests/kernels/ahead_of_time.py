@@ -98,6 +98,10 @@ def calls() -> None:
         full = x.float()
         y, *kept = batch_norm.normalize(full, vector, vector, vector, vector, None, "", None, torch.bfloat16)
         batch_norm.gradient(y, None, *kept, vector, vector, "", None, False, torch.float32, full)
+        for groups in (1, 8, channels):
+            mean, r = batch_norm.statistics(x, 2, groups)
+            y, *kept = batch_norm.normalize(x, mean, r, vector, vector, None, "silu", (-2, 10), torch.float32)
+            batch_norm.gradient(x, None, *kept, r, vector, "silu", (-2, 10), False)
     heads = [torch.empty(4, 64, 8, 64, dtype=torch.bfloat16) for _ in range(4)]
     for count in (1, 2):
         middle = attention.middles(heads[1 : 1 + count])

@@ -19,7 +19,7 @@ from hotrain import autograd, kernels
 from hotrain.compress import rematerialize
 from hotrain.compress.codes import pack
 from hotrain.compress.formats import GROUPED
-from hotrain.compress.operators.batch_norm import _norm_gradient, _normalize
+from hotrain.compress.operators.image_norm import _norm_gradient, _normalize
 from hotrain.compress.slopes import ACTIVATIONS
 from hotrain.kernels import FUNCTIONS, activation, batch_norm, gated, rows_in_memory
 from hotrain.kernels import codes as B

@@ -141,7 +141,7 @@ def test_a_kernel_that_fails_behind_one_that_has_written_is_an_error(
     """The reference would read a gradient with f' in it twice; where it reads what it was given, it runs."""
     from triton.runtime.errors import OutOfResources
 
-    from hotrain.compress.operators import batch_norm as operators
+    from hotrain.compress.operators import image_norm as operators
     from hotrain.kernels import batch_norm, support
 
     launch = batch_norm.launch
@@ -158,7 +158,7 @@ def test_a_kernel_that_fails_behind_one_that_has_written_is_an_error(
     want = operators._norm_gradient(given[0].clone(memory_format=torch.preserve_format), *given[1:])
     monkeypatch.setattr(batch_norm, "launch", failing)
     if in_place:
-        with pytest.raises(RuntimeError, match=r"batch norm's gradient failed .*HOTRAIN_KERNELS=0"):
+        with pytest.raises(RuntimeError, match=r"a norm's gradient failed .*HOTRAIN_KERNELS=0"):
             operators._norm_gradient(*given, in_place=True)
         return
     with pytest.warns(UserWarning, match="reference in plain PyTorch"):

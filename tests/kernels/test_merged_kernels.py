@@ -20,8 +20,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 import hotrain
-from hotrain import autograd, kernels
-from hotrain.compress import choosing, compiled, costs, fusing, in_place, kernel_nodes
+from hotrain import autograd, geometry, kernels
+from hotrain.compress import choosing, compiled, costs, fusing, in_place, kernel_nodes, layouts
 from hotrain.compress.operators import gated
 from hotrain.planning import Roofs
 
@@ -584,14 +584,25 @@ def test_inputs_that_are_made_of_a_batch_norms_codes_are_kept_exact_too(
     hotrain.revert(model)
 
 
-class Activated(nn.Module):
-    """Batch norms with a function behind, with a shortcut, and alone."""
+def groups(channels: int, affine: bool) -> nn.Module:
+    return nn.GroupNorm(4, channels, affine=affine)
 
-    def __init__(self, f: Callable[[Tensor], Tensor], affine: bool) -> None:
+
+def instances(channels: int, affine: bool) -> nn.Module:
+    return nn.InstanceNorm2d(channels, affine=affine)
+
+
+class Activated(nn.Module):
+    """Norms with a function behind, with a shortcut, and alone."""
+
+    def __init__(
+        self, f: Callable[[Tensor], Tensor], affine: bool, norm: Callable[[int, bool], nn.Module] | None = None
+    ) -> None:
         super().__init__()
         self.f = f
         self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(32, affine=affine) for _ in range(3))
+        make = norm or (lambda channels, affine: nn.BatchNorm2d(channels, affine=affine))
+        self.norms = nn.ModuleList(make(32, affine) for _ in range(3))
         for norm in self.norms:
             if affine:
                 nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -604,16 +615,23 @@ class Activated(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("f", "affine"),
-    [(F.relu, True), (F.relu, False), (F.silu, True), (F.gelu, True)],
-    ids=["relu", "relu, no parameters", "silu", "gelu"],
-)
-def test_batch_norms_can_be_kept_exact(
-    f: Callable[[Tensor], Tensor], affine: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ("f", "affine", "norm"),
+    [
+        (F.relu, True, None), (F.relu, False, None), (F.silu, True, None), (F.gelu, True, None),
+        (F.silu, True, groups), (F.relu, False, groups), (F.relu, True, instances),
+    ],
+    ids=["relu", "relu, no parameters", "silu", "gelu", "groups", "groups, no parameters", "instances"],
+)  # fmt: skip
+def test_norms_of_images_can_be_kept_exact(
+    f: Callable[[Tensor], Tensor],
+    affine: bool,
+    norm: Callable[[int, bool], nn.Module] | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where every operator costs time: the gradients of exact training, in float32's rounding."""
     torch.manual_seed(0)
-    model = Activated(f, affine).to(device, memory_format=torch.channels_last).train()
+    model = Activated(f, affine, norm).to(device, memory_format=torch.channels_last).train()
     x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
 
     want = gradients(model, model, x)
@@ -623,11 +641,39 @@ def test_batch_norms_can_be_kept_exact(
     kept = no_time_left(monkeypatch)
     step = Traced(model)
     got = gradients(step.call, model, x)
-    assert kept["batch_norm"] == (3, 3)
+    assert kept["group_norm" if norm else "batch_norm"] == (3, 3)
     for name in ("normalize", "norm_gradient", "keep_codes", "restore_codes"):
         target = getattr(torch.ops.hotrain, name).default
         assert step.calls("forward", target) + step.calls("backward", target) == []
     assert difference(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("norm", [groups, instances])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels_last", "default"])
+def test_group_norms_are_kernels(
+    norm: Callable[[int, bool], nn.Module],
+    layout: torch.memory_format,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the function and the shortcut behind; the layers behind make their inputs of the same codes. The result is
+    exact's in float32's rounding, and gradients have the error of 4 bits of x̂ and of f's slope."""
+    torch.manual_seed(0)
+    for module in (geometry, layouts):
+        monkeypatch.setattr(module, "LAID_OUT", geometry.LAID_OUT | {device.type})
+    model = Activated(F.silu, True, norm).to(device, memory_format=layout).train()
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=layout)
+    y, want = model(x), gradients(model, model, x)
+    report = hotrain.convert(model, "exact", memory="block")
+    step = Traced(model)
+    got = gradients(step.call, model, x)
+    assert len(step.calls("forward", torch.ops.hotrain.normalize.default)) == 3
+    assert len(step.calls("backward", torch.ops.hotrain.norm_gradient.default)) == 3
+    assert report.buffers is not None
+    assert report.buffers.formats["group_norm"] == "int4 nearest/row"
+    assert "group_norm" not in report.buffers.full
+    torch.testing.assert_close(step.call(x), y, rtol=1e-4, atol=1e-4)
+    assert difference(got, want) < 0.1
 
 
 def test_a_batch_norm_whose_codes_a_layer_reads_is_not_kept_exact(

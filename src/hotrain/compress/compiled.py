@@ -139,7 +139,7 @@ def partition(
     _inductor.order_by_memory()
     _without_copies(gm.graph)
     nodes.cancel_copies(gm.graph)
-    fusing.merge_batch_norms(gm.graph)
+    fusing.merge_image_norms(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):

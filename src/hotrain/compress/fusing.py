@@ -63,8 +63,8 @@ def fuse(graph: Graph) -> bool:
     return merge_all(graph, {ours.norm_forward: _Bias, ours.activate: _Bias}) or changed
 
 
-def merge_batch_norms(graph: Graph) -> None:
-    """Let batch norm cast its result and its gradients, and add gradients before and behind it, in place.
+def merge_image_norms(graph: Graph) -> None:
+    """Let norms of images cast their result and gradients, and add gradients before and behind them, in place.
 
     On the joint graph, before `choosing` asks for its time: exact training has no passes of its own for these either.
     """
@@ -348,14 +348,18 @@ class _NormGradient(Merging):
             self.again(self.node, (*operands, *rest))
 
     def uncast(self) -> None:
-        """Read g before its cast to x's dtype, unless it is multiplied with f' and rounded again."""
-        args: Any = self.node.args
-        g, other, *rest, name, passes_on = args
+        """Read g before its cast to y's dtype, unless it is multiplied with f' and rounded again.
+
+        A group norm's y is in float32 under autocast where x is not: g is rounded once, to the dtype of x.
+        """
+        args: Any = arguments_of(self.node)
+        g, other, *rest, name, passes_on, dtype, after = args
         source = _uncast(g)
         value = source.meta["val"]
-        if source is g or other is not None or name or passes_on or value.stride() != g.meta["val"].stride():
+        rounds = name and dtype != value.dtype
+        if source is g or other is not None or rounds or passes_on or value.stride() != g.meta["val"].stride():
             return
-        self.again(self.node, (source, None, *rest, name, passes_on, g.meta["val"].dtype))
+        self.again(self.node, (source, None, *rest, name, passes_on, dtype or g.meta["val"].dtype, after))
 
     def add_behind(self) -> None:
         """Where batch norm is the first of a branch beside a shortcut."""

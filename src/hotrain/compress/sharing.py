@@ -28,9 +28,9 @@ from .rules import SMALL
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The arguments of a batch norm, and a shortcut added to it, so that an activation after it is fused with it.
+    """The arguments of a norm of images, and a shortcut added to it, so that an activation after it is fused with it.
 
-    Compiled, the result of the batch norm alone is removed if nothing else reads it.
+    Compiled, the result of the norm alone is removed if nothing else reads it.
     """
 
     x: Tensor

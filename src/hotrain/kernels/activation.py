@@ -194,7 +194,7 @@ def bits(x: Tensor, name: str, in_place: bool = False) -> tuple[Tensor, Tensor]:
     return y, packed
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _plan(
     name: str, device: torch.device, dtype: torch.dtype, eighth: int, given: int, constant: str = "", value: float = 0
 ) -> Plan:

@@ -52,7 +52,7 @@ def middles(tensors: Sequence[Tensor]) -> Tensor:
     return out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _middles(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, count: int, *strides: tuple[int, ...]
 ) -> Plan:
@@ -113,7 +113,7 @@ def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int], middle: T
     return [part for pair in zip(codes, scales, strict=True) for part in pair]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _packs(
     device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int,
     places: tuple[tuple[int, int, int], ...], steps: tuple[int, int, int], wide: bool, centers_v: bool,
@@ -157,7 +157,7 @@ def unpack(kept: Sequence[Tensor], bits: tuple[int, int], dtype: torch.dtype) ->
     return out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _unpacks(
     device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int, numbers: tuple[int, ...]
 ) -> Plan:

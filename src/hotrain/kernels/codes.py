@@ -201,7 +201,7 @@ def pack(x: Tensor, group: int, bits: int = 4, least: float | None = None) -> tu
     return rows.codes, rows.scale
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _packs(
     device: torch.device, dtype: torch.dtype, bits: int, half: int, place: tuple[int, int, int], wide: bool,
     least: float | None,
@@ -269,7 +269,7 @@ def unpack(codes: Tensor, scale: Tensor, bits: int, dtype: torch.dtype) -> Tenso
     return out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _unpacks(device: torch.device, bits: int, half: int, number: int, dtype: torch.dtype) -> Plan:
     block, each, warps = tile_of(half)
     constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": is_wide(2 * half * number)}
@@ -383,7 +383,7 @@ def make(factors: Sequence[tuple[Any, ...]], dtype: torch.dtype) -> Tensor:
     return out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _makes(
     device: torch.device, rows: int, groups: int, half: int, dtype: torch.dtype, first: Kind, second: Kind | None
 ) -> Plan:
@@ -456,7 +456,7 @@ def activate(
     return y, codes, scale
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _activates(
     device: torch.device, segments: int, groups: int, half: int, bits: int, name: str,
     dtypes: tuple[torch.dtype, torch.dtype | None], least: float | None,
@@ -531,7 +531,7 @@ def gradient(
     return g_x, parts.sum(0) if sums else parts.view(-1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _gradients(
     device: torch.device, rows: int, groups: int, half: int, bits: int, name: str, dtype: torch.dtype, sums: bool
 ) -> Plan:

@@ -25,6 +25,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # A compiled kernel's launcher, its handle on the device, its metadata, and the values of its constants.
 Compiled = tuple[Any, int, Any, tuple[Any, ...]]
 _compiled: dict[Hashable, Compiled] = {}  # by case
+_MOST = 1 << 14  # of them: inputs of many sizes are many cases
 
 
 def cdiv(a: int, b: int) -> int:
@@ -151,13 +152,15 @@ def launch(
     if INTERPRETED:
         return None
     rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    if len(_compiled) >= _MOST:
+        _compiled.clear()
     found = _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, rest
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A launch but for its tensors: made once for their device, shapes and dtypes (`functools.cache`), and run often.
+    """A launch but for its tensors: made once for their device, shapes and dtypes (`functools`), and run often.
 
     Attributes:
         kernel, programs, constants: of `launch`.

@@ -81,7 +81,7 @@ def _pack_kernel(
     tl.store(scale + row, found, mask=live)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _packs(
     device: torch.device, rows: int, columns: int, dtypes: Any, centered: bool, by_row: bool, divides: bool
 ) -> Plan:
@@ -207,7 +207,7 @@ def _of_channels(columns: int) -> tuple[dict[str, int], int]:
     return {"COLUMNS": columns, "BLOCK": block, "ROWS": rows}, 4 if rows * block <= 8192 else 16
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _channels(device: torch.device, rows: int, columns: int, dtypes: Any, centered: bool, has_w: bool) -> Plan:
     sizes, warps = _of_channels(columns)
     constants = {
@@ -437,13 +437,13 @@ def _sums_kernel(parts, to, rows, columns, BLOCK: tl.constexpr, COLUMNS: tl.cons
     tl.store(to + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _sums(device: torch.device, rows: int, columns: int) -> Plan:
     constants = {"BLOCK": 512, "COLUMNS": 16}
     return Plan(_sums_kernel, cdiv(columns, 16), constants, (rows, columns))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _gradients(
     device: torch.device, rows: int, columns: int, dtypes: tuple[torch.dtype | None, ...], centered: bool,
     factor: tuple[torch.dtype, int] | None, span: int, times: float,

@@ -131,7 +131,7 @@ def max_pool_gradient(
     return g_x
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _plan(
     kernel: object, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], out: tuple[int, ...],
     window: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],

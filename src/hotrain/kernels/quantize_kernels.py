@@ -31,7 +31,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layer_record import BINS, AmaxHistory
-from ..transform.tokens import Layout
+from ..transform.recent import recent
+from ..transform.tokens import INDEX_BYTES, Layout
 from .activation import rough_slope, roughly
 from .formats import (
     COPY,
@@ -574,7 +575,7 @@ def _places(lay: Layout, tiling: Tiling) -> int:
     return max(power_of_2(lay.lines.rank), 16 // tiling.tiles)
 
 
-@functools.lru_cache(maxsize=256)
+@recent(INDEX_BYTES)
 def _index(lay: Layout, tiles: int, rows: int, device: torch.device) -> tuple[Tensor, bool]:
     """The token in every slot of every block, int32, −1 for none, (blocks, 16·tiles); and whether all are filled.
 

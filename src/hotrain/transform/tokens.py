@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from .. import draws
 from ..private import dispatch_modes, no_dispatch_modes
 from . import hadamard
+from .recent import recent
 from .rows import Rows
 
 _CACHED = 5 << 18  # elements of a block that the passes of a projection work on
@@ -110,19 +111,10 @@ class Layout:
             padded = F.pad(rest[:line], (0, max(0, line - len(rest))), value=-1)
             return torch.cat((squares, padded, rest[line:], ends))
 
-    @functools.cached_property
-    def _places(self) -> dict[torch.device, Places]:
-        return {}
-
     def places(self, device: torch.device) -> Places:
-        """The slots as index tensors on that device, made once."""
-        if dispatch_modes():
-            return Places.of(self, device)  # not cached: tensors of a tracer belong to the trace
-        if device not in self._places:
-            self._places[device] = Places.of(self, device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured[self, device] = self._places[device]
-        return self._places[device]
+        """The slots as index tensors on that device, made once while they are in use."""
+        # Not cached under a tracer: its tensors belong to the trace.
+        return Places.of(self, device) if dispatch_modes() else _places(self, device)
 
 
 @dataclass(frozen=True)
@@ -167,8 +159,12 @@ class Places:
         return cls(_moved(tokens, device), filled, _moved(singles, device), fixed, alike)
 
 
-# Of captured CUDA graphs, which read them at their address: kept alive here.
-_captured: dict[tuple[Layout, torch.device], Places] = {}
+INDEX_BYTES = 1 << 25  # of index tensors that are held: one number per token of a layout
+
+
+@recent(INDEX_BYTES)
+def _places(lay: Layout, device: torch.device) -> Places:
+    return Places.of(lay, device)
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -176,7 +172,7 @@ def _moved(t: Tensor, device: torch.device) -> Tensor:
     return t.to(device) if not dispatch_modes() else torch.tensor(t.tolist(), device=device)
 
 
-@functools.lru_cache(maxsize=256)  # bounded: index tensors have one element per token
+@functools.lru_cache(maxsize=1024)
 def layout(
     lead: tuple[int, ...], tile: int, rank: int, sampled: int, order: str, grid: Grid | None, across: bool
 ) -> Layout:

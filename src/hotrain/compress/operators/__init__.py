@@ -19,8 +19,8 @@ from . import (
     composed_norm,
     cross_entropy,
     dropout,
-    group_norm,
     head,
+    image_norm,
     interpolate,
     linear,
     norm,
@@ -32,11 +32,11 @@ from . import (
 from .base import Handlers, Scope
 
 _OPERATORS = (
-    *(norm, group_norm, composed_norm, batch_norm, activation, attention, softmax, dropout, pooling),
+    *(norm, image_norm, composed_norm, batch_norm, activation, attention, softmax, dropout, pooling),
     *(interpolate, cross_entropy, head, product, linear, views),
 )
 REGISTRY: Handlers = {function: handler for each in _OPERATORS for function, handler in each.HANDLERS.items()}
-OF_GRAPHS = frozenset(batch_norm.SUMS)  # those whose handler leaves every call in eager mode as it is
+OF_GRAPHS = frozenset(image_norm.SUMS)  # those whose handler leaves every call in eager mode as it is
 
 
 def share_inputs(op: Callable[..., Tensor]) -> None:

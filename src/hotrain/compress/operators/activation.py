@@ -40,7 +40,7 @@ from .base import (
     without_autocast,
     written,
 )
-from .batch_norm import finished, is_fused
+from .image_norm import finished, is_fused
 
 _DERIVATIVE, _BIT = "4-bit derivative", "1 bit per element"  # formats in the report
 _GATES = ("relu", "relu6")  # functions with a 1-bit derivative that the kernels support

@@ -7,19 +7,17 @@ group it is an instance norm. `norm` has the operator that saves codes of x̂, a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...autograd import differentiated_once
 from ...geometry import LAID_OUT
 from ...quantize.integer import wide
 from ..launcher import is_eager
-from .base import Handlers, Scope, custom_op, float32, is_large, without_autocast
+from .base import custom_op, float32, without_autocast
 
 Grads = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]  # of x, and of β and γ
 
@@ -99,20 +97,3 @@ exact_group_norm = custom_op(
     "exact_group_norm(Tensor x, Tensor? w, Tensor? b, int groups, float eps) -> Tensor",
     without_autocast(ExactGroupNorm.apply, functools.partial(float32, "group_norm")),
 )
-
-
-def _instance_norm(
-    scope: Scope, input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
-    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    """An exact group norm of one channel a group, where it keeps the layout; else PyTorch's."""
-    exact = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling() and running_mean is None
-    if not (
-        exact and use_input_stats and is_large(input) and stays_in_layout(input) and math.prod(input.shape[2:]) > 1
-    ):
-        return None
-    return exact_group_norm(input, weight, bias, input.shape[1], eps).to(input.dtype)  # type: ignore[no-any-return]
-
-
-HANDLERS: Handlers = {F.instance_norm: _instance_norm}

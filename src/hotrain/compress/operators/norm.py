@@ -32,11 +32,9 @@ from ..codes import LONGEST_ROW, unpack
 from ..formats import BITS, FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
 from ..rematerialize import normed
-from ..sharing import Exact
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, wants_gradient, without_autocast
 from .group_norm import (
     Grads,
-    exact_group_norm,
     gradients_of_groups,
     in_groups,
     of_groups,
@@ -362,9 +360,10 @@ norm = custom_op(
 )
 
 
-def _replaced(
+def compressed(
     scope: Scope, x: Tensor, w: Tensor | None, b: Tensor | None, kind: str, dims: int, eps: float
 ) -> Tensor | None:
+    """A norm of that kind which saves codes, for a handler; None where it is left as it is."""
     form = saved_format()
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
@@ -389,7 +388,7 @@ def _layer_norm(
 ) -> Tensor | None:  # fmt: skip
     if not _ends_in(input, normalized_shape):
         return None
-    return _replaced(scope, input, weight, bias, "layer", len(normalized_shape), eps)
+    return compressed(scope, input, weight, bias, "layer", len(normalized_shape), eps)
 
 
 def _rms_norm(
@@ -399,29 +398,11 @@ def _rms_norm(
         return None
     if eps is None:
         eps = torch.finfo(torch.promote_types(input.dtype, torch.float32)).eps
-    return _replaced(scope, input, weight, None, "rms", len(normalized_shape), eps)
-
-
-def _group_norm(
-    scope: Scope, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    if input.dim() < 3:
-        return None
-    keeps = scope.buffers.must_not_lose and torch.compiler.is_dynamo_compiling()
-    if keeps and supported(input.device, input.dtype) and is_large(input) and wants_gradient(input, weight, bias):
-        scope.buffers.record_full("group_norm", "compiled formulas are slower than exact; plan='memory' compresses it")
-        if not stays_in_layout(input):
-            return None
-        y = exact_group_norm(input, weight, bias, num_groups, eps)
-        scope.origins.note_unfinished(y, Exact(input))
-        return y  # type: ignore[no-any-return]
-    return _replaced(scope, input, weight, bias, "group", num_groups, eps)
+    return compressed(scope, input, weight, None, "rms", len(normalized_shape), eps)
 
 
 HANDLERS: Handlers = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,  # what Dynamo traces for it
-    F.group_norm: _group_norm,
 }
