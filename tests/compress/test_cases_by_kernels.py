@@ -60,6 +60,29 @@ def test_compiled_it_is_as_close(name: str) -> None:
     assert distance(got[1:], want[1:]) <= CASES[name].loss + 2.0**-18
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@every
+def test_its_result_can_be_written_to(name: str, compiles: bool) -> None:
+    """As by an activation function in place, wherever PyTorch's result can: a norm by kernels returned a view."""
+    if compiles and name == "dropout":
+        pytest.skip("compiled, it draws another mask (tests/kernels/test_masks.py)")
+    given = inputs(name)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return CASES[name].call(*tensors).mul_(1.5)
+
+    try:
+        want = differentiate(call, given)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+        pytest.skip("PyTorch saves its result")
+    torch._dynamo.reset()
+    run: Callable[..., Tensor] = torch.compile(call, backend="aot_eager") if compiles else call
+    got = differentiate(lambda *t: with_operators(run, *t), given)
+    assert distance(got[:1], want[:1]) <= 2.0**-18
+    assert distance(got[1:], want[1:]) <= CASES[name].loss + 2.0**-18
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled:UserWarning")
 @pytest.mark.parametrize("layout", ["dense", "transposed"])

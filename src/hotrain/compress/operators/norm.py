@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import autograd
-from ...autograd import differentiated_once
+from ...autograd import differentiated_once, not_a_view
 from ...private import memory_format_of
 from ...quantize.channels import factors
 from ...quantize.integer import wide
@@ -300,7 +300,7 @@ class Norm(torch.autograd.Function):
             _, y, r, *kept = torch.ops.hotrain.norm_forward(*args)
             ctx.save_for_backward(own_w, r, *kept)
             ctx.mark_non_differentiable(*kept)
-            return y.view(shape), *kept
+            return not_a_view(y.view(shape)), *kept
         y, mean, r = forward(x, w, b, kind, dims, eps)
         by_token = KINDS[kind].by_token
 
