@@ -251,6 +251,47 @@ def test_an_exact_group_norm(groups: int, affine: bool) -> None:
             torch.testing.assert_close(t.grad.double(), e.grad, rtol=1e-4, atol=1e-4)
 
 
+class Attended(nn.Module):
+    """A block of a diffusion network, whose norm is also read as tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm, self.dropout = nn.Conv2d(16, 32, 3, padding=1), norm, nn.Dropout(0.1)
+        self.maps, self.point = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.norm(self.inner(x))
+        h = self.dropout(F.silu(y))
+        return self.point(self.maps(h)), y.view(len(y), 32, -1).amax(2), h
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(8, 32), nn.InstanceNorm2d(32)], ids=["groups", "instances"])
+def test_a_norm_whose_result_is_in_the_default_layout_on_a_gpu(norm: nn.Module) -> None:
+    """PyTorch's are there, in whatever layout x is: a view of one, where there is none in channels_last, raised.
+
+    Convolutions behind, with weights in channels_last, read the norm's own image and make one in channels_last.
+    """
+    torch.manual_seed(0)
+    model = Attended(norm).to(memory_format=LAST)
+    exact, seen, x = copy.deepcopy(model), Seen(), torch.randn(8, 16, 32, 32).contiguous(memory_format=LAST)
+    hotrain.convert(model, "exact", memory="block")
+    y, most, h = torch.compile(model, backend=seen.backend, fullgraph=True)(x)
+    (y.square().mean() + most.sum() + h.mean()).backward()
+    assert y.is_contiguous(memory_format=LAST)
+    assert h.is_contiguous()
+    want = exact.norm(exact.inner(x))
+    torch.testing.assert_close(most, want.flatten(2).amax(2), rtol=1e-4, atol=1e-4)
+    kept = h != 0
+    assert 0.85 < kept.double().mean() < 0.95
+    torch.testing.assert_close(h[kept], (F.silu(want) / 0.9)[kept], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y, exact.point(exact.maps(h)), rtol=1e-4, atol=1e-4)
+    if isinstance(norm, nn.InstanceNorm2d):  # without kernels it stays PyTorch's
+        return
+    assert seen.in_layout("forward", LAST) == (6, 6)
+    images = [n for n in seen.graphs[0].find_nodes(op="call_function", target=CLONE) if n.meta["val"].dim() == 4]
+    assert len([n for n in images if n.meta["val"].is_contiguous()]) <= 2  # the norm's as tokens, and h, a result
+
+
 def test_a_result_of_transformers_is_in_the_default_layout() -> None:
     """Its logits are an entry of a mapping and an attribute of it."""
     output = pytest.importorskip("transformers.modeling_outputs").SemanticSegmenterOutput

@@ -676,6 +676,37 @@ def test_group_norms_are_kernels(
     assert difference(got, want) < 0.1
 
 
+class Hooked(nn.Module):
+    """A hook on the gradient of a norm's result, before or after an activation function reads it."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before, self.conv, self.norm = before, nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        if self.before:
+            y.register_hook(lambda g: 2 * g)
+        z = F.relu(y)
+        if not self.before:
+            y.register_hook(lambda g: 2 * g)
+        return z + y
+
+
+def test_a_hook_on_a_norms_result(device: torch.device) -> None:
+    """The operator that computes norm and function passes it by: it is not made, and where it is, the hook is refused
+    (its gradient was not doubled, silently)."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 32, 10, 10, device=device).to(memory_format=torch.channels_last)
+    early, late = (Hooked(before).to(device, memory_format=torch.channels_last).train() for before in (True, False))
+    want = gradients(early, early, x)
+    for model in early, late:
+        hotrain.convert(model, "exact", memory="block")
+    assert difference(gradients(Traced(early).call, early, x), want) < 0.2
+    with pytest.raises(Exception, match="hook"):
+        Traced(late).call(x)
+
+
 def test_a_batch_norm_whose_codes_a_layer_reads_is_not_kept_exact(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

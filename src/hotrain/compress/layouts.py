@@ -23,7 +23,7 @@ from .sharing import Origins
 
 _ACTIVATIONS = (
     *(F.relu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.relu6, F.hardtanh, F.mish, F.elu),
-    *(F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, Tensor.relu, Tensor.sigmoid, Tensor.tanh),
+    *(F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, Tensor.relu, Tensor.sigmoid, Tensor.tanh, F.dropout),
     torch.ops.hotrain.function,
 )
 _OTHERS = (
@@ -36,6 +36,7 @@ _LAID_OUT: dict[Any, bool] = {
     **dict.fromkeys((F.conv2d, F.batch_norm, F.group_norm, F.instance_norm, torch.ops.hotrain.conv2d), True),
     **dict.fromkeys((*_ACTIVATIONS, *_OTHERS), False),
 }
+_IN_DEFAULT_LAYOUT = (F.group_norm, F.instance_norm)  # on a GPU PyTorch's result is, in whatever layout x may be
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
     operator.iadd: torch.add,
@@ -80,11 +81,11 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
     """
     origins = scope.origins
     if _OF_GRADIENTS.get(func):
-        origins.forget_twin(args[0])
+        origins.has_hook(args[0])
         return None
     plain = _IN_PLACE.get(func, func)
     of_images = _LAID_OUT.get(plain)
-    if of_images is None or not args:
+    if of_images is None or not args or (plain is F.dropout and not _drops(*args[1:], **kwargs)):
         return None
     given, in_place = list(args), plain is not func
     place = _FLAGS.get(func)
@@ -95,21 +96,28 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
     several = plain is torch.cat
     images = list(given[0]) if several else given[:1] if of_images else given[:2]
     if of_images:
-        if not _is_laid_out(images[0]) or _stays(plain, given, kwargs):
+        if not (_is_laid_out(images[0]) or (plain in _IN_DEFAULT_LAYOUT and _is_image(images[0]))):
             return None
+        if _stays(plain, given, kwargs):
+            return _by_its_weight(scope, run, func, args, kwargs)
     elif not _have_twins(origins, images):
         return None
     twins = [_twin_of(origins, t) for t in images]
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
     twin = run(scope, plain, given, kwargs)
     if not (is_large(twin) and is_channels_last(twin) and not twin.is_contiguous()):  # small writes are not counted
-        again = in_place or not isinstance(twin, Tensor) or twin.dim() != 4
+        again = in_place or plain in _IN_DEFAULT_LAYOUT or not isinstance(twin, Tensor) or twin.dim() != 4
         return func(*args, **kwargs) if again else twin.clone(memory_format=torch.contiguous_format)
     if in_place:
         twin = twin.to(args[0].dtype)
     y = written(args[0], twin.contiguous()) if in_place else twin.contiguous()
     origins.note_twin(y, twin)
     return y
+
+
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether a dropout's result is another tensor than its input."""
+    return training and p > 0
 
 
 def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
@@ -123,9 +131,24 @@ def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
     return found
 
 
+def _is_image(t: Any) -> bool:
+    return is_large(t) and t.dim() == 4 and t.device.type in LAID_OUT
+
+
 def _is_laid_out(t: Any) -> bool:
     """Whether a convolution or a norm of t reads a copy in channels_last."""
-    return is_large(t) and t.dim() == 4 and t.device.type in LAID_OUT and not is_channels_last(t)
+    return _is_image(t) and not is_channels_last(t)
+
+
+def _by_its_weight(
+    scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A convolution whose weight is in channels_last, and with it the result, of the twin of its input; else None."""
+    w = args[1] if len(args) > 1 else kwargs.get("weight")
+    by_weight = isinstance(w, Tensor) and w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last)
+    if not (by_weight and scope.origins.had_twin(args[0])):
+        return None
+    return run(scope, func, [_twin_of(scope.origins, args[0]), *args[1:]], kwargs)
 
 
 def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -80,7 +80,20 @@ def _traced_writes() -> str:
     if graph is None:
         return f"{next(_graphs)} unknown"
     number = graph.__dict__.setdefault("_hotrain_number", next(_graphs))
-    return f"{number} {sum(_has_body(node) or writes(node) for node in graph.nodes)}"
+    return f"{number} {_count_writes(graph)}"
+
+
+def _count_writes(graph: torch.fx.Graph) -> int:
+    """Of the nodes that were counted before the last is remembered: graphs of thousands are asked a thousand times."""
+    last, count = graph.__dict__.get("_hotrain_writes", (None, 0))
+    if last is not None and last.prev.next is not last:  # it was erased
+        last, count = None, 0
+    node = next(iter(graph.nodes), None) if last is None else last.next
+    while node is not None and node.op != "root":
+        last, count = node, count + (_has_body(node) or writes(node))
+        node = node.next
+    graph.__dict__["_hotrain_writes"] = last, count
+    return count
 
 
 @constant_in_graphs
@@ -164,7 +177,7 @@ class Origins:
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
         twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
-        read: tensors in whose place their twins were read, under Dynamo.
+        read: tensors in whose place others were read (twins, an operator that computes them again), under Dynamo.
     """
 
     recent: tuple[tuple[Any, Origin], ...] = field(default=(), repr=False)
@@ -221,6 +234,8 @@ class Origins:
             # Counting writes reads the whole graph: it is done for this tensor alone.
             if found is None and isinstance(what, kind) and known[0] is t and known[1] == _traced_writes():
                 found = what
+        if found is not None and kind is not Exact:
+            self.read = (t, *self.read[: _TWINS - 1])
         return found
 
     def note_twin(self, t: Tensor, twin: Tensor) -> None:
@@ -230,8 +245,8 @@ class Origins:
         self.recent = tuple([((twin, now), o) if known[0] is twin else (known, o) for known, o in self.recent])
         self.unfinished = tuple([((twin, now), w) if known[0] is twin else (known, w) for known, w in self.unfinished])
 
-    def forget_twin(self, t: Tensor) -> None:
-        """Let nothing read the twin of t any more, whose gradient has a hook.
+    def has_hook(self, t: Tensor) -> None:
+        """Let operators read t itself from now on, whose gradient has a hook.
 
         Raises:
             NotImplementedError: an operator has read it, whose gradient the hook would not see.
@@ -241,6 +256,7 @@ class Origins:
                 "hotrain: a compiled image gets a hook after an operator has read it; register the hook before"
             )
         self.twins = tuple([(known, twin) for known, twin in self.twins if known[0] is not t])
+        self.unfinished = tuple([(known, what) for known, what in self.unfinished if known[0] is not t])
 
     def twin(self, t: Tensor) -> Tensor | None:
         """t in channels_last, where it is known and nothing was written since."""
