@@ -322,6 +322,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "headline": front.headline,
     "pays": front.pays,
     "pays-all": front.every_model,
+    "without-graphs": front.without_graphs,
     "preset-lines": front.presets,
     "presets": presets,
     "lengths": lengths,

@@ -263,18 +263,20 @@ def steps(folder: Path = RESULTS) -> str:
     """Whole training steps: of each subject and variant the latest run, beside compiled exact of that run.
 
     Times and bytes are means over the rounds of the run. Commits lead to the commands below the table. What `zoo`
-    prints is left out, and other models that were swept as its models are: `pays` has a line of each.
+    and `front.without_graphs` print is left out, and other models that were swept so: `pays` has a line of each.
     """
     last: dict[tuple[str, str], tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
     variants: dict[str, set[str]] = {}
     for row in _of_bench("step", folder):
         variants.setdefault(row["subject"], set()).add(row["variant"])
-    both, most = {models.EXACT, models.HOTRAIN}, set(models.VARIANTS)
+    both, most = {models.EXACT, models.HOTRAIN}, {*models.VARIANTS, *models.WITHOUT_GRAPHS}
     swept = {subject for subject, names in variants.items() if both <= names <= most}
     for run in _by_run(_of_bench("step", folder)).values():
         for key in dict.fromkeys((row["subject"], row["variant"]) for row in run):
             mine = [row for row in run if (row["subject"], row["variant"]) == key]
             if (key[0] in models.MODELS or key[0] in swept) and key[1] in models.VARIANTS:
+                continue
+            if key[1] in models.WITHOUT_GRAPHS and _has(run, key[0], *models.WITHOUT_GRAPHS):
                 continue
             if any(row["error"] is None for row in mine) or key not in last:
                 last[key] = (run, mine)

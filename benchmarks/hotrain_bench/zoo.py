@@ -13,6 +13,7 @@ from hotrain_bench.tasks import BERT, LLAMA, check
 
 EXACT, CHECKPOINT, HOTRAIN = "exact+graphs", "exact+compile+checkpoint", "hotrain-default"
 VARIANTS = (EXACT, CHECKPOINT, HOTRAIN)
+WITHOUT_GRAPHS = ("exact+compile", "hotrain-default-nographs")  # exact, and the default, by `torch.compile` alone
 # With these batches parameters, gradients, moments and what autograd saves (`hotrain.predicted_bytes`) are 4 to 12 GiB.
 # ViT-L, BERT, Qwen2 and OPT have more, and are far from one another so that they are not prepared at once. CoAtNet is
 # not among them: PyTorch 2.11 does not compile its exact step.

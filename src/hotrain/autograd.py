@@ -314,9 +314,9 @@ def _changed(
         if torch.is_grad_enabled() and (what := name(ctx) if callable(name) else name) is not None:
             raise RuntimeError(
                 f"hotrain: create_graph=True: {what!r} has no second derivative (its gradients are of rounded or "
-                "low-rank tensors). hotrain.revert(model) to differentiate twice; or convert it with memory='linear', "
-                "which leaves all between the layers exact, and with a filter_fn that leaves out the layers "
-                "differentiated twice."
+                "low-rank tensors). Where no second derivative is taken, leave create_graph=True out; else "
+                "hotrain.revert(model), or convert it with memory='linear', which leaves all between the layers exact, "
+                "and with a filter_fn that leaves out the layers differentiated twice."
             )
         return run_back(ctx, *grads)
 

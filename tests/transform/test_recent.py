@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotrain.transform import tokens
-from hotrain.transform.recent import recent
+from hotrain.transform.tokens import recent
 
 
 def test_index_tensors_of_many_lengths_are_bounded() -> None:

@@ -31,8 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..layer_record import BINS, AmaxHistory
-from ..transform.recent import recent
-from ..transform.tokens import INDEX_BYTES, Layout
+from ..transform.tokens import INDEX_BYTES, Layout, recent
 from .activation import rough_slope, roughly
 from .formats import (
     COPY,

@@ -10,9 +10,13 @@ At full rank every case is exact.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +25,6 @@ from torch.nn import functional as F
 from .. import draws
 from ..private import dispatch_modes, no_dispatch_modes
 from . import hadamard
-from .recent import recent
 from .rows import Rows
 
 _CACHED = 5 << 18  # elements of a block that the passes of a projection work on
@@ -159,7 +162,54 @@ class Places:
         return cls(_moved(tokens, device), filled, _moved(singles, device), fixed, alike)
 
 
-INDEX_BYTES = 1 << 25  # of index tensors that are held: one number per token of a layout
+# ---- index tensors, held while they are in use: one number per token of a layout ----
+
+INDEX_BYTES = 1 << 25
+_Value = TypeVar("_Value")
+
+
+def recent(limit: int) -> Callable[[Callable[..., _Value]], Callable[..., _Value]]:
+    """Decorator of a function that makes tensors of hashable arguments: it returns what it has made of them before.
+
+    What was used last is held, at most so many bytes and at least the newest. What a CUDA graph reads is held for ever:
+    the graph reads it again at its address.
+    """
+
+    def decorate(make: Callable[..., _Value]) -> Callable[..., _Value]:
+        held: collections.OrderedDict[tuple[Hashable, ...], tuple[_Value, int]] = collections.OrderedDict()
+        captured: dict[tuple[Hashable, ...], _Value] = {}
+        lock = threading.Lock()
+
+        @functools.wraps(make)
+        def get(*args: Hashable) -> _Value:
+            with lock:
+                found = held.pop(args, None)
+                if found is not None:
+                    held[args] = found
+            if found is None:
+                value = captured[args] if args in captured else make(*args)
+                found = value, _nbytes(value)
+                with lock:
+                    held[args] = found
+                    total = sum(nbytes for _, nbytes in held.values())
+                    while total > limit and len(held) > 1:
+                        _, (_, nbytes) = held.popitem(last=False)
+                        total -= nbytes
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                captured[args] = found[0]
+            return found[0]
+
+        return get
+
+    return decorate
+
+
+def _nbytes(value: Any) -> int:
+    """Of a tensor, and of those in a tuple or in an object's attributes."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()
+    return sum(map(_nbytes, parts))
 
 
 @recent(INDEX_BYTES)
