@@ -292,6 +292,22 @@ def test_a_norm_whose_result_is_in_the_default_layout_on_a_gpu(norm: nn.Module) 
     assert len([n for n in images if n.meta["val"].is_contiguous()]) <= 2  # the norm's as tokens, and h, a result
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST], ids=["default", "channels_last"])
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d, nn.BatchNorm2d])
+def test_running_statistics_move_once(norm: Any, layout: torch.memory_format) -> None:
+    """Instance norms' moved twice: a result that was not in channels_last was computed again."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), norm(32, track_running_stats=True), nn.ReLU())
+    exact, x = net.to(memory_format=layout), torch.randn(8, 16, 32, 32).contiguous(memory_format=layout)
+    model = copy.deepcopy(exact)
+    hotrain.convert(model, "exact", memory="block")
+    compiled_model = torch.compile(model, backend=Seen().backend)
+    for _ in range(2):
+        torch.testing.assert_close(compiled_model(x), exact(x), rtol=1e-4, atol=1e-4)
+    for got, want in zip(model[1].buffers(), exact[1].buffers(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_result_of_transformers_is_in_the_default_layout() -> None:
     """Its logits are an entry of a mapping and an attribute of it."""
     output = pytest.importorskip("transformers.modeling_outputs").SemanticSegmenterOutput

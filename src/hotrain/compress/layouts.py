@@ -106,7 +106,9 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
     given = [twins, *given[1:]] if several else [*twins, *given[len(images) :]]
     twin = run(scope, plain, given, kwargs)
     if not (is_large(twin) and is_channels_last(twin) and not twin.is_contiguous()):  # small writes are not counted
-        again = in_place or plain in _IN_DEFAULT_LAYOUT or not isinstance(twin, Tensor) or twin.dim() != 4
+        if plain in _IN_DEFAULT_LAYOUT:
+            return twin  # PyTorch's own result; called again, it would move running statistics twice
+        again = in_place or not isinstance(twin, Tensor) or twin.dim() != 4
         return func(*args, **kwargs) if again else twin.clone(memory_format=torch.contiguous_format)
     if in_place:
         twin = twin.to(args[0].dtype)
