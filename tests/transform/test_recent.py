@@ -27,7 +27,7 @@ def test_what_was_used_last_is_held() -> None:
     """Not what was made last; one that is larger than the bound is held until the next."""
     made = []
 
-    @recent(4 * 100)
+    @recent(4 * 100, least=1)
     def numbers(first: int, count: int) -> tuple[Tensor, bool]:
         made.append(first)
         return torch.arange(first, first + count, dtype=torch.int32), True
@@ -41,13 +41,28 @@ def test_what_was_used_last_is_held() -> None:
     assert made == [0, 1, 2, 1, 7, 0]
 
 
+def test_the_sizes_of_one_model_are_held() -> None:
+    """Whatever their bytes: they are read again in the next step."""
+    made = []
+
+    @recent(1)
+    def numbers(count: int) -> Tensor:
+        made.append(count)
+        return torch.arange(count)
+
+    for _ in range(3):
+        for count in range(1, 65):
+            assert len(numbers(count)) == count
+    assert made == list(range(1, 65))
+
+
 def test_what_a_captured_graph_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads it again at its address, whatever else was made since."""
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
 
-    @recent(1)
+    @recent(1, least=1)
     def numbers(first: int) -> Tensor:
         return torch.arange(first, first + 4)
 

@@ -231,7 +231,7 @@ class Origins:
             return None
         found: _Kind | None = None
         for known, what in self.unfinished:
-            # Counting writes reads the whole graph: it is done for this tensor alone.
+            # Counting writes reads the graph: it is done for this tensor alone.
             if found is None and isinstance(what, kind) and known[0] is t and known[1] == _traced_writes():
                 found = what
         if found is not None and kind is not Exact:

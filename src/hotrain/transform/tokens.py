@@ -165,14 +165,15 @@ class Places:
 # ---- index tensors, held while they are in use: one number per token of a layout ----
 
 INDEX_BYTES = 1 << 25
+_LEAST = 64  # more than one model has: none is made again in the next step, or while a CUDA graph is captured
 _Value = TypeVar("_Value")
 
 
-def recent(limit: int) -> Callable[[Callable[..., _Value]], Callable[..., _Value]]:
+def recent(limit: int, least: int = _LEAST) -> Callable[[Callable[..., _Value]], Callable[..., _Value]]:
     """Decorator of a function that makes tensors of hashable arguments: it returns what it has made of them before.
 
-    What was used last is held, at most so many bytes and at least the newest. What a CUDA graph reads is held for ever:
-    the graph reads it again at its address.
+    What was used last is held, so many bytes or, if that is more, the last `least`. What a CUDA graph reads is held for
+    ever: the graph reads it again at its address.
     """
 
     def decorate(make: Callable[..., _Value]) -> Callable[..., _Value]:
@@ -192,7 +193,7 @@ def recent(limit: int) -> Callable[[Callable[..., _Value]], Callable[..., _Value
                 with lock:
                     held[args] = found
                     total = sum(nbytes for _, nbytes in held.values())
-                    while total > limit and len(held) > 1:
+                    while total > limit and len(held) > least:
                         _, (_, nbytes) = held.popitem(last=False)
                         total -= nbytes
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
