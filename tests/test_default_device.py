@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain.transform.tokens import Grid, layout
+from hotrain.transform.tokens import Grid, Recent, layout
 
 SOURCE = Path(hotrain.__file__).parent
 # What PyTorch makes on the default device where the call names none.
@@ -90,7 +90,9 @@ def blocks() -> tuple[nn.Module, Tensor]:
 def forget() -> None:
     """Empty hotrain's caches, so that what they hold is made anew."""
     for kept in gc.get_objects():
-        if type(kept) is functools._lru_cache_wrapper and kept.__module__.startswith("hotrain."):
+        if type(kept) is Recent or (
+            type(kept) is functools._lru_cache_wrapper and kept.__module__.startswith("hotrain.")
+        ):
             kept.cache_clear()
 
 

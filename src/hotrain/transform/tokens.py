@@ -16,7 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -169,40 +169,49 @@ _LEAST = 64  # more than one model has: none is made again in the next step, or 
 _Value = TypeVar("_Value")
 
 
-def recent(limit: int, least: int = _LEAST) -> Callable[[Callable[..., _Value]], Callable[..., _Value]]:
-    """Decorator of a function that makes tensors of hashable arguments: it returns what it has made of them before.
+class Recent(Generic[_Value]):
+    """A function that makes tensors of hashable arguments, and returns what it has made of them before.
 
     What was used last is held, so many bytes or, if that is more, the last `least`. What a CUDA graph reads is held for
     ever: the graph reads it again at its address.
+
+    Attributes:
+        misses: how often it was made.
     """
 
-    def decorate(make: Callable[..., _Value]) -> Callable[..., _Value]:
-        held: collections.OrderedDict[tuple[Hashable, ...], tuple[_Value, int]] = collections.OrderedDict()
-        captured: dict[tuple[Hashable, ...], _Value] = {}
-        lock = threading.Lock()
+    def __init__(self, make: Callable[..., _Value], limit: int, least: int) -> None:
+        self.make, self.limit, self.least, self.misses = make, limit, least, 0
+        self._held: collections.OrderedDict[tuple[Hashable, ...], tuple[_Value, int]] = collections.OrderedDict()
+        self._captured: dict[tuple[Hashable, ...], _Value] = {}
+        self._lock = threading.Lock()
 
-        @functools.wraps(make)
-        def get(*args: Hashable) -> _Value:
-            with lock:
-                found = held.pop(args, None)
-                if found is not None:
-                    held[args] = found
-            if found is None:
-                value = captured[args] if args in captured else make(*args)
-                found = value, _nbytes(value)
-                with lock:
-                    held[args] = found
-                    total = sum(nbytes for _, nbytes in held.values())
-                    while total > limit and len(held) > least:
-                        _, (_, nbytes) = held.popitem(last=False)
-                        total -= nbytes
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                captured[args] = found[0]
-            return found[0]
+    def __call__(self, *args: Hashable) -> _Value:
+        with self._lock:
+            found = self._held.pop(args, None)
+            if found is not None:
+                self._held[args] = found
+        if found is None:
+            value = self._captured[args] if args in self._captured else self.make(*args)
+            found = value, _nbytes(value)
+            with self._lock:
+                self.misses += 1
+                self._held[args] = found
+                total = sum(nbytes for _, nbytes in self._held.values())
+                while total > self.limit and len(self._held) > self.least:
+                    _, (_, nbytes) = self._held.popitem(last=False)
+                    total -= nbytes
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured[args] = found[0]
+        return found[0]
 
-        return get
+    def cache_clear(self) -> None:
+        """Hold nothing any more but what CUDA graphs read."""
+        self._held.clear()
 
-    return decorate
+
+def recent(limit: int, least: int = _LEAST) -> Callable[[Callable[..., _Value]], Recent[_Value]]:
+    """Decorator: `Recent`."""
+    return lambda make: Recent(make, limit, least)
 
 
 def _nbytes(value: Any) -> int:
