@@ -179,26 +179,23 @@ def every_model(folder: Path = records.RESULTS) -> str:
 
 def without_graphs(folder: Path = records.RESULTS) -> str:
     """Of each model the default against exact, by `torch.compile` without CUDA graphs, in the latest run of both."""
-    rows = records._of_bench("step", folder)
-    found, runs = [], {}
-    for run in records._by_run(rows).values():
+    found: dict[str, tuple[float, list[str], list[dict[str, Any]]]] = {}
+    for run in records._by_run(records._of_bench("step", folder)).values():
         for subject in dict.fromkeys(row["subject"] for row in run):
             times = [records._step_mean(run, subject, variant) for variant in zoo.WITHOUT_GRAPHS]
             peaks = [records._step_mean(run, subject, variant, "peak_bytes") for variant in zoo.WITHOUT_GRAPHS]
             exact, ms, before, after = (value or 0.0 for value in (*times, *peaks))
             if exact and ms and before and after:
                 spread = max(row["spread_ms"] for row in run if row["subject"] == subject and row["spread_ms"])
-                cells = [f"{exact:.1f}", f"{ms:.1f} ± {spread:.1f}", f"{ms / exact:.2f}"]
+                cells = [f"`{subject}`", f"{exact:.1f}", f"{ms:.1f} ± {spread:.1f}", f"{ms / exact:.2f}"]
                 cells += [f"{before / records.GIB:.2f}", f"{after / records.GIB:.2f}", records._place(run[0])]
-                found.append((subject, ms / exact, cells))
-                runs[run[0]["run_id"]] = run
+                found[subject] = ms / exact, cells, run
     if not found:
         return records._none_yet("step")
-    latest = {subject: (ratio, [f"`{subject}`", *cells]) for subject, ratio, cells in found}
     headers = ["model / batch", "exact ms", "default ms", "× time", "exact GiB", "default GiB", "commit, GPU"]
-    ordered = [cells for _, cells in sorted(latest.values(), key=lambda line: line[0])]
-    commands = records.folded(records.COMMANDS, records._commands(runs.values()))
-    return f"{records._markdown(headers, ordered)}\n\n{commands}"
+    ordered = [cells for _, cells, _ in sorted(found.values(), key=lambda line: line[0])]
+    commands = records._commands({run[0]["run_id"]: run for *_, run in found.values()}.values())
+    return f"{records._markdown(headers, ordered)}\n\n{records.folded(records.COMMANDS, commands)}"
 
 
 def presets() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -16,12 +17,12 @@ pytest.importorskip("triton")
 import hotrain
 from hotrain import autograd, draws, kernels, published
 from hotrain.geometry import Geometry
-from hotrain.kernels import operands, quantize_kernels
+from hotrain.kernels import dispatch, operands, quantize_kernels
 from hotrain.layer import Config
 from hotrain.layer_record import AmaxHistory
 from hotrain.nn.state import layer_states
 from hotrain.saved import Grouped
-from hotrain.transform.tokens import Recent
+from hotrain.transform.tokens import Recent, layout
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +228,26 @@ def test_a_frozen_layer_is_rehearsed_when_it_is_traced(device, monkeypatch):
 
 def _as_if_on_a_gpu(question):
     return lambda self, facts, geometry: question(self, (*facts[:2], torch.device("cuda"), *facts[3:]), geometry)
+
+
+def test_index_tensors_of_many_lengths_are_not_held_by_plans(device, monkeypatch):
+    """Each plan held its own for ever, on the GPU: a step for each of many lengths took more memory each time."""
+    found, make = [], quantize_kernels._index.make
+
+    def noted(*args):
+        made = make(*args)
+        found.append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(quantize_kernels, "_index", Recent(noted, 1, 2))
+    monkeypatch.setattr(quantize_kernels, "_plans", {})
+    method, key = hotrain.preset("hq8", number="int"), torch.zeros((), dtype=torch.int64, device=device)
+    history = AmaxHistory.on(device)
+    for tokens in range(33, 41):
+        lay = layout((1, tokens), 16, 16, 0, "auto", None, True)
+        dispatch.keep(torch.randn(tokens, 32, device=device), method, lay, key, history)
+    assert len(found) >= 8
+    assert sum(reference() is not None for reference in found) <= 2
 
 
 def made_by(caches):

@@ -222,10 +222,11 @@ def _interpolation(graph: Graph, roofs: Roofs) -> float:
 
 def _sums_of_groups(graph: Graph, roofs: Roofs) -> float:
     """ms by which the compiler's group norms are slower: in channels_last a group's channels are in several pieces."""
-    norms: list[Any] = graph.find_nodes(op="call_function", target=_NORMALIZE)
-    groups = [node for node in norms if _norm_name(node) == "group_norm"]
-    several = [_OF_GROUPS if node.args[1].meta["val"].shape[1] > 1 else _OF_ONE_GROUP for node in groups]
-    read = sum(times * bytes_of(node.args[0]) for times, node in zip(several, groups, strict=True))
+    read = 0.0
+    for norm in graph.find_nodes(op="call_function", target=_NORMALIZE):
+        if _norm_name(norm) == "group_norm":
+            _, count = norm.args[1].meta["val"].shape  # type: ignore[union-attr]
+            read += (_OF_GROUPS if count > 1 else _OF_ONE_GROUP) * bytes_of(norm.args[0])
     return 1e3 * read / roofs.copy
 
 

@@ -603,7 +603,6 @@ class _Plan:
 
     wide: int
     kept: int
-    index: Tensor
     blocks: int
     programs: int
     where: tuple[int, ...]
@@ -632,6 +631,7 @@ def _source(kind: Kind | None) -> dict[str, Any]:
 
 _TILING, _TILING_OF_WEIGHTS = Tiling(), Tiling(2, 128, 4, 2)
 _plans: dict[tuple[Any, ...], tuple[_Plan, Layout]] = {}
+_MOST_PLANS = 4096  # inputs of many lengths have one each
 
 
 def _plan(
@@ -689,7 +689,7 @@ def _plan(
         options["maxnreg"] = tiling.registers
     measured = only(rotated, rotated.number == INT), only(projected, projected.number == INT)
     return _Plan(
-        wide, kept, index, blocks, blocks * slices,
+        wide, kept, blocks, blocks * slices,
         (channels, wide, lay.tiles, lay.square, lay.line, total, singles, tile_blocks, total * rank, blocks, chunks,
          slices),
         # Of two passes with P the first draws its rows, the second reads them.
@@ -762,8 +762,10 @@ def compress(
     found = _plans.get(case)
     if found is None:
         plan = _plan(tokens, channels, stride, kind, part, lay, rotated, projected, rotate, sums, draw, tiling, device)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
         _plans[case] = found = plan, lay  # keeps the layout alive, so that its id is not reused
-    plan = found[0]
+    plan, (index, _) = found[0], index_of(lay, tiling, device)
     rot = proj = None
     if rotated.number:
         rot = torch.empty(tokens, plan.wide, dtype=rotated.dtype or DTYPES[rotated.number], device=device)
@@ -808,7 +810,7 @@ def compress(
     table = matrix if rows is None else rows
     rot_to, proj_to = (matrix if rot is None else rot), (matrix if proj is None else proj)
     args = (
-        matrix, stride, *source, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max,
+        matrix, stride, *source, index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, rot_max,
         proj_max, rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
     )  # fmt: skip
     launched = (plan, quantities, aligned(matrix, *source, rows, scale_to), rows is None, key.dim())
@@ -821,7 +823,7 @@ def compress(
     total = torch.empty(channels, dtype=dtype, device=device) if sums else rot_scale
     if plan.fp8:
         args = (
-            matrix, stride, *source, plan.index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total,
+            matrix, stride, *source, index, table, key, rot_to, plan.wide, proj_to, plan.kept, partial, total,
             rot_hint, proj_hint, rot_scale, proj_scale, *plan.where,
         )  # fmt: skip
         programs = min(plan.programs, 2 * multiprocessors(device))

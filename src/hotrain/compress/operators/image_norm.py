@@ -33,7 +33,7 @@ from ..launcher import launch, opaque, supported
 from ..sharing import Exact, Unfinished
 from ..slopes import ACTIVATIONS
 from .base import Handlers, Scope, custom_op, float32, is_large, replaced, wants_gradient, without_autocast
-from .group_norm import exact_group_norm, stays_in_layout
+from .group_norm import exact_group_norm, gradients_of_groups, stays_in_layout
 from .norm import compressed, saved_format
 
 _BITS = Bits(neighbours=True)
@@ -47,16 +47,13 @@ _NO_KERNEL = (
 # ---- reference ----
 
 
-def gradients(g: Tensor, normal: Tensor, r: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gradients(g: Tensor, normal: Tensor, r: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """g_x and [Σ g, Σ g x̂], (2, C), of rows (samples · positions, C); r is (C,) or (samples, groups)."""
     samples, groups = r.shape if r.dim() == 2 else (1, r.shape[0])
-    channels, count = g.shape[1], g.numel() // (samples * groups)
-    each, normal = g.view(samples, -1, channels), normal.view(samples, -1, channels)
-    sums = torch.stack([each.sum(1), (each * normal).sum(1)])  # (2, samples, C)
-    gamma = 1.0 if w is None else wide(w)
-    mean, slope = (t.view(samples, groups, -1).sum(2) / count for t in sums * gamma)
-    g_x = (each * gamma - spread(mean, channels) - normal * spread(slope, channels)) * spread(r, channels)
-    return g_x.view(g.shape), sums.sum(1)
+    each, normal = (t.view(samples, -1, g.shape[1]).mT for t in (g, normal))
+    needs = True, True, True
+    g_x, sums = gradients_of_groups(each, normal, w, r.view(samples, groups, 1, 1), groups, needs)
+    return g_x.mT.contiguous().view(g.shape), torch.stack(sums)  # type: ignore[union-attr,arg-type]
 
 
 # ---- kernels ----
@@ -76,7 +73,7 @@ def _levels(name: str) -> tuple[int, int] | None:
     return None if levels is None else (levels.first, levels.per_one)
 
 
-def spread(t: Tensor, channels: int) -> Tensor:
+def _spread(t: Tensor, channels: int) -> Tensor:
     """A statistic of batch norm, (C,), or of group norm, (samples, groups), as (samples, 1, C)."""
     by_sample = t if t.dim() == 2 else t[None]
     return by_sample.repeat_interleave(channels // by_sample.shape[1], 1)[:, None]
@@ -102,7 +99,7 @@ def _channel_statistics(x: Tensor, groups: int = 0) -> tuple[Tensor, Tensor]:
     rows, samples = _rows(x), x.shape[0] if groups else 1
 
     def reference() -> tuple[Tensor, Tensor]:
-        each = wide(rows).view(samples, -1, groups or x.shape[1], x.shape[1] // (groups or x.shape[1]))
+        each = wide(rows).unflatten(1, (groups or x.shape[1], -1)).unflatten(0, (samples, -1))
         var, mean = (t.to(torch.float32) for t in torch.var_mean(each, (1, 3), correction=0))
         return (mean, var) if groups else (mean.flatten(), var.flatten())
 
@@ -145,7 +142,7 @@ def _normalize(
 
     def reference() -> Four:
         each = wide(rows).view(1 if mean.dim() == 1 else len(mean), -1, x.shape[1])
-        normal = ((each - spread(mean, x.shape[1])) * spread(r, x.shape[1])).view(rows.shape)
+        normal = ((each - _spread(mean, x.shape[1])) * _spread(r, x.shape[1])).view(rows.shape)
         v = normal if w is None else normal * wide(w)
         v = (v if b is None else v + wide(b)).to(torch.promote_types(x.dtype, dtype))
         v = v if added is None else v + added
@@ -198,7 +195,7 @@ def _norm_gradient(
             behind = behind * kind.levels.restore((marks,), rows.shape, rows.dtype)
         lifted = wide(behind)
         normal = GROUPED[saved_format()].restore((codes, scale), rows.shape, lifted.dtype)
-        own, sums = gradients(lifted, normal, r, w)
+        own, sums = _gradients(lifted, normal, r, w)
         own = (own if total is None else own + wide(total)).to(dtype)
         if in_place and passes_on:
             behind = rows.copy_(behind)
@@ -229,6 +226,9 @@ def _norm_gradient_in_place(g: Tensor, other: Tensor | None, *args: Any) -> tupl
     """Of `_norm_gradient` the sums, and g_x where it has memory of its own: else it is empty."""
     g_x, sums, _ = _norm_gradient(g, other, *args, in_place=True)
     return g_x if written_over(g, other, args[6]) is None else g.new_empty(0), sums
+
+
+# ---- autograd function ----
 
 
 @differentiated_once("batch or group norm")
