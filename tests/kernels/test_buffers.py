@@ -204,29 +204,41 @@ def test_what_is_not_finite_spoils_its_group_alone(
 
 
 # name → (a view with C = 64, what `rows_in_memory` says of it); None is copied first
-VIEWS: dict[str, tuple[Callable[[], Tensor], tuple[int, int] | None]] = {
-    "contiguous: all rows": (lambda: torch.randn(3, 5, 64), (15, 960)),
-    "a vector: one row": (lambda: torch.randn(64), (1, 64)),
-    "of an unbound qkv: the heads of a token": (lambda: torch.randn(2, 7, 3, 4, 64).unbind(2)[1], (4, 768)),
-    "of a split row: each alone": (lambda: torch.randn(5, 128)[:, 64:], (1, 128)),
-    "without a class token: those of a sample": (lambda: torch.randn(3, 8, 64)[:, 1:], (7, 512)),
-    "the same, samples on two axes": (lambda: torch.randn(2, 3, 8, 64)[:, :, 1:], (7, 512)),
-    "every other row": (lambda: torch.randn(4, 6, 64)[:, ::2], (1, 128)),
-    "one row again and again": (lambda: torch.randn(1, 64).expand(5, 64), (1, 0)),
+VIEWS: dict[str, tuple[Callable[[], Tensor], tuple[int, ...] | None]] = {
+    "contiguous: all rows": (lambda: torch.randn(3, 5, 64), (15, 960, 1, 960)),
+    "a vector: one row": (lambda: torch.randn(64), (1, 64, 1, 64)),
+    "of an unbound qkv: the heads of a token": (
+        lambda: torch.randn(2, 7, 3, 4, 64).unbind(2)[1],
+        (4, 768, 14, 14 * 768),
+    ),
+    "of a split row: each alone": (lambda: torch.randn(5, 128)[:, 64:], (1, 128, 5, 640)),
+    "without a class token: those of a sample": (lambda: torch.randn(3, 8, 64)[:, 1:], (7, 512, 3, 1536)),
+    "the same, samples on two axes": (lambda: torch.randn(2, 3, 8, 64)[:, :, 1:], (7, 512, 6, 3072)),
+    "every other row": (lambda: torch.randn(4, 6, 64)[:, ::2], (1, 128, 12, 1536)),
+    "one row again and again": (lambda: torch.randn(1, 64).expand(5, 64), (1, 0, 5, 0)),
     "axes of one entry, whatever their strides": (
         lambda: torch.randn(960).as_strided((3, 1, 5, 64), (320, 7, 64, 1)),
-        (15, 960),
+        (15, 960, 1, 960),
     ),
-    "one row of a sample, an axis of one entry before": (lambda: torch.randn(3, 1, 8, 64)[:, :, :1], (1, 512)),
+    "one row of a sample, an axis of one entry before": (
+        lambda: torch.randn(3, 1, 8, 64)[:, :, :1],
+        (1, 512, 3, 1536),
+    ),
     "channels-last, rows along channels": (
         lambda: torch.randn(2, 64, 5, 3).to(memory_format=torch.channels_last).movedim(1, -1),
-        (30, 1920),
+        (30, 1920, 1, 1920),
     ),
-    "heads before tokens: two steps": (lambda: torch.randn(2, 7, 4, 64).transpose(1, 2), None),
+    "heads before tokens, of one sample": (lambda: torch.randn(1, 7, 4, 64).transpose(1, 2), (1, 256, 7, 64)),
+    "heads before tokens: three steps": (lambda: torch.randn(2, 7, 4, 64).transpose(1, 2), None),
+    "tokens before samples, as in nn.MultiheadAttention": (
+        lambda: torch.randn(7, 3, 4, 64).transpose(0, 1),
+        (4, 768, 7, 256),
+    ),
+    "cut along two axes: two steps": (lambda: torch.randn(2, 4, 8, 64)[:, :3, :5], (5, 512, 3, 2048)),
+    "each row again and again": (lambda: torch.randn(7, 2, 64)[:, :1].expand(7, 3, 64), (1, 0, 3, 128)),
     "channels-first, rows along channels: entries apart": (lambda: torch.randn(2, 64, 5, 3).movedim(1, -1), None),
     "transposed: entries apart": (lambda: torch.randn(64, 5).T, None),
     "every other entry: entries apart": (lambda: torch.randn(5, 128)[:, ::2], None),
-    "cut along two axes: two steps": (lambda: torch.randn(2, 4, 8, 64)[:, :3, :5], None),
 }
 
 
@@ -237,9 +249,10 @@ def test_views_are_read_as_they_lie_or_copied(name: str, device: torch.device) -
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
     assert rows_in_memory(x) == layout
     if layout is not None:  # rows where it says that they are
-        run, stride = layout
+        run, stride, many, further = layout
         row = torch.arange(x.numel() // 64)
-        first = row // run * stride + row % run * 64 + int(x.storage_offset())
+        step = row // run
+        first = step // many * further + step % many * stride + row % run * 64 + int(x.storage_offset())
         assert torch.equal(memory[first[:, None] + torch.arange(64)], x.reshape(-1, 64))
     x = memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
     for bits, whole in ((4, True), (8, False)):

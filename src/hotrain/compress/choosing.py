@@ -387,7 +387,7 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     if forward is None or (wants_mask and exact_attention.KINDS[forward.target][0] != "efficient"):
         return None
     given: Any = forward.args
-    tensors = [*given[:3], part_of(graph, forward, 0)]
+    output = part_of(graph, forward, 0)
     # Codes of the output are read by the layer behind as well.
     mine = [reading for reading in readings if any(_packed(keeper) is forward for keeper in reading.keepers)]
     for reading in mine:
@@ -396,8 +396,10 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     alone = [n for n in heads if n.target is torch.ops.hotrain.keep_heads.default and _packed(n) is forward]
     batch, heads_of_q, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
-    elements = sum(numel(t) for t in tensors)
-    # Packing reads all four in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
+    packs = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_heads.default)
+    is_packed = any(_packed(n) is forward for n in packs) or bool(mine)
+    elements = sum(numel(t) for t in (*given[:3], *[output] * is_packed))
+    # Packing reads them in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
     read = sum(numel(place) * 2.5 for reading in mine for place in reading.places)
     nbytes = elements * 2.8 + numel(q) * 3.0 + 2 * numel(k) * 2.9 + read
     nbytes += 0 if bias is None else _stored(bias.meta["val"]) * bias.meta["val"].dtype.itemsize
@@ -414,7 +416,8 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
         for keeper in alone:
             _pack_the_output(graph, keeper)
 
-    return Candidate("scaled_dot_product_attention", 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3, apply)
+    ms, more = 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3 + (0 if is_packed else 2 * numel(output))
+    return Candidate("scaled_dot_product_attention", ms, more, apply)
 
 
 def _stored(t: Tensor) -> int:
@@ -425,7 +428,7 @@ def _stored(t: Tensor) -> int:
 def _packed(keeper: Any) -> Node | None:
     """The operator whose result an operator has packed; of attention's four, the output's."""
     if keeper.target is torch.ops.hotrain.keep_heads.default:
-        return _keeper(keeper.args[0][3])
+        return _keeper(keeper.args[0][3]) if len(keeper.args[0]) == 4 else None
     return _keeper(keeper.args[0]) if keeper.target is torch.ops.hotrain.keep_codes.default else None
 
 

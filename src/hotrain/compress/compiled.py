@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..planning import Roofs
 from ..private import WRITTEN, fakes, inductor, memory_format_of
-from . import choosing, formats, fusing, graph, in_place, kernel_nodes, nodes, padding, rules
+from . import choosing, exact_attention, formats, fusing, graph, in_place, kernel_nodes, nodes, padding, rules
 from .graph import KEY
 from .halves import Halves
 from .losses import in_pieces
@@ -55,7 +55,7 @@ _OF_TOKENS = _hotrain.keep.default, _hotrain.linear_gradients.default, _hotrain.
 _STATISTICS = torch.ops.aten.var_mean.correction
 _QUANTIZED = rules.FORM[rules.VALUE]
 _FASTER = "faster so; plan='memory' compresses it"
-_FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: the amax is a pass of its own
+_FORMULA = 16.0  # bytes of copies in the time of an element that a formula quantizes: amax is a pass of its own
 _CHEAPER = 0.75  # of a tensor's bytes: the most that its derivative, kept in its place, may take
 
 _regions: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -140,6 +140,7 @@ def partition(
     _without_copies(gm.graph)
     nodes.cancel_copies(gm.graph)
     fusing.merge_image_norms(gm.graph)
+    exact_attention.pack_what_is_read(gm.graph)
     left = _choose(gm)
     forward, backward = inner(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if any(_region(node) for node in forward.graph.nodes):
@@ -216,7 +217,8 @@ def compress(
     """
     halves, account = Halves(forward.graph, backward.graph, results), _Account()
     places = forward.graph.find_nodes(op="placeholder")
-    weights = _made_of(forward.graph, {places[number] for number in static if number < len(places)})
+    parameters = {places[number] for number in static if number < len(places)}
+    weights = _made_of(forward.graph, parameters)
     others = {base_of(node) for node in (*places, *halves.outputs[:results]) if isinstance(node, Node)}
     groups = _by_memory(node for node in halves.kept if node not in places or node not in weights)
 
@@ -263,7 +265,7 @@ def compress(
         for half in (forward, backward):
             half.graph.lint()
             half.recompile()
-    kept = halves.kept_bytes({places[number] for number in static if number < len(places)})
+    kept = halves.kept_bytes(parameters)
     for name in {_region(node) for node in forward.graph.nodes} & set(_regions):
         account.tell(name, kept)
 
@@ -300,8 +302,10 @@ def _write_before_statistics(half: Graph) -> None:
     """
     for node in half.find_nodes(op="call_function", target=_STATISTICS):
         axes: Any = node.args[1] if len(node.args) > 1 else None
+        dims: int = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+        of_rows = axes is not None and [axis % dims for axis in axes] == [dims - 1]
         source = source_of(node.args[0], lambda n: is_alias(n) or is_cast(n) or n.target is nodes.CLONE)
-        if source.op == "call_function" and _is_large(source) and not _is_last_axis(axes, node.args[0]):
+        if source.op == "call_function" and _is_large(source) and not of_rows:
             source.meta[WRITTEN] = True
 
 
@@ -359,11 +363,6 @@ def _layout_of(x: Tensor, w: Tensor) -> torch.memory_format | None:
     if x.dim() != 4 or not formats.is_static(x):
         return None
     return torch.channels_last if torch.channels_last in map(memory_format_of, (x, w)) else torch.contiguous_format
-
-
-def _is_last_axis(axes: Any, of: Any) -> bool:
-    dims = of.meta["val"].dim()
-    return axes is not None and [axis % dims for axis in axes] == [dims - 1]
 
 
 def _has_rows(node: Node, columns: int, depth: int) -> bool:

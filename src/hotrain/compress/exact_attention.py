@@ -1,4 +1,4 @@
-"""The exact backward of attention: PyTorch's operators for the kernel that forward ran, of tensors or as nodes."""
+"""Attention in graphs: which codes are read, and the exact backward, PyTorch's operators for forward's kernel."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ KINDS: dict[Any, tuple[str, tuple[int | None, ...]]] = {
     _aten._scaled_dot_product_efficient_attention.default: ("efficient", (0, 1, None, None, None, None, 2, 3)),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: ("cpu", (0, 1, *[None] * 6)),
 }
+
+
+def pack_what_is_read(graph: Graph) -> None:
+    """Leave out the codes of an output that no layer behind reads: nn.MultiheadAttention's last product has a copy of
+    it, with samples behind tokens."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_heads.default):
+        tensors, *rest = node.args
+        of_output = [part for part in node.users if part.args[1] >= 6]  # type: ignore[operator]
+        if len(tensors) == 4 and not any(part.users for part in of_output):  # type: ignore[arg-type]
+            for part in of_output:
+                graph.erase_node(part)
+            shorter = called(graph, node, node, node.target, list(tensors[:3]), *rest)  # type: ignore[index]
+            node.replace_all_uses_with(shorter)
+            graph.erase_node(node)
 
 
 def put_back(graph: Graph, node: Node, forward: Node) -> list[Node]:

@@ -28,6 +28,7 @@ from .layouts import in_twins
 from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import OF_GRAPHS, REGISTRY
+from .operators.attention import INSIDE
 from .operators.base import Scope
 from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
 from .pace import IN_EAGER, TIMED, Pace
@@ -71,6 +72,9 @@ class Compressed(Mode):
             if handler is not None and wanted and args and eager.sees_functions(type(args[0])):
                 self.buffers.record_full(f"what is computed of {type(args[0]).__name__}", OF_ITS_OWN)
             return func(*args, **kwargs)
+        if wanted and func in INSIDE:
+            with self:
+                return INSIDE[func](*args, **kwargs)
         if compiling and wanted and self._may_compress():
             y = in_twins(self._traced_scope(), _replaced, func, args, kwargs)
             if y is not None:

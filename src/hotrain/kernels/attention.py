@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..quantize.channels import OF_MIDDLES
 from .codes import Rows, output_of, pack_groups, sampled_rows, tile_of, unpack_groups
-from .launch import Plan, cdiv, is_wide, power_of_2
+from .launch import Place, Plan, cdiv, is_nested, is_wide, power_of_2
 
 _CHANNELS = 128  # of a program that finds middles
 
@@ -68,31 +68,38 @@ def _middles(
 @triton.jit
 def _pack_kernel(
     q, k, v, o, middles, q_codes, k_codes, v_codes, o_codes, q_scale, k_scale, v_scale, o_scale,
-    q_segments, q_run, q_stride, k_segments, k_run, k_stride, v_segments, v_run, v_stride, o_segments, o_run, o_stride,
+    q_segments, q_run, q_stride, q_many, q_further, k_segments, k_run, k_stride, k_many, k_further,
+    v_segments, v_run, v_stride, v_many, v_further, o_segments, o_run, o_stride, o_many, o_further,
     period, sample, middles_of_k, blocks,
     BITS_QK: tl.constexpr, BITS_VO: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, CENTERS_V: tl.constexpr,
+    WIDE: tl.constexpr, NESTED: tl.constexpr, CENTERS_V: tl.constexpr,
 ):  # fmt: skip
     """`middles`: so many numbers of k, and if CENTERS_V, of v behind them. Of k and v, `period` groups are a token."""
     which, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if which == 0:
-        pack_groups(block, q, q_codes, q_scale, q_segments, q_run, q_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE)
+        pack_groups(
+            block, q, q_codes, q_scale, q_segments, q_run, q_stride, q_many, q_further, BITS_QK, HALF, BLOCK, ROWS,
+            WIDE, NESTED,
+        )  # fmt: skip
     elif which == 1:
         pack_groups(
-            block, k, k_codes, k_scale, k_segments, k_run, k_stride, BITS_QK, HALF, BLOCK, ROWS, WIDE,
-            middles, period, sample, True,
+            block, k, k_codes, k_scale, k_segments, k_run, k_stride, k_many, k_further, BITS_QK, HALF, BLOCK, ROWS,
+            WIDE, NESTED, middles, period, sample, True,
         )  # fmt: skip
     elif which == 2:
         pack_groups(
-            block, v, v_codes, v_scale, v_segments, v_run, v_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE,
-            middles + middles_of_k, period, sample, CENTERS_V,
+            block, v, v_codes, v_scale, v_segments, v_run, v_stride, v_many, v_further, BITS_VO, HALF, BLOCK, ROWS,
+            WIDE, NESTED, middles + middles_of_k, period, sample, CENTERS_V,
         )  # fmt: skip
     else:
-        pack_groups(block, o, o_codes, o_scale, o_segments, o_run, o_stride, BITS_VO, HALF, BLOCK, ROWS, WIDE)
+        pack_groups(
+            block, o, o_codes, o_scale, o_segments, o_run, o_stride, o_many, o_further, BITS_VO, HALF, BLOCK, ROWS,
+            WIDE, NESTED,
+        )  # fmt: skip
 
 
 def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int], middle: Tensor) -> list[Tensor]:
-    """`codes.pack` of q, k less its middles, v, less its middles if there are, and the output: eight tensors.
+    """`codes.pack` of q, k less its middles, v, less its middles if there are, and the output, if it is given.
 
     Args:
         tensors: (B, T, H, C) each, of one dtype and one C; k and v of one shape.
@@ -102,30 +109,31 @@ def pack(tensors: Sequence[Tensor], group: int, bits: tuple[int, int], middle: T
     Returns:
         Codes and scales of each.
     """
-    q, k, v, o = (Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors))
-    wide = q.wide or k.wide or v.wide or o.wide
+    rows = [Rows(t, group, bits[place // 2]) for place, t in enumerate(tensors)]
     count, samples, heads, columns = middle.shape
-    places, period = (q.place, k.place, v.place, o.place), heads * columns // group
+    q, k, period = rows[0], rows[1], heads * columns // group
     steps = period, k.x.shape[1] * period, samples * heads * columns
+    wide, places = any(each.wide for each in rows), tuple([each.place for each in rows])
     plan = _packs(q.x.device, q.x.dtype, bits, q.half, places, steps, wide, count == 2)
-    codes, scales = (q.codes, k.codes, v.codes, o.codes), (q.scale, k.scale, v.scale, o.scale)
-    plan.run(q.x, k.x, v.x, o.x, middle, *codes, *scales)
-    return [part for pair in zip(codes, scales, strict=True) for part in pair]
+    four = rows if len(rows) == 4 else [*rows, rows[-1]]  # which no program asks for
+    plan.run(*(each.x for each in four), middle, *(each.codes for each in four), *(each.scale for each in four))
+    return [part for each in rows for part in (each.codes, each.scale)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _packs(
     device: torch.device, dtype: torch.dtype, bits: tuple[int, int], half: int,
-    places: tuple[tuple[int, int, int], ...], steps: tuple[int, int, int], wide: bool, centers_v: bool,
+    places: tuple[Place, ...], steps: tuple[int, int, int], wide: bool, centers_v: bool,
 ) -> Plan:  # fmt: skip
     block, each, warps = tile_of(half)
     blocks = cdiv(max(place[0] for place in places), each)
     constants = {
         "BITS_QK": bits[0], "BITS_VO": bits[1], "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide,
-        "CENTERS_V": centers_v,
+        "NESTED": any(map(is_nested, places)), "CENTERS_V": centers_v,
     }  # fmt: skip
-    numbers = (*(word for place in places for word in place), *steps, blocks)
-    return Plan(_pack_kernel, 4 * blocks, constants, numbers, warps, given=5)
+    four = (*places, *places[-1:] * (4 - len(places)))
+    numbers = (*(word for place in four for word in place), *steps, blocks)
+    return Plan(_pack_kernel, len(places) * blocks, constants, numbers, warps, given=5)
 
 
 @triton.jit

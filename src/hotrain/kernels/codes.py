@@ -28,7 +28,7 @@ from torch import Tensor
 from ..quantize.channels import SPAN, STRIDE
 from ..saved import largest_scale
 from .activation import apply, slope_of
-from .launch import Plan, block_of, cdiv, in_groups, is_wide, multiprocessors, power_of_2
+from .launch import Place, Plan, block_of, cdiv, in_groups, is_nested, is_wide, multiprocessors, power_of_2
 from .quantize_kernels import magnitude_bits
 from .support import FUNCTIONS, rows_in_memory
 
@@ -137,18 +137,21 @@ def tile_of(half: int) -> tuple[int, int, int]:
 
 @triton.jit
 def pack_groups(
-    block, x, codes, scale, segments, run, stride,
+    block, x, codes, scale, segments, run, stride, many, further,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    middles=None, period=1, sample=1, CENTERED: tl.constexpr = False, LEAST: tl.constexpr = None,
+    NESTED: tl.constexpr, middles=None, period=1, sample=1, CENTERED: tl.constexpr = False, LEAST: tl.constexpr = None,
 ):  # fmt: skip
-    """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further. If
-    CENTERED, `middles` are subtracted, of `period` groups from each so many; each `sample` groups have their own."""
+    """Groups of 2 HALF neighbours. `run` groups are contiguous, the next ones are `stride` elements further; if NESTED,
+    behind `many` of these the next ones are `further`. If CENTERED, `middles` are subtracted, of `period` groups from
+    each so many; each `sample` groups have their own."""
     segment = block * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     live = segment < segments
     inside = live[:, None] & (column < HALF)[None, :]
     place = segment.to(tl.int64) if WIDE else segment
     first = (place // run) * stride + (place % run) * (2 * HALF)
+    if NESTED:
+        first = (place // run // many) * further + (place // run % many) * stride + (place % run) * (2 * HALF)
     low = tl.load(x + first[:, None] + column[None, :], mask=inside, other=0).to(tl.float32)
     high = tl.load(x + first[:, None] + HALF + column[None, :], mask=inside, other=0).to(tl.float32)
     if CENTERED:
@@ -164,11 +167,14 @@ def pack_groups(
 
 @triton.jit
 def _pack_kernel(
-    x, codes, scale, segments, run, stride,
+    x, codes, scale, segments, run, stride, many, further,
     BITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    LEAST: tl.constexpr,
+    NESTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    pack_groups(tl.program_id(0), x, codes, scale, segments, run, stride, BITS, HALF, BLOCK, ROWS, WIDE, LEAST=LEAST)
+    pack_groups(
+        tl.program_id(0), x, codes, scale, segments, run, stride, many, further, BITS, HALF, BLOCK, ROWS, WIDE, NESTED,
+        LEAST=LEAST,
+    )  # fmt: skip
 
 
 class Rows:
@@ -186,7 +192,7 @@ class Rows:
         lies = rows_in_memory(x)
         if lies is None:
             x = x.contiguous()
-            lies = x.shape[:-1].numel(), x.numel()
+            lies = x.shape[:-1].numel(), x.numel(), 1, x.numel()
         device, self.x, self.half = x.device, x, group // 2
         rows, groups, self.place, reach = in_groups(x.numel(), x.shape[-1], group, *lies)
         self.wide = is_wide(reach)
@@ -203,12 +209,19 @@ def pack(x: Tensor, group: int, bits: int = 4, least: float | None = None) -> tu
 
 @functools.lru_cache(maxsize=1024)
 def _packs(
-    device: torch.device, dtype: torch.dtype, bits: int, half: int, place: tuple[int, int, int], wide: bool,
-    least: float | None,
+    device: torch.device, dtype: torch.dtype, bits: int, half: int, place: Place, wide: bool, least: float | None,
 ) -> Plan:  # fmt: skip
     block = power_of_2(half)
     each = max(1, 2048 // block)
-    constants = {"BITS": bits, "HALF": half, "BLOCK": block, "ROWS": each, "WIDE": wide, "LEAST": least}
+    constants = {
+        "BITS": bits,
+        "HALF": half,
+        "BLOCK": block,
+        "ROWS": each,
+        "WIDE": wide,
+        "NESTED": is_nested(place),
+        "LEAST": least,
+    }
     return Plan(_pack_kernel, cdiv(place[0], each), constants, place, given=1)
 
 

@@ -75,18 +75,26 @@ def is_wide(entries: int) -> bool:
     return entries >= 1 << 30
 
 
+Place = tuple[int, int, int, int, int]  # of `in_groups`
+
+
 @functools.lru_cache(maxsize=1024)
-def in_groups(
-    entries: int, columns: int, group: int, run: int, stride: int
-) -> tuple[int, int, tuple[int, int, int], int]:
+def in_groups(entries: int, columns: int, group: int, *lies: int) -> tuple[int, int, Place, int]:
     """A tensor of such `support.rows_in_memory` in groups along its rows.
 
     Returns:
-        Rows, groups in each, (all groups, contiguous ones, the stride to the next of these), and how far they reach.
+        Rows, groups in each, (all groups, contiguous ones, `rows_in_memory`'s three others), and how far they reach.
     """
     rows, groups = entries // columns, columns // group
-    reach = entries if run * columns >= entries else rows // run * stride
-    return rows, groups, (rows * groups, run * groups, stride), reach
+    run, stride, many, further = lies
+    reach = entries if run == rows else max(many * stride, rows // run // many * further)
+    return rows, groups, (rows * groups, run * groups, stride, many, further), reach
+
+
+def is_nested(place: Place) -> bool:
+    """Whether runs of contiguous groups have two strides."""
+    groups, run, _, many, _ = place
+    return groups > run * many
 
 
 @functools.cache

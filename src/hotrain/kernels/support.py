@@ -212,8 +212,12 @@ def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
     return or_reference(name, _kernel(name), reference, *args)
 
 
-def rows_in_memory(t: Tensor) -> tuple[int, int] | None:
-    """(contiguous rows, stride to the next ones) of t's last axis, as kernels read it; None for another layout."""
+def rows_in_memory(t: Tensor) -> tuple[int, int, int, int] | None:
+    """How rows of t's last axis lie in memory, as kernels read them; None for another layout.
+
+    Returns:
+        (contiguous rows, stride to the next ones, how many of these, stride to the next of those).
+    """
     try:
         return _rows_in_memory(t.shape, t.stride())
     except TypeError:  # under Dynamo sizes may be symbolic, which are not hashable
@@ -221,21 +225,22 @@ def rows_in_memory(t: Tensor) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
+def _rows_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+    *sizes, columns = shape
     if strides[-1] != 1:
         return None
-    run, axis = 1, len(shape) - 2
-    while axis >= 0 and (shape[axis] == 1 or strides[axis] == run * shape[-1]):
-        run *= shape[axis]
-        axis -= 1
-    stride = strides[axis] if axis >= 0 else run * shape[-1]
-    reach = stride
-    while axis >= 0:
-        if shape[axis] != 1 and strides[axis] != reach:
-            return None
-        reach = strides[axis] * shape[axis] if shape[axis] != 1 else reach
-        axis -= 1
-    return run, stride
+    levels = [(1, columns)]  # (how many, stride), from the inside
+    for size, stride in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
+        many, inner = levels[-1]
+        if size != 1 and stride == many * inner:
+            levels[-1] = many * size, inner
+        elif size != 1:
+            levels.append((size, stride))
+    if len(levels) > 3:
+        return None
+    run = levels[0][0]
+    many, stride = levels[1] if len(levels) > 1 else (1, run * columns)
+    return run, stride, many, levels[2][1] if len(levels) > 2 else many * stride
 
 
 def written_over(g: _Place, other: _Place | None, passes_on: bool) -> _Place | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -38,7 +39,7 @@ from .. import exact_attention, rematerialize
 from ..codes import empty_codes, has_kernel, pack, unpack
 from ..formats import FORMATS, GROUPED
 from ..launcher import is_eager, launch, opaque, operator_for, supported, supported_in_eager
-from .base import Handlers, Scope, custom_op, direct, is_large, uncompressed, without_autocast
+from .base import Handlers, Scope, custom_op, direct, is_large, without_autocast
 
 _aten = torch.ops.aten
 _numbers = itertools.count()
@@ -391,7 +392,19 @@ def _attention(
     return y
 
 
-HANDLERS: Handlers = {
-    F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: uncompressed("multi_head_attention_forward", "PyTorch runs it in one call"),
-}
+HANDLERS: Handlers = {F.scaled_dot_product_attention: _attention}
+
+
+def _body_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that passes itself to no mode, but all that it calls."""
+    own = {**function.__globals__, "has_torch_function": lambda _: False}
+    check = own.get("_check_key_padding_mask")
+    if check is not None:  # under a mode Dynamo cannot trace its message
+        own["_check_key_padding_mask"] = lambda *args: None if torch.compiler.is_compiling() else check(*args)
+    body = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+# nn.MultiheadAttention is one call for a mode: PyTorch runs what is in it without one.
+INSIDE = {F.multi_head_attention_forward: _body_of(F.multi_head_attention_forward)}
