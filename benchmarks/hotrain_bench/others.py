@@ -1,6 +1,7 @@
 """Models of kinds that timm, torchvision and transformers do not have, as their users write them.
 
-Convolutions over sequences and volumes, UNets, a generator, convolutions between attention, and rows with batch norm.
+Convolutions over sequences and volumes, UNets, a generator, attention of PyTorch's own modules, also with convolutions
+between, and rows with batch norm.
 """
 
 from __future__ import annotations
@@ -148,6 +149,14 @@ class Conformer(nn.Sequential):
         super().__init__(*(_ConformerBlock(c) for _ in range(depth)), nn.Linear(c, 100))
 
 
+class Encoder(nn.Sequential):
+    """PyTorch's Transformer encoder with its defaults: norms behind, ReLU, a dropout of 0.1."""
+
+    def __init__(self, c: int, heads: int, depth: int) -> None:
+        layer = nn.TransformerEncoderLayer(c, heads, batch_first=True)
+        super().__init__(nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), nn.Linear(c, 100))
+
+
 class PointNet(nn.Module):
     """Points one by one, with batch norms over all of them, and their maximum."""
 
@@ -207,6 +216,7 @@ OTHERS = {
         ((3, 32, 32), (256,)),
     ),
     "conformer": Other(lambda: Conformer(256, 4), ((800, 256),), lambda: Conformer(32, 1), ((128, 32),)),
+    "encoder": Other(lambda: Encoder(512, 8, 6), ((512, 512),), lambda: Encoder(64, 4, 1), ((64, 64),)),
     "pointnet": Other(lambda: PointNet(64, 64, 128, 1024), ((3, 4096),), lambda: PointNet(16, 32), ((3, 512),)),
     "generator": Other(
         lambda: Generator(128, 512, 256, 128, 64), ((128, 8, 8),), lambda: Generator(16, 32, 16), ((16, 8, 8),)
