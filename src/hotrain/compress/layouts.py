@@ -5,6 +5,9 @@ models in it. While Dynamo traces, an operator of images has two results: its tw
 of its inputs, and the one that the model sees, a copy in the default layout. Operators behind it read the twin, the
 model's own code (views, writes, strides, results) the copy, which the compiler leaves out where nothing reads it. A
 twin is forgotten where anything was written since; the image is then copied again, and `compiled` removes both copies.
+
+Tokens behind nn.MultiheadAttention have samples behind tokens in memory. A norm over rows reads a copy, their twin
+(`sharing.Origins.in_rows`), and so do the residual sums behind it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..geometry import LAID_OUT, embeds_patches, laid_out
+from ..saved import memory_order
 from .operators.base import Scope, custom_op, is_channels_last, is_large, pair, written
-from .sharing import Origins
+from .sharing import Origins, turned
 
 _ACTIVATIONS = (
     *(F.relu, F.silu, F.gelu, F.hardswish, F.hardsigmoid, F.leaky_relu, F.relu6, F.hardtanh, F.mish, F.elu),
     *(F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, Tensor.relu, Tensor.sigmoid, Tensor.tanh, F.dropout),
     torch.ops.hotrain.function,
 )
+_SUMS = torch.add, Tensor.add, operator.add
 _OTHERS = (
-    *(torch.add, Tensor.add, operator.add, torch.sub, Tensor.sub, operator.sub, torch.mul, Tensor.mul, operator.mul),
+    *(*_SUMS, torch.sub, Tensor.sub, operator.sub, torch.mul, Tensor.mul, operator.mul),
     *(F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.interpolate, torch.cat),
 )
 # Whether the first argument is laid out, which has a twin or not: such functions are slower, or have no kernel, in
@@ -93,6 +98,10 @@ def in_twins(scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[An
         in_place, given[place] = bool(given[place]), False
     elif place is not None and kwargs.get("inplace", False):
         in_place, kwargs = True, {name: value for name, value in kwargs.items() if name != "inplace"}
+    if func in _SUMS:
+        y = _sum_in_rows(scope, run, func, args, kwargs)
+        if y is not None:
+            return y
     several = plain is torch.cat
     images = list(given[0]) if several else given[:1] if of_images else given[:2]
     if of_images:
@@ -126,11 +135,36 @@ def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
     """Whether one of them has a twin, and the others are in the default layout, as their result is then."""
     found = False
     for t in images:
-        if isinstance(t, Tensor) and origins.twin(t) is not None:
+        known = origins.twin(t) if isinstance(t, Tensor) else None
+        if known is not None and not known.is_contiguous():
             found = True
         elif isinstance(t, Tensor) and t.dim() > 1 and not t.is_contiguous():
             return False
     return found
+
+
+def _sum_in_rows(
+    scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """The sum of tokens in PyTorch's memory layout, the first one's, of which the twin is noted; None without one."""
+    given = args[:2]
+    if len(given) < 2 or not (isinstance(given[0], Tensor) and isinstance(given[1], Tensor)):
+        return None
+    first, other = given
+    is_turned = turned(first)
+    if first.shape != other.shape or not (is_turned or turned(other)) or not (is_turned or first.is_contiguous()):
+        return None
+    twins = [scope.origins.twin(t) for t in given]
+    if twins[0] is None and twins[1] is None:
+        return None
+    inputs = [t if twin is None else twin for t, twin in zip(given, twins, strict=True)]
+    sum_of: Tensor = run(scope, func, [*inputs, *args[2:]], kwargs).contiguous()
+    if not is_turned:
+        return sum_of
+    order = memory_order(first)
+    y = sum_of.permute(order).contiguous().permute([order.index(axis) for axis in range(len(order))])
+    scope.origins.note_twin(y, sum_of)
+    return y
 
 
 def _is_image(t: Any) -> bool:

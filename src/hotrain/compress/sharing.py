@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..autograd import KERNELS, Origin
 from ..private import constant_in_graphs, schema_of, version_of
+from ..saved import memory_order
 from . import rematerialize
 from .codes import coded, whole
 from .mode_stack import traced_graph
@@ -160,6 +161,15 @@ _IN_PLACE = frozenset(
         "written",
     ]
 )
+
+
+def turned(t: Tensor) -> bool:
+    """Whether rows of t (..., C) are contiguous, without gaps, in another order than that of the axes."""
+    if t.dim() < 3 or t.is_contiguous() or t.stride(-1) != 1:
+        return False
+    return t.permute(memory_order(t)).is_contiguous()
+
+
 _TWINS = 64  # as many as there are between an image and its last reader
 _RECENT = 8  # tensors with a known origin at a time; within a block, tensors are read again soon
 
@@ -176,7 +186,7 @@ class Origins:
         unfinished: (tensor and its version, norm or activation), under Dynamo.
         checkpoint: `mode_stack.current_checkpoint` of the running forward.
         running: how many forwards of a model or a checkpointed block have begun and not ended.
-        twins: (tensor and its version, the same in channels_last), under Dynamo (`layouts`).
+        twins: (tensor and its version, the same in the layout of kernels), under Dynamo (`layouts`).
         read: tensors in whose place others were read (twins, an operator that computes them again), under Dynamo.
     """
 
@@ -239,7 +249,7 @@ class Origins:
         return found
 
     def note_twin(self, t: Tensor, twin: Tensor) -> None:
-        """Record, under Dynamo, that twin is t in channels_last; what was known of twin holds, if t was written to."""
+        """Record, under Dynamo, that twin is t in another layout; what was known of twin holds, if t was written to."""
         now = _traced_writes()
         self.twins = (((t, now), twin), *self.twins[: _TWINS - 1])
         self.recent = tuple([((twin, now), o) if known[0] is twin else (known, o) for known, o in self.recent])
@@ -253,13 +263,13 @@ class Origins:
         """
         if [other for other in self.read if other is t]:
             raise NotImplementedError(
-                "hotrain: a compiled image gets a hook after an operator has read it; register the hook before"
+                "hotrain: a compiled tensor gets a hook after an operator has read it; register the hook before"
             )
         self.twins = tuple([(known, twin) for known, twin in self.twins if known[0] is not t])
         self.unfinished = tuple([(known, what) for known, what in self.unfinished if known[0] is not t])
 
     def twin(self, t: Tensor) -> Tensor | None:
-        """t in channels_last, where it is known and nothing was written since."""
+        """t in the layout of kernels, where it is known and nothing was written since."""
         found = None
         for known, twin in self.twins:
             if found is None and known[0] is t and known[1] == _traced_writes():
@@ -267,6 +277,16 @@ class Origins:
         if found is not None:
             self.read = (t, *self.read[: _TWINS - 1])
         return found
+
+    def in_rows(self, t: Tensor) -> Tensor:
+        """Under Dynamo, tokens (..., C) with rows in the order of their axes: t itself, its twin, or a new one."""
+        if not turned(t):
+            return t
+        twin = self.twin(t)
+        if twin is None:
+            twin = t.contiguous()
+            self.note_twin(t, twin)
+        return twin
 
     def had_twin(self, t: Tensor) -> bool:
         """Whether t is a copy of a twin, and has no hook: then no gradient of it is seen."""

@@ -368,6 +368,8 @@ def compressed(
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
     scope.record(f"{kind}_norm", form)
+    if torch.compiler.is_compiling() and KINDS[kind].by_token and supported(x.device, x.dtype):
+        x = scope.origins.in_rows(x)
     y, codes, scale, channels = norm(x, w, b, kind, dims, eps, form)
     factor = channels[1] if channels.numel() else w
     scope.origins.note(y, normed(form, y.shape, image=not KINDS[kind].by_token), codes, scale, factor, b)
