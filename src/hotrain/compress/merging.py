@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .factors import Product
-from .nodes import called, computed, is_cast, path_to, readers_of, result_of, same_order
+from .nodes import called, computed, is_cast, is_move, path_to, readers_of, result_of
 
 _aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class Merging:
     def cast_result(self, place: int, at: int = 6) -> None:
         """Give a result, whose dtype is argument ``at``, the one that all its readers cast it to, if there is one."""
         result, args = self.result(place), self.node.args
-        casts = [] if result is None else readers_of(result)
+        casts = [] if result is None else readers_of(result, is_move)
         dtype = half_of(casts) if all(map(_is_cast_alone, casts)) else None
         if dtype is not None:
             self.again(self.node, (*args[:at], dtype, *args[at + 1 :]))
@@ -104,7 +104,7 @@ def _is_cast_alone(node: Node) -> bool:
 def _drop(graph: Graph, casts: Sequence[Node]) -> None:
     """Remove casts, through views, of a tensor that has their dtype now; the views have it too."""
     for cast in casts:
-        *views, _ = path_to(cast.args[0], same_order)
+        *views, _ = path_to(cast.args[0], is_move)
         for view in reversed(views):
             view.meta["val"] = computed(view)
         cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]
