@@ -27,6 +27,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 from hotrain_bench import zoo as models  # noqa: E402
 from hotrain_bench.layers import Shape, shapes  # noqa: E402
+from hotrain_bench.side_by_side import BYTES  # noqa: E402
+from hotrain_study.cells import mean_text  # noqa: E402
 
 RESULTS = BENCHMARKS / "results"
 FIELDS = (
@@ -98,7 +100,7 @@ def layers(only: str = "", folder: Path = RESULTS) -> str:
 
 def _run(run: list[dict[str, Any]], latest: list[dict[str, Any]]) -> str:
     headers = ["subject", "variant", "backward ms", "× exact", "forward ms", "× exact", "bytes kept", "× exact"]
-    lines = [headers, ["---"] * len(headers)]
+    lines = []
     controls = {row["subject"]: row for row in run if row["variant"] == CONTROL}
     for row in latest:
         control = controls.get(row["subject"], {})
@@ -108,7 +110,7 @@ def _run(run: list[dict[str, Any]], latest: list[dict[str, Any]]) -> str:
         cells += ["–" if forward is None else f"{forward:.3g}", _ratio(row, control, "forward_ms")]
         cells += [f"{row['activation_bytes']:,}", _ratio(row, control, "activation_bytes")]
         lines.append(cells)
-    return _conditions(run[0]) + "\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return _conditions(run[0]) + "\n\n" + _markdown(headers, lines)
 
 
 def _ratio(row: dict[str, Any], control: dict[str, Any], field: str) -> str:
@@ -285,11 +287,11 @@ def steps(folder: Path = RESULTS) -> str:
     lines, runs = [], {}
     for subject in dict.fromkeys(subject for subject, _ in last):
         of_subject = [value for (other, _), value in last.items() if other == subject]
-        ordered = sorted(of_subject, key=lambda value: _step_order(*value))
+        ordered = sorted(of_subject, key=lambda value: _step_order(value[1]))
         for run, rows in sorted(ordered, key=lambda value: gpu(value[1][0]), reverse=True):  # the H200 first
             runs[rows[0]["run_id"]] = run
             lines.append(_step_cells(subject, run, rows))
-    headers = ["subject", "variant", "ms/step", "÷ exact+compile", *STEP_BYTES.values(), "commit, GPU"]
+    headers = ["subject", "variant", "ms/step", "÷ exact+compile", *BYTES.values(), "commit, GPU"]
     notes = [
         f"* {subject}, `{variant}`: {note}."
         for (subject, variant), (_, rows) in last.items()
@@ -356,7 +358,7 @@ def zoo(folder: Path = RESULTS) -> str:
     return "\n\n".join([table, *(["\n".join(notes)] if notes else []), folded(COMMANDS, commands)])
 
 
-def _step_order(run: list[dict[str, Any]], rows: list[dict[str, Any]]) -> tuple[bool, float]:
+def _step_order(rows: list[dict[str, Any]]) -> tuple[bool, float]:
     """The baseline first, then the others by their time; what failed last."""
     times = [row["median_ms"] for row in rows if row["error"] is None]
     return (rows[0]["variant"] != STEP_BASELINE, statistics.fmean(times) if times else float("inf"))
@@ -367,12 +369,12 @@ def _step_cells(subject: str, run: list[dict[str, Any]], rows: list[dict[str, An
     variant = rows[0]["variant"]
     if not measured:
         error = rows[0]["error"].replace("|", "\\|")
-        return [subject, variant, error, "", *("" for _ in STEP_BYTES), _place(rows[0])]
+        return [subject, variant, error, "", *("" for _ in BYTES), _place(rows[0])]
     base = _step_mean(run, subject, STEP_BASELINE)
     ms = statistics.fmean(row["median_ms"] for row in measured)
     cells = [subject, variant, f"{ms:.2f} ± {max(row['spread_ms'] for row in measured):.2f}"]
     cells.append("" if base is None or variant == STEP_BASELINE else f"{ms / base:.3f}")
-    for field in STEP_BYTES:
+    for field in BYTES:
         value = _step_mean(measured, subject, variant, field)
         cells.append("–" if value is None else f"{value / GIB:.2f}")
     return [*cells, _place(rows[0])]
@@ -526,7 +528,9 @@ def timm_script(folder: Path = RESULTS) -> str:
         lines = []
         for case in dict.fromkeys(row["subject"] for row in latest):
             rows = [next(r for r in run if (r["subject"], r["variant"]) == (case, v)) for v in (CONTROL, "converted")]
-            cells = [_mean([losses[-1] for losses in row[name]]) for name in ("losses", "eval_losses") for row in rows]
+            cells = [
+                mean_text([losses[-1] for losses in row[name]]) for name in ("losses", "eval_losses") for row in rows
+            ]
             kept, exact = rows[1]["kept_bytes"], rows[1]["exact_bytes"]
             cells.append(f"{kept / exact:.2f}" if kept and exact else "–")
             cells += [", ".join(f"{row['resumed'][by][-1]:.3f}" for by in (CONTROL, "converted")) for row in rows]
@@ -672,12 +676,6 @@ def _soaked(rows: list[dict[str, Any]]) -> str:
 
 
 STEP_BASELINE = "exact+compile"
-STEP_BYTES = {
-    "peak_bytes": "peak GiB",
-    "reserved_bytes": "reserved GiB",
-    "activation_bytes": "activations GiB",
-    "above_bytes": "above state GiB",
-}
 GIB = 2**30
 WITH_BIAS = " with bias"
 
@@ -1105,7 +1103,7 @@ def evidence(folder: Path = RESULTS) -> str:
             first = next(row for row in rows if (row["model"], row["method"]) == (model, method))
             epochs = first.get("epochs") or summary.get("epochs")
             epochs = epochs.get(model) if isinstance(epochs, dict) else epochs
-            gap, runs = _mean(gaps, sign="+"), f"{len(gaps)} × {epochs or '?'}"
+            gap, runs = mean_text(gaps, sign="+"), f"{len(gaps)} × {epochs or '?'}"
             cells.setdefault(method, {})[model] = f"{gap.replace(' ', NO_BREAK)} ({runs.replace(' ', NO_BREAK)})"
             noted[method, model] = summary.get("note") or ""
     if not cells:
@@ -1147,12 +1145,12 @@ def _comparison(summary: dict[str, Any], shown: set[tuple[str, str]]) -> str:
         lines.append([
             model,
             method,
-            _mean([row["accuracy"] for row in mine.values()]),
-            "" if method == CONTROL else _mean(gaps, sign="+"),
+            mean_text([row["accuracy"] for row in mine.values()]),
+            "" if method == CONTROL else mean_text(gaps, sign="+"),
             str(len(mine)),
             "–" if first["saved_bytes"] is None else f"{first['saved_bytes']:,}",
             "–" if first["bit_ops"] is None else f"{first['bit_ops']:.3g}",
-            _mean([row["step_ms"] for row in mine.values() if row["step_ms"] is not None], digits=1),
+            mean_text([row["step_ms"] for row in mine.values() if row["step_ms"] is not None], digits=1),
         ])  # fmt: skip
     headers = ["model", "method", "accuracy %", "gap to exact", "seeds", "bytes kept", "bit operations", "ms/step"]
     note = f"\n\nNote: {summary['note']}." if summary.get("note") else ""
@@ -1173,11 +1171,3 @@ def ran(groups: list[dict[str, Any]]) -> str:
     return "; ".join(
         f"{group['layers']} layers: g_x {group['g_x']}, g_w {group['g_w']}, x {group['x']}" for group in groups
     )
-
-
-def _mean(values: list[float], sign: str = "", digits: int = 2) -> str:
-    """Mean, and the standard deviation over seeds where there are several."""
-    if not values:
-        return "–"
-    text = f"{statistics.fmean(values):{sign}.{digits}f}"
-    return text if len(values) == 1 else f"{text} ± {statistics.stdev(values):.{digits}f}"

@@ -37,13 +37,6 @@ StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Timed steps of
 GpusOption = Annotated[int, typer.Option("--gpus", min=1, help="GPUs to distribute the models over.")]
 MethodsOption = Annotated[str, typer.Option("--methods", help="Presets, with overrides as in hot:rank=4+scale=token.")]
 
-_BYTES = {
-    "peak_bytes": "peak GiB",
-    "reserved_bytes": "reserved GiB",
-    "activation_bytes": "activations GiB",
-    "above_bytes": "above state GiB",
-}
-
 
 def _record(
     rows: Iterator[dict[str, Any]], device: torch.device, commit: str | None, out: Path | None
@@ -174,9 +167,9 @@ def step(
     for row in done:
         if row["error"] is None:
             cells = [row["subject"], row["variant"], f"{row['median_ms']:.2f}", f"{row['spread_ms']:.2f}"]
-            cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in _BYTES]
+            cells += ["–" if row[field] is None else f"{row[field] / 2**30:.2f}" for field in side_by_side.BYTES]
             lines.append(cells)
-    _show(["subject", "variant", "ms/step", "±", *_BYTES.values()], lines, done, tiny, json)
+    _show(["subject", "variant", "ms/step", "±", *side_by_side.BYTES.values()], lines, done, tiny, json)
     _exit_if_failed(done)
 
 

@@ -26,7 +26,13 @@ LOCK = "HOTRAIN_BENCH_LOCK"  # file that a process locks while it takes memory f
 AT_ONCE = 2  # processes on a GPU that may do so
 ALONE = "HOTRAIN_BENCH_ALONE"  # file that a process locks while it times something before its turn
 PROGRAM = (sys.executable, "-m", "hotrain.cli", "bench", "step")
-MEASURED = ("median_ms", "spread_ms", "peak_bytes", "reserved_bytes", "activation_bytes", "above_bytes")
+BYTES = {
+    "peak_bytes": "peak GiB",
+    "reserved_bytes": "reserved GiB",
+    "activation_bytes": "activations GiB",
+    "above_bytes": "above state GiB",
+}
+MEASURED = ("median_ms", "spread_ms", *BYTES)
 
 
 def blank(subject: str, variant: str, steps: int, tiny: bool) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import io
 import json
 import os
 import resource
@@ -16,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 AT_ONCE = 25  # cases of one process
 SECONDS = 60.0  # from one answer to the next, before a case counts as hanging
@@ -50,7 +47,6 @@ class Tally:
     cases: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
-    refusals: Counter[str] = field(default_factory=Counter)
 
 
 def tried(cases: Sequence[Case], folder: Path, say: Callable[[str], None]) -> dict[str, Tally]:
@@ -182,9 +178,3 @@ def ended(child: int, seconds: float) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
-
-
-def quietly(function: Callable[[], Any]) -> Any:
-    """The function's result; what it prints is dropped."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return function()

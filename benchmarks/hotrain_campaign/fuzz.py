@@ -193,7 +193,6 @@ def _file_cases(
     draw: random.Random,
     read: Callable[[Path], Any],
     exact: bool = True,
-    named: bool = True,
 ) -> Iterator[Case]:
     """Damaged copies of a file, and other things at its path. exact: what is read must be what was written."""
     from hotrain_campaign.equality import same
@@ -206,7 +205,7 @@ def _file_cases(
         def run(how: str = how, seed: int = seed) -> str:
             path = Path(good.name)
             path.write_bytes(damage.damaged(data, how, random.Random(seed)))
-            return loaded(lambda: read(path), read(good) if exact else None, same, path.name if named else "")
+            return loaded(lambda: read(path), read(good) if exact else None, same, path.name)
 
         yield Case(f"{kind}: bytes", f"{how}, seed {seed}", run)
     for place, put in damage.PLACES.items():
@@ -214,7 +213,7 @@ def _file_cases(
         def at(put: Any = put) -> str:
             path = Path(good.name)
             put(path, good)
-            return loaded(lambda: read(path), read(good), same, path.name if named else "")
+            return loaded(lambda: read(path), read(good), same, path.name)
 
         yield Case(f"{kind}: places", place, at)
 

@@ -1,8 +1,7 @@
-"""The geometry of convolutions: sizes, padding, patches, memory layout. No arithmetic."""
+"""The geometry of convolutions: sizes, padding, patches, memory layout; no arithmetic of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,11 +152,6 @@ def laid_as(g_w: Tensor, strides: tuple[int, ...]) -> Tensor:
 def laid_out(t: Tensor) -> Tensor:
     """An image or a weight, (B, C, H, W), in channels_last on a GPU, for compiled graphs alone (`compress.layouts`)."""
     return t.contiguous(memory_format=torch.channels_last) if t.device.type in LAID_OUT else t
-
-
-def embeds_patches(x: Tensor, w: Tensor, stride: Sequence[int]) -> bool:
-    """Whether a weight, (O, C, kh, kw), makes tokens of the patches of an image of few channels, (B, C, H, W)."""
-    return x.shape[1] < 16 and tuple(w.shape[2:]) == tuple(stride)
 
 
 def channels_last(t: Tensor) -> Tensor:

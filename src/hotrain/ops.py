@@ -3,7 +3,8 @@
 `linear` and `conv2d` are one node each in a Dynamo graph. AOTAutograd decomposes them: their derivative is that of
 `hotrain.autograd`'s functions, so the product, the casts and the bias stay PyTorch's own operators, which Inductor
 may fuse and a checkpointing policy may name. The rest is opaque: `keep` or `forward` in forward, `linear_gradients` or
-`conv2d_gradients` in backward, each a function of `hotrain.autograd` that eager code calls directly.
+`conv2d_gradients` in backward, each a function of `hotrain.autograd` that eager code calls directly, and their parts by
+codes, which passes of `compress` put in their place.
 
 A layer's configuration is passed as its word (`hotrain.layer`), so that compiled code can be cached across processes.
 Layers with equal words share one graph and differ in the tensors they pass; the words of the amax history, whose

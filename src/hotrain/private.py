@@ -202,6 +202,7 @@ function_modes: FunctionModes = FunctionModes(_top_function_mode, _without_funct
 """For hotrain's own mode. Without it: there are none, and hotrain's mode is not used."""
 
 
+@functools.cache
 def autocasts_itself(operator: str, device: str) -> bool:
     """Whether autocast lists the ATen operator on that device. Without it: False, and `FULL` falls back."""
     return _has_kernel is not None and _has_kernel(f"aten::{operator}", f"Autocast{device.upper()}")
@@ -342,7 +343,7 @@ or a kernel. Without it: the order of their strides alone, and a kernel may read
 
 
 class Inductor(NamedTuple):
-    """What `compress.compiled` and `compress.logits` use of Inductor and AOTAutograd."""
+    """What the passes of `compress` use of Inductor and AOTAutograd."""
 
     config: Any  # whose `custom_partitioner_fn` it sets
     partitioner: type  # the base class of that setting

@@ -160,8 +160,8 @@ def _in_force(shape: LayerShape, state: LayerState | None, exact: Method) -> Met
     """The method that a call follows: a low-rank one does not mix samples (`LayerState`)."""
     if state is None or state.fallback not in (None, REVERTED):
         return exact
-    samples = shape.samples_only and state.low_rank and shape.needs_grad_weight and not state.chosen
-    return exact if samples else state.running
+    by_tokens = state.method.grad_weight.is_low_rank and shape.needs_grad_weight and not state.chosen
+    return exact if shape.samples_only and by_tokens else state.running
 
 
 def _row(shape: LayerShape, method: Method, state: LayerState | None, float_bits: int) -> dict[str, Any]:

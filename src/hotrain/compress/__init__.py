@@ -19,7 +19,7 @@ exact_norms, exact_attention  of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
 layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
 padding                   products of matrices whose rows are no whole 16 bytes, padded where that is faster
-losses                    cross entropy of interpolated logits as one operator, a pass on Dynamo's graphs
+losses                    cross entropy of interpolated logits, or of a head, as one operator, in Dynamo's graphs
 logits                    logits beside a loss: their gradient outside of the graph, where unused ones cost nothing
 in_place                  gradients written over those that they are computed from
 kernel_nodes              kernels as nodes of the graph, which Inductor launches itself, where there is no CUDA graph

@@ -435,11 +435,11 @@ def _packed(keeper: Any) -> Node | None:
 def _pack_the_output(graph: Graph, keeper: Node) -> None:
     """Pack the output of an attention alone, whose codes a converted layer reads."""
     args: Any = keeper.args
-    made = _called(graph, keeper, torch.ops.hotrain.keep_codes.default, args[0][3], args[2])
+    made = called(graph, keeper, keeper, torch.ops.hotrain.keep_codes.default, args[0][3], args[2])
     for part in list(keeper.users):
         place: Any = part.args[1]
         if place >= 6:
-            part.replace_all_uses_with(_called(graph, keeper, operator.getitem, made, place - 6))
+            part.replace_all_uses_with(called(graph, keeper, keeper, operator.getitem, made, place - 6))
 
 
 def _is_of_a_layer(node: Node) -> bool:
@@ -450,8 +450,3 @@ def _is_of_a_layer(node: Node) -> bool:
 def _note(node: Node, name: str) -> Any:
     """What `rematerialize.noted` wrote to a node."""
     return (node.meta.get(CUSTOM) or {}).get(name)
-
-
-def _called(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A node before `like`, with its metadata."""
-    return called(graph, like, like, target, *args, **kwargs)

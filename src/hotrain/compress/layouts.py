@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..geometry import LAID_OUT, embeds_patches, laid_out
+from ..geometry import LAID_OUT, laid_out
 from ..saved import memory_order
 from .operators.base import Scope, custom_op, is_channels_last, is_large, pair, written
 from .sharing import Origins, turned
@@ -197,10 +197,10 @@ def _stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     _, channels, height, width = w.shape
     if w.stride() != (channels * height * width, height * width, width, 1):  # is_contiguous leaves out axes of size 1
         return True
+    few = bool(args[0].shape[1] < 16)
     if func is not F.conv2d:
-        return bool(args[0].shape[1] < 16)
-    stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
-    return embeds_patches(args[0], w, pair(stride))
+        return few
+    return few and [height, width] == pair(args[3] if len(args) > 3 else kwargs.get("stride", 1))
 
 
 def _twin_of(origins: Origins, t: Any) -> Any:

@@ -303,11 +303,6 @@ def is_in_order(recipe: str) -> bool:
     return not recipe.startswith(("heads,", "output heads,")) and not is_image(recipe)
 
 
-def describe(recipe: str) -> str:
-    """A recipe in words, for the report: which saved tensor is shared, and its format."""
-    return str(parsed(recipe))
-
-
 def saved_by_reader(recipe: str, elements: int) -> list[tuple[str, int]]:
     """(dtype, bytes) of the tensors of a recipe that nobody saves but the layer that reads it.
 

@@ -242,7 +242,7 @@ POOLING = _row(
 )
 GATHER = _row("gather", "gather take_along_dim", "", SHAPE, compiled="not saved")
 INDEX_ADD = _row("index_add, index_copy", "index_add index_copy", arguments={3: SHAPE}, compiled="not saved")
-# The next three are about uses in compiled graphs alone: the functions save nothing, or it is exact in eager mode.
+# These are about uses in compiled graphs alone: the functions save nothing, or it is exact in eager mode.
 MOVE = Rule(
     "views, casts, copies, negation",
     aten=_aten(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..compress.rematerialize import describe, saved_by_reader
+from ..compress.rematerialize import parsed, saved_by_reader
 from ..compress.report import Buffers, Example, tensors
 from ..layer_record import Ran
 from ..method import Method
@@ -327,4 +327,4 @@ def formats(ran: Ran) -> tuple[str, str, str]:
     x = "nothing" if ran.frozen else str(method.saved).removeprefix("saved:")
     if ran.recomputed:
         return g_x, g_w, f"{x}, made in backward"
-    return g_x, g_w, f"shared: {describe(ran.source)}" if ran.source else x
+    return g_x, g_w, f"shared: {parsed(ran.source)}" if ran.source else x

@@ -3,7 +3,7 @@
 For layers, `reason` says what is supported, `keep` is forward's part, `gradients` and `conv2d_gradients` backward's,
 with the values of `hotrain.backward` and `hotrain.convolution`: `quantize_kernels` has the kernel that reads x, g_y or
 w, `gemm` the products of codes, `lift` restores x, `rows` and `noise` draw. For saved activations, `codes` packs and
-unpacks, and operators have a file each, of the name of that in `compress.operators`; `run` calls them. Triton is
+unpacks, and most operators have a file of the name of that in `compress.operators`; `run` calls them. Triton is
 imported when a kernel first runs, so that importing this package needs only torch.
 """
 

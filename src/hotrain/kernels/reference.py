@@ -1,7 +1,4 @@
-"""Reference implementations of the kernels in plain PyTorch, for tests and for devices where a kernel does not compile.
-
-They have the signatures of the kernels.
-"""
+"""The kernels in plain PyTorch, for tests and for devices where one does not compile."""
 
 from __future__ import annotations
 

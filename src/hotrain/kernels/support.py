@@ -191,7 +191,7 @@ def or_reference(name: str, kernel: Callable[..., Any], reference: Callable[[], 
         return reference()
 
 
-# --- kernels of compressed activations, launched by `compress.launcher`
+# --- kernels, each with its reference as fallback
 
 
 @functools.cache

@@ -45,7 +45,7 @@ class LayerState:
         name: fully qualified, in its model.
         method: assignable; the next forward follows it.
         grid: of its tokens, where known.
-        plan: whether the layer stays exact on a GPU where its method would be slower (`hotrain.convert`).
+        plan: name of `plans.PLANS`: whether the layer stays exact on a GPU where its method would be slower.
         running: the method with its number format chosen for the device of the last forward, or of the weight.
         spec: of method, grid and plan: what Dynamo reads of them, and so guards on.
         chosen: whether a `filter_fn` selected the layer, so that rows that are samples count as tokens too.
@@ -100,10 +100,6 @@ class LayerState:
     def forget(self) -> None:
         """Begin a new record: what ran before was another conversion's."""
         self.draws.ran, self.begun, self.calls = Ran(), self.draws.step, 0
-
-    @property
-    def low_rank(self) -> bool:
-        return self.method.grad_weight.is_low_rank
 
     def choose_numbers(self, device: torch.device) -> None:
         """Choose the number format of an automatic method for that device."""
@@ -242,7 +238,7 @@ class LayerState:
         `samples` is whether rows are samples rather than tokens (a 2-D input, one token per sample, a 1×1 image), and
         the weight is trained. A low-rank step would mix them, unless a `filter_fn` selected the layer.
         """
-        if samples and self.low_rank and not self.chosen:
+        if samples and self.method.grad_weight.is_low_rank and not self.chosen:
             return _SAMPLES
         if question is None or self.plan == "memory":
             return None

@@ -1,6 +1,6 @@
 """Which Walsh rows of a tile are kept: the low ones, and rows drawn from the others so that P is unbiased.
 
-`order` ranks the rows of a tile by frequency. `Rows.pick` chooses `rank` of them for every tile: the first
+`order` ranks the rows of a tile by frequency. `tokens.row_indices` joins `rank` of them for every tile: the first
 `rank − sampled` are the same in each tile, the others are drawn. With m rows left to draw from and s drawn, every
 one of the m is drawn with probability s/m and multiplied by √(m/s), on x and on g_y alike, so that
 E[PᵀP] = fixed + (m/s)·(s/m)·rest = I.

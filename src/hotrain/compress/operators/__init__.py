@@ -1,7 +1,7 @@
 """Operators that save quantized tensors, one file each, and the registry of PyTorch's functions that they replace.
 
 Such a file holds, in this order: the mathematics and what backward needs of it, in which format; the reference in plain
-PyTorch; the launch of its kernels (`hotrain.kernels`, the file of the same name); the autograd function; the custom
+PyTorch; the launch of its kernels (of `hotrain.kernels`); the autograd function; the custom
 operator, which AOTAutograd traces into; and the handlers of PyTorch's functions.
 """
 

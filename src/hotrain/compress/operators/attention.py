@@ -182,11 +182,6 @@ def _copies(q: Tensor, k: Tensor, kind: str) -> int:
     return 1 if kind == "cudnn" else q.shape[1] // k.shape[1]
 
 
-def _by_token(shape: torch.Size) -> tuple[int, ...]:
-    """(B, H, T, D) → (B, T, H, D)."""
-    return shape[0], shape[2], shape[1], shape[3]
-
-
 def _repeated(t: Tensor, copies: int) -> Tensor:
     return t if copies == 1 else t.repeat_interleave(copies, 1)
 
@@ -334,7 +329,7 @@ class Attention(torch.autograd.Function):
         dropout, causal, scale, kind, *forms = ctx.args
         mask, *saved = ctx.saved_tensors
         codes, seed = saved[:8], saved[8:]
-        shapes = [_by_token(shape) for shape in ctx.shapes[: len(codes) // 2]]
+        shapes = [(b, t, h, d) for b, h, t, d in ctx.shapes[: len(codes) // 2]]
         q, k, v, *out = (t.transpose(1, 2) for t in _unpack_four(forms, codes, shapes, ctx.dtype))
         copies = _copies(q, k, kind)
         k, v = _repeated(k, copies), _repeated(v, copies)

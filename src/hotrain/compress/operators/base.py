@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,16 +84,10 @@ def lower(*args: Any) -> list[Any]:
     return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype not in wide else t for t in args]
 
 
-@functools.cache
-def _is_raised(name: str, device: str) -> bool:
-    """Whether autocast casts to float32 for that operator of PyTorch; its lists differ between devices."""
-    return autocasts_itself(name, device)
-
-
 def float32(name: str, *args: Any) -> list[Any]:
     """Arguments with their tensors as autocast casts them for a norm or a softmax: to float32 if it lists that one."""
     kind = args[0].device.type
-    raised = casting.autocast_to(kind) != torch.float32 and _is_raised(name, kind)
+    raised = casting.autocast_to(kind) != torch.float32 and autocasts_itself(name, kind)
     low = (torch.float16, torch.bfloat16) if raised else ()
     return [t.float() if isinstance(t, Tensor) and t.dtype in low else t for t in args]
 

@@ -144,9 +144,7 @@ def _batch_norm(
             "batch_norm", "normalized with running statistics; only batch statistics are supported"
         )
         return None
-    if input.dim() < 2:
-        return None
-    if input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
+    if input.dim() < 2 or input.numel() == input.shape[1]:  # one value per channel, which PyTorch refuses
         return None
     compiling = torch.compiler.is_dynamo_compiling()
     pace = None if compiling else scope.buffers.pace

@@ -47,7 +47,7 @@ def in_groups(t: Tensor, groups: int) -> Tensor:
 def gradients_of_groups(
     g: Tensor, normal: Tensor, w: Tensor | None, r: Tensor, groups: int, needs: Sequence[bool]
 ) -> Grads:
-    """`_gradients` of a group norm: one sum over positions, of which the others are small ones."""
+    """`norm._gradients` of a group norm: one sum over positions, of which the others are small ones."""
     shape, count = g.shape, g[0].numel() // groups
     each = torch.stack([g.flatten(2).sum(2), (g * normal).flatten(2).sum(2)])  # (2, N, C)
     g_b, g_w = (total if need else None for total, need in zip(each.sum(1), (needs[2], needs[1]), strict=True))

@@ -48,17 +48,15 @@ class Kind:
 
     Attributes:
         centered: whether μ is subtracted, and with it mean(γg) in backward; else μ = 0.
-        by_token: whether statistics are over the last axes; else over groups of channels.
+        by_token: whether statistics are over the last axes (there are kernels); else over groups of channels.
         rounds: whether x̂ is rounded to x's dtype before γ.
         function: PyTorch's, as autocast names it; None where it has none.
-        has_kernels: whether the kernels over rows compute it.
     """
 
     centered: bool = False
     by_token: bool = True
     rounds: bool = False
     function: str | None = None
-    has_kernels: bool = True
 
 
 KINDS = {
@@ -66,7 +64,7 @@ KINDS = {
     "rms": Kind(function="rms_norm"),
     "rms_cast": Kind(rounds=True),  # written out by hand, as in transformers
     "rms_float": Kind(),  # so too, where γ is multiplied before the result is rounded
-    "group": Kind(centered=True, by_token=False, function="group_norm", has_kernels=False),
+    "group": Kind(centered=True, by_token=False, function="group_norm"),
 }
 
 KERNEL_FORMAT = "int4 nearest/row"  # the one that the kernels pack and read
@@ -177,7 +175,7 @@ def _kept(
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
     """Whether the kernels over rows run for t (x, or its gradient); ``dtype`` is x's."""
-    if not KINDS[kind].has_kernels or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
+    if not KINDS[kind].by_token or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
         return False
     columns = t.shape[-1]
     same = t.dtype == dtype or supported(t.device, dtype)
