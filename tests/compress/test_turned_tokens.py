@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import hotrain
 from hotrain import autograd, kernels
+from hotrain.compress import compiled
 
 C, TOKENS, SAMPLES = 64, 33, 8  # writes to small tensors are not counted
 FORWARD = torch.ops.hotrain.norm_forward.default
@@ -126,8 +128,8 @@ def test_the_kernels_run_and_what_is_turned_is_copied_once() -> None:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(net, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    compiled(torch.randn(TOKENS, SAMPLES, C, requires_grad=True))
+    step = torch.compile(net, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    step(torch.randn(TOKENS, SAMPLES, C, requires_grad=True))
     forward = graphs[0].graph
     norms = forward.find_nodes(op="call_function", target=FORWARD)
     assert len(norms) == 2
@@ -160,3 +162,47 @@ def test_a_hook_behind_a_reader_is_refused() -> None:
     hotrain.convert(net, "exact", memory="block", plan="memory")
     with pytest.raises(Exception, match="register the hook before"):
         torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(TOKENS, SAMPLES, C, requires_grad=True))
+
+
+class _Attending(nn.Module):
+    """A pre-norm block whose residual stream is as long as it is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(C), nn.MultiheadAttention(C, 4, batch_first=True)
+        self.behind, self.layer = nn.LayerNorm(C), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        x = self.attention(n, n, n, need_weights=False)[0] + x
+        return self.layer(self.behind(x)).mean()
+
+
+@pytest.mark.parametrize("attends", [True, False], ids=["nn.MultiheadAttention", "a layer that reads the output"])
+def test_an_output_that_nothing_reads_is_not_packed(attends: bool) -> None:
+    """nn.MultiheadAttention's last product reads a copy; behind a transpose of heads a layer reads the codes. And both
+    norms are cast for their products in their kernels, one of them through a transpose."""
+
+    class Reads(_Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.norm(x).view(SAMPLES, TOKENS, 4, -1).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+            return self.layer(self.behind(self.layer(y) + x)).mean()
+
+    net = _Attending() if attends else Reads()
+    hotrain.convert(net, "exact", memory="block", plan="memory")
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=compiled.partition)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(net, backend=backend, fullgraph=True)(torch.randn(SAMPLES, TOKENS, C, requires_grad=True))
+    (packs,) = graphs[0].find_nodes(op="call_function", target=torch.ops.hotrain.keep_heads.default)
+    assert len(packs.args[0]) == (3 if attends else 4)
+    norms = graphs[0].find_nodes(op="call_function", target=FORWARD)
+    assert len(norms) == 2
+    if attends:
+        assert {norm.meta["val"][1].dtype for norm in norms} == {torch.bfloat16}
