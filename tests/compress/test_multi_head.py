@@ -154,6 +154,33 @@ def test_of_a_class_with_functions_of_its_own_it_stays_whole() -> None:
     assert F.multi_head_attention_forward in seen
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_padding_of_another_shape_is_refused(compiled: bool) -> None:
+    """As by PyTorch, also where it has as many entries: (T, B) for (B, T)."""
+    model = Around(Case(given={"key_padding_mask": padding().T}))
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with pytest.raises(Exception, match=f"Expected key_padded_mask.shape\\[0\\] to be {SAMPLES}, but got {TOKENS}"):
+        run(*[torch.randn(SAMPLES, TOKENS, C, requires_grad=True)] * 3)
+
+
+def test_it_calls_what_a_user_has_put_into_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And PyTorch's own again, where that is taken out."""
+    model, inputs = built("samples first")
+    exact = copy.deepcopy(model)
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    plain = F.scaled_dot_product_attention
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *args, **given: 2 * plain(*args, **given))
+        replaced = model(*inputs)[0]
+        assert torch.equal(replaced, exact(*inputs)[0])
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs)[0], replaced)
+    assert torch.equal(model(*inputs)[0], exact(*inputs)[0])
+    assert not torch.equal(model(*inputs)[0], replaced)
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_s_gradients_are_near_those_of_float64(norm_first: bool) -> None:
     """Two blocks of nn.TransformerEncoder, post-norm as by default and pre-norm."""

@@ -131,3 +131,23 @@ def test_the_class_is_a_part_of_what_a_layer_remembers() -> None:
 def test_classes_whose_function_pytorch_does_not_call_are_as_before() -> None:
     assert not any(map(sees_functions, (*PLAIN, DTensor)))
     assert all(map(sees_functions, (Tagged, Noted, Unwrapped)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_left_to_pytorch() -> None:
+    """Strided ones, of no shape: a model whose layers stay exact takes them, and its gradients are exact's."""
+
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).to_padded_tensor(0.0)  # type: ignore[no-any-return]
+
+    model = Ragged()
+    x = torch.nested.nested_tensor([torch.randn(300, 64), torch.randn(200, 64)])
+    want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    hotrain.convert(model, "exact", memory="block", plan="memory")
+    got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert all(map(torch.equal, got, want))

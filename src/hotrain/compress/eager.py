@@ -41,11 +41,12 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     """
     if passes(looked_at, func):
         return None
-    if isinstance(func, _OPERATORS) or not all(type(t) in PLAIN for t in args if isinstance(t, Tensor)):
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    if isinstance(func, _OPERATORS) or not all(type(t) in PLAIN and not t.is_nested for t in tensors):
         return None
     if func in rules.BY_FUNCTION:
         return rules.of_call(func, args, kwargs)
-    return rules.OTHER if any(isinstance(t, Tensor) and _is_large(t) for t in args) else None
+    return rules.OTHER if any(map(_is_large, tensors)) else None
 
 
 def passes(looked_at: set[str], func: Any) -> bool:

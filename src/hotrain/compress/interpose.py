@@ -28,7 +28,7 @@ from .layouts import in_twins
 from .mixins import Mixin, mix, unmix
 from .mode_stack import Mode, current_checkpoint, left_to_eager, top, traced_graph, without_own_modes
 from .operators import OF_GRAPHS, REGISTRY
-from .operators.attention import INSIDE
+from .operators.attention import INSIDE, renew_names
 from .operators.base import Scope
 from .operators.composed_norm import COMPOSED, ComposedRMSNorm, composed
 from .pace import IN_EAGER, TIMED, Pace
@@ -73,6 +73,7 @@ class Compressed(Mode):
                 self.buffers.record_full(f"what is computed of {type(args[0]).__name__}", OF_ITS_OWN)
             return func(*args, **kwargs)
         if wanted and func in INSIDE:
+            renew_names()
             with self:
                 return INSIDE[func](*args, **kwargs)
         if compiling and wanted and self._may_compress():
@@ -189,7 +190,8 @@ class Wrapped(Mixin):
         standing, checkpoint = top(), current_checkpoint()
         stands = isinstance(standing, Compressed) and standing.stands_for(buffers, checkpoint)
         first = buffers.example is None and buffers.root is not None and buffers.root() is self
-        if first and not any(eager.sees_functions(type(t)) for t in tensors((args, kwargs))):  # predicted as plain ones
+        if first and not any(eager.sees_functions(type(t)) or t.is_nested for t in tensors((args, kwargs))):
+            # It is predicted with plain tensors.
             buffers.see(self, args, kwargs)
         forward = super().forward  # type: ignore[misc]
         if buffers.pace is not None and IN_EAGER in self.__dict__:

@@ -390,16 +390,23 @@ def _attention(
 HANDLERS: Handlers = {F.scaled_dot_product_attention: _attention}
 
 
-def _body_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that passes itself to no mode, but all that it calls."""
-    own = {**function.__globals__, "has_torch_function": lambda _: False}
-    check = own.get("_check_key_padding_mask")
-    if check is not None:  # under a mode Dynamo cannot trace its message
-        own["_check_key_padding_mask"] = lambda *args: None if torch.compiler.is_compiling() else check(*args)
-    body = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body
+def _check_padding(mask: Tensor, keys: int, samples: int) -> None:
+    """As in PyTorch, whose message Dynamo cannot trace under a mode."""
+    for axis, size in enumerate((samples, keys)):
+        if mask.shape[axis] != size:
+            raise AssertionError(f"Expected key_padded_mask.shape[{axis}] to be {size}, but got {mask.shape[axis]}")
 
 
-# nn.MultiheadAttention is one call for a mode: PyTorch runs what is in it without one.
-INSIDE = {F.multi_head_attention_forward: _body_of(F.multi_head_attention_forward)}
+# nn.MultiheadAttention is one call for a mode: PyTorch runs what is in it without one. This body of it passes itself to
+# no mode, but all that it calls.
+_WHOLE: Any = F.multi_head_attention_forward
+_names: dict[str, Any] = {}
+_body = types.FunctionType(_WHOLE.__code__, _names, _WHOLE.__name__, _WHOLE.__defaults__)
+_body.__kwdefaults__ = _WHOLE.__kwdefaults__
+INSIDE = {_WHOLE: _body}
+
+
+@constant_in_graphs
+def renew_names() -> None:
+    """Before a call of `INSIDE`: its names are what those of `torch.nn.functional` are now, which users replace."""
+    _names.update(_WHOLE.__globals__, has_torch_function=lambda _: False, _check_key_padding_mask=_check_padding)
