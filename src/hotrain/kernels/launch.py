@@ -79,14 +79,14 @@ Place = tuple[int, int, int, int, int]  # of `in_groups`
 
 
 @functools.lru_cache(maxsize=1024)
-def in_groups(entries: int, columns: int, group: int, *lies: int) -> tuple[int, int, Place, int]:
+def in_groups(entries: int, columns: int, group: int, *layout: int) -> tuple[int, int, Place, int]:
     """A tensor of such `support.rows_in_memory` in groups along its rows.
 
     Returns:
         Rows, groups in each, (all groups, contiguous ones, `rows_in_memory`'s three others), and how far they reach.
     """
     rows, groups = entries // columns, columns // group
-    run, stride, many, further = lies
+    run, stride, many, further = layout
     reach = entries if run == rows else max(many * stride, rows // run // many * further)
     return rows, groups, (rows * groups, run * groups, stride, many, further), reach
 

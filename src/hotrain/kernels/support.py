@@ -213,7 +213,7 @@ def run(name: str, reference: Callable[[], Any], *args: Any) -> Any:
 
 
 def rows_in_memory(t: Tensor) -> tuple[int, int, int, int] | None:
-    """How rows of t's last axis lie in memory, as kernels read them; None for another layout.
+    """Where rows of t's last axis are in memory, as kernels read them; None for another layout.
 
     Returns:
         (contiguous rows, stride to the next ones, how many of these, stride to the next of those).
