@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from hotrain_campaign.cases import Tally, tried
 
 import hotrain
@@ -72,13 +72,11 @@ CAMPAIGNS = {"soak": soak, "faults": faults, "fuzz": fuzz}
 
 def main() -> None:
     """Run a campaign and append its records."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("campaign", choices=CAMPAIGNS)
     parser.add_argument("--cases", type=int, default=200, help="of each kind, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help="some of them, separated by semicolons")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -8,18 +8,16 @@ depends on the model but how it is built and called.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -292,10 +290,8 @@ def tried(name: str, leave_out: str = "") -> dict[str, Any]:
 
 def main() -> None:
     """Print what each model did, and append it to the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default=",".join(SUBJECTS))
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     common = conditions(torch.device("cpu"), sys.argv, args.commit)
     warnings.filterwarnings("ignore")

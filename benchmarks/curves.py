@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 
 from hotrain.cli.prepare import configure
 from hotrain.train import Progress, TrainRun, train
@@ -33,7 +33,7 @@ WINDOW = 10  # updates that a point of a curve averages
 
 def main() -> int:
     """Train, write the records, print the verdicts; return 1 if a distance exceeds the spread."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="an .npz file, or a name that hotrain.train.load_data knows")
     parser.add_argument("--recipes", default="small_vit_cifar10,small_resnet18_cifar10", help="comma-separated")
     parser.add_argument("--method", default="hot-unbiased")
@@ -41,8 +41,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--set", action="append", default=["warmup_epochs=0.1"], help="field=value of the runs")
     parser.add_argument("--at-once", type=int, default=4, help="runs in parallel")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     if args.seeds < 2:
         parser.error("--seeds: a spread takes two seeds at least")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from hotrain_bench.conversions import noted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,12 +92,10 @@ def alone(name: str, args: Sequence[Any], plan: str | None = None) -> dict[str, 
 
 def main() -> int:
     """Run the examples, write and print their records; 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", help="comma-separated names")
     parser.add_argument("--plan", help="of their conversions, instead of their own")
     parser.add_argument("--at-once", type=int, default=4, help="processes side by side: times are not compared")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     parser.add_argument("--inside", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:

@@ -16,7 +16,6 @@ parameter (and for the whole model's). ``noise`` is the mini-batch noise: gradie
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import math
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -609,7 +608,7 @@ def measured(model: Model, call_batches: int, only: str = "") -> Iterator[dict[s
 
 def main() -> None:
     """Train and measure the models, write and print the records."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="an .npz file, or a name that hotrain.train.load_data knows")
     parser.add_argument("--models", default="small_vit,small_resnet18", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--steps", type=int, default=100, help="updates before anything is measured")
@@ -618,8 +617,6 @@ def main() -> None:
     parser.add_argument("--call-batches", type=int, default=2, help="those of them whose calls are replayed")
     parser.add_argument("--only", default="", help="a part of an operator's name: nothing else is measured")
     parser.add_argument("--weights", type=Path, help="folder to store the trained weights for the next time")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     data = load_data(args.data)
     if not isinstance(data, ArrayData):

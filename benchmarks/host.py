@@ -9,15 +9,13 @@ profiler. On a CPU (``--device cpu``) the time has the work itself in it: whethe
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, device_named, write
+from hotrain_bench.conditions import conditions, device_named, parser_of, write
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -58,13 +56,11 @@ def launches(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> int | None:
 
 def main() -> int:
     """Measure, write and print the records."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     for name, default in (("tokens", 25216), ("outputs", 768), ("inputs", 768), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--device")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = device_named(args.device)
     x = torch.randn(args.tokens, args.inputs, device=device, dtype=torch.bfloat16)[None].requires_grad_()

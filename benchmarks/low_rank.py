@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 
 import hotrain
 from hotrain.cli.prepare import configure
@@ -73,7 +73,7 @@ CONFIGURATIONS = (
 
 def main() -> int:
     """Train the configurations with every seed, write and print the records."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--data", required=True)
     parser.add_argument("--epochs", type=int, default=20)
@@ -81,8 +81,6 @@ def main() -> int:
     parser.add_argument("--only", default=".", help="pattern of the configurations' names")
     parser.add_argument("--set", action="append", default=[], help="field=value of the runs; repeatable")
     parser.add_argument("--at-once", type=int, default=8, help="runs in parallel")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0

@@ -8,7 +8,6 @@ cache. A script that trains a timm model runs there as it is, then with the thre
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = """
@@ -118,10 +117,8 @@ def run(command: list[str | Path], folder: Path) -> str:
 
 def main() -> None:
     """Time it, and append the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="vit_small_patch16_224")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     common = conditions(torch.device("cpu"), sys.argv, args.commit)
     empty = dict.fromkeys(("median_ms", "spread_ms", "peak_bytes", "activation_bytes"))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from torch import Tensor, nn
 
 import hotrain
@@ -73,14 +73,12 @@ CONFIGURATIONS = (
 
 def main() -> int:
     """Train the configurations, write and print the records."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--only", default=".", help="pattern of the configurations' names")
     parser.add_argument("--set", action="append", default=["epochs=20", "warmup_epochs=2", "lr=1e-3"])
     parser.add_argument("--at-once", type=int, default=10, help="runs in parallel")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0

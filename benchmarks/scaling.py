@@ -18,12 +18,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from hotrain_bench.step import clean_up
 from hotrain_bench.tasks import Task, build
 from hotrain_bench.timing import CudaEvents, WallClock
@@ -168,7 +167,7 @@ def compared(
 
 def main() -> int:
     """Measure all cells, write and print their records; 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("--subjects", default="vit_base_patch16_224/b128", help="comma-separated, as of bench step")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--variants", default=",".join(VARIANTS))
@@ -178,8 +177,6 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of gradients that DDP reduces at once")
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():

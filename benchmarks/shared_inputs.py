@@ -9,14 +9,12 @@ on the way to g_w; "own" has the method's 8-bit codes of the exact input; "share
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
-from pathlib import Path
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,9 +47,7 @@ def variants() -> dict[str, tuple[hotrain.Method, str]]:
 
 def main() -> None:
     """Print the errors, and append them to the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__)
     args = parser.parse_args()
     common = conditions(torch.device("cpu"), sys.argv, args.commit)
     torch.manual_seed(0)

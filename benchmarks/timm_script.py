@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from hotrain_bench.conversions import noted
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,13 +161,11 @@ def side_by_side(case: str, scripts: dict[str, Path], data: Path, work: Path, se
 
 def main() -> None:
     """Patch, run and print; append the records."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("script", type=Path, help="timm's train.py")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--source", help="commit of timm's repository that the script is of")
-    parser.add_argument("--commit", help="of the tree, where git does not tell")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--inside", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside is not None:

@@ -15,7 +15,6 @@ from the gradients of each image: v of docs/maths.md. A k×k convolution has one
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hotrain_bench.conditions import conditions, write
+from hotrain_bench.conditions import conditions, parser_of, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -523,15 +522,13 @@ def knapsack(
 
 def main() -> int:
     """Measure every snapshot and write one record for each layer."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = parser_of(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--data", required=True)
     parser.add_argument("--snapshots", type=Path, required=True, help="folder of benchmarks/snapshots.py")
     parser.add_argument("--updates", help="comma-separated; default: all that are there")
     parser.add_argument("--images", type=int, default=64, help="of a batch")
     parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
-    parser.add_argument("--out", type=Path, help="append the records to this file")
     args = parser.parse_args()
     device = torch.device("cpu")
     common = conditions(device, sys.argv, args.commit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import platform
 import re
@@ -69,6 +70,14 @@ def conditions(device: torch.device, argv: Sequence[str], commit: str | None = N
             else None,
         },
     }
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The command line of a script that writes records, described by the first line of its docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--commit", help="commit of the tree, where git does not report it")
+    parser.add_argument("--out", type=Path, help="append the records to this file")
+    return parser
 
 
 def command(argv: Sequence[str]) -> str:
