@@ -111,7 +111,8 @@ def next_key(counter: Tensor, moves: bool = True) -> Tensor:
 
 
 def _last_round(h: Tensor, word: Tensor | int) -> Tensor:
-    """`_mixed` on int64, with wrapping sums and products and masked shifts."""
+    """`_mixed` on int64, with wrapping sums and products and masked shifts. Its last operation stays a xor: in a graph
+    `ops` finds the key by it."""
     h = h + word + signed(_GOLDEN)
     h = (h ^ ((h >> 30) & ((1 << 34) - 1))) * signed(_FIRST)
     h = (h ^ ((h >> 27) & ((1 << 37) - 1))) * signed(_SECOND)

@@ -35,7 +35,8 @@ class Config:
 
     @cached_property
     def word(self) -> str:
-        """All but the name, as a string. With the version, so that compiled code of another one is not reused."""
+        """All but the name, as a string, which is all that compiled code knows: a new field of a method, or of this
+        class, is read here and in `of`. With the version, so that compiled code of another one is not reused."""
         m, place, geometry = self.method, self.grid, self.geometry
         parts = (m.name, m.forward, astuple(m.grad_input), astuple(m.grad_weight), astuple(m.saved))
         rest = (None if place is None else astuple(place), None if geometry is None else astuple(geometry))

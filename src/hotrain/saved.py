@@ -214,7 +214,7 @@ class Grouped:
     A group with an infinity or a NaN is dequantized to non-finite numbers.
 
     Attributes:
-        bits: 8, 4 or 2.
+        bits: 8, 4 or 2; others, whose codes are packed with gaps, for measurements of their error alone.
         dithered: whether to round without bias along rows and columns; else to nearest.
         whole: whether scales are per row.
     """

@@ -58,7 +58,8 @@ def opaque(
     """Decorator: a custom operator that runs a kernel, and into which Inductor does not trace.
 
     Where Inductor would fuse the reference itself, it would read a tensor twice to quantize it, and load a scale for
-    every element. ``fake`` makes its results for a tracer; ``inlined`` tells whether `kernel_nodes` may replace it.
+    every element. ``fake`` makes its results for a tracer; ``inlined`` tells whether `kernel_nodes` may trace it, so
+    that it allocates and launches, and does nothing else.
     """
 
     def define(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ class Rule:
     Attributes:
         name: the operation.
         functions: of PyTorch, which save the tensors that the row is about.
-        aten: the operators by which a backward graph uses these tensors.
+        aten: the operators by which a backward graph uses these tensors: read for the rows that `graph` names, which
+            decides by the kind of use, and for wide ones.
         saved: class of what the functions save: results, arguments, and what they make of these first (a cast, a
             transposed operand).
         arguments: position → class, of arguments that differ.

@@ -48,22 +48,24 @@ class Kind:
 
     Attributes:
         centered: whether μ is subtracted, and with it mean(γg) in backward; else μ = 0.
-        by_token: whether statistics are over the last axes (there are kernels); else over groups of channels.
+        by_token: whether statistics are over the last axes; else over groups of channels.
         rounds: whether x̂ is rounded to x's dtype before γ.
         function: PyTorch's, as autocast names it; None where it has none.
+        has_kernels: whether `kernels.norm` has its formula: layer norm's if centered, else RMS norm's.
     """
 
     centered: bool = False
     by_token: bool = True
     rounds: bool = False
     function: str | None = None
+    has_kernels: bool = False
 
 
 KINDS = {
-    "layer": Kind(centered=True, function="layer_norm"),
-    "rms": Kind(function="rms_norm"),
-    "rms_cast": Kind(rounds=True),  # written out by hand, as in transformers
-    "rms_float": Kind(),  # so too, where γ is multiplied before the result is rounded
+    "layer": Kind(centered=True, function="layer_norm", has_kernels=True),
+    "rms": Kind(function="rms_norm", has_kernels=True),
+    "rms_cast": Kind(rounds=True, has_kernels=True),  # written out by hand, as in transformers
+    "rms_float": Kind(has_kernels=True),  # so too, where γ is multiplied before the result is rounded
     "group": Kind(centered=True, by_token=False, function="group_norm"),
 }
 
@@ -175,7 +177,7 @@ def _kept(
 
 def _has_kernel(t: Tensor, kind: str, dims: int, form: str, dtype: torch.dtype) -> bool:
     """Whether the kernels over rows run for t (x, or its gradient); ``dtype`` is x's."""
-    if not KINDS[kind].by_token or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
+    if not KINDS[kind].has_kernels or dims != 1 or form != KERNEL_FORMAT or not supported(t.device, t.dtype):
         return False
     columns = t.shape[-1]
     same = t.dtype == dtype or supported(t.device, dtype)
@@ -366,7 +368,7 @@ def compressed(
     if not (is_large(x) and wants_gradient(x, w, b)):
         return None
     scope.record(f"{kind}_norm", form)
-    if torch.compiler.is_compiling() and KINDS[kind].by_token and supported(x.device, x.dtype):
+    if torch.compiler.is_compiling() and KINDS[kind].has_kernels and supported(x.device, x.dtype):
         x = scope.origins.in_rows(x)
     y, codes, scale, channels = norm(x, w, b, kind, dims, eps, form)
     factor = channels[1] if channels.numel() else w
